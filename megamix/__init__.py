@@ -1,0 +1,30 @@
+"""megamix: mixed-precision pretraining with the FP32 truth sharded over data-parallel ranks.
+
+The engine is a library, re-exported here; `megamix train CONFIG` runs whole jobs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.engine import Precision, ShardedEngine, Sharding, StepResult
+    from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
+    from megamix.mixed_precision.optimizers import NAG, AdamW, ParamGroup
+
+_HOME = {
+    "ShardedEngine": "engine", "Precision": "engine", "Sharding": "engine", "StepResult": "engine",
+    "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale",
+    "AdamW": "optimizers", "NAG": "optimizers", "ParamGroup": "optimizers",
+}  # fmt: skip
+
+__all__ = ["NAG", "AdamW", "DynamicLossScale", "ParamGroup", "Precision", "ShardedEngine", "Sharding"]
+__all__ += ["StaticLossScale", "StepResult"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: a wrong config file must be answered before the seconds that importing torch takes.
+    if name not in _HOME:
+        raise AttributeError(f"module 'megamix' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megamix.mixed_precision.{_HOME[name]}"), name)

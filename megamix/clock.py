@@ -1,0 +1,51 @@
+"""Where the time of a step goes: named spans, measured on the host or, on a GPU, on the device without waiting for
+it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Sums the seconds spent in each named span. Off until `enabled` is set; spans of one name add up.
+
+    On a CPU a wait blocks the host, so host time is exact. On a GPU a wait only orders streams: a pair of events on
+    the compute stream measures how long it stalled; `read` is the one place that waits for them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.enabled = False
+        self._on_gpu = device.type == "cuda"
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        if not self.enabled:
+            yield
+        elif self._on_gpu:  # pragma: CUDA only
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            start_s = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - start_s
+
+    def read(self) -> dict[str, float]:
+        """Seconds per span since the last call. Waits for the device: call it outside the step."""
+        for name, start, end in self._events:  # pragma: CUDA only
+            end.synchronize()
+            self._seconds[name] += start.elapsed_time(end) / 1e3
+        seconds = dict(self._seconds)
+        self._events.clear()
+        self._seconds.clear()
+        return seconds

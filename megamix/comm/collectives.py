@@ -1,0 +1,191 @@
+"""The collectives of one step, each fixed per backend, so that no other file asks which backend it runs on.
+
+All of them must be issued in the same order on every rank: collectives are matched by order of issue, and two ranks
+that issue equal buckets in opposite order get each other's sums without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix.comm.topology import Topology
+
+# torch 2.13 renames both and warns about the old names, which are the only ones before it.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_GATHER_TAG = 0x6D6D  # apart from the user's own sends and receives, which have tag 0 unless told otherwise
+
+_SUM_CHUNK = 1 << 18  # elements: the FP32 accumulator (1 MiB) stays in cache while the ranks' parts stream through
+
+
+class Pending(Protocol):
+    """A collective under way; `wait` returns once its result may be read on the current stream, however often
+    called.
+    """
+
+    def wait(self) -> None: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Works:
+    """Wait for several works once."""
+
+    def __init__(self, works: list[dist.Work], then: Callable[[], None] | None = None):
+        self._works, self._then = works, then
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def __del__(self) -> None:
+        # A Gloo receive lives in its work object: dropped unfinished, it would leave its message to whoever talks next.
+        with contextlib.suppress(Exception):  # the group may be gone already, and its messages with it
+            for work in self._works:
+                work.wait()
+
+
+class Collectives:
+    """One rank alone: every collective is the identity. The base of the backends below."""
+
+    def __init__(self, topology: Topology):
+        self.topology = topology
+
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
+        """Start summing `half_grads` over the ranks into this rank's part.
+
+        Shapes: half_grads (padded_numel,), grad_shard (padded_numel / dp_size,), a view of half_grads at this rank's
+        place.
+        """
+        return _Done()
+
+    def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
+        """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
+        return _Done()
+
+    def table(self, row: Tensor) -> Tensor:
+        """Every rank's row, in rank order. Shapes: row (n,) -> (dp_size, n). Small; awaited at once."""
+        return row.unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` on every rank with the first rank's."""
+
+    def agree(self, ok: bool) -> bool:
+        """True if every rank says so. Reads the device: for construction, never inside a step."""
+        return ok
+
+
+class NcclCollectives(Collectives):  # pragma: CUDA only
+    """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
+
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
+        work = _reduce_scatter(grad_shard, half_grads, group=self.topology.dp_group, async_op=True)
+        assert work is not None
+        return _Works([work])
+
+    def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
+        work = _all_gather(flat, shard, group=self.topology.dp_group, async_op=True)
+        assert work is not None
+        return _Works([work])
+
+    def table(self, row: Tensor) -> Tensor:
+        table = row.new_empty(self.topology.dp_size, row.numel())
+        _all_gather(table, row, group=self.topology.dp_group)
+        return table
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
+
+    def agree(self, ok: bool) -> bool:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=device)).all())
+
+
+class GlooCollectives(Collectives):
+    """Gloo: reduce-scatter is an all-to-all, an FP32 sum in rank order and one rounding.
+
+    2.4 times faster than Gloo's own, in a fixed order, and it overflows to inf as NCCL's does. The parts arrive in
+    one scratch buffer as large as the largest bucket, so a reduction is completed before the next one starts to fill
+    it.
+    """
+
+    def __init__(self, topology: Topology, scratch: Tensor):
+        super().__init__(topology)
+        self.scratch = scratch  # gradient dtype, (largest padded_numel,)
+        self._reducing: Pending = _Done()
+
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
+        self._reducing.wait()
+        parts = self.scratch[: half_grads.numel()]
+        work = dist.all_to_all_single(parts, half_grads, group=self.topology.dp_group, async_op=True)
+        by_rank = parts.view(self.topology.dp_size, -1)
+        self._reducing = _Works([work], then=lambda: sum_in_rank_order(by_rank, grad_shard))
+        return self._reducing
+
+    def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
+        if (
+            flat.device.type != "cpu"
+        ):  # pragma: CUDA only (several ranks on one GPU; Gloo's send takes host memory alone)
+            work = _all_gather(flat, shard, group=self.topology.dp_group, async_op=True)
+            assert work is not None
+            return _Works([work])
+        # Every part travels straight to its place: Gloo's own all-gather copies in and out of a buffer of its own,
+        # 3.9 ms against 1.2 for 3 M half elements between two ranks.
+        size, rank, group = self.topology.dp_size, self.topology.dp_rank, self.topology.dp_group
+        parts = flat.view(size, -1)
+        works: list[dist.Work | None] = []
+        for distance in range(1, size):
+            target = (rank + distance) % size
+            works.append(dist.isend(shard, group=group, tag=_GATHER_TAG, group_dst=target))
+            source = (rank - distance) % size
+            works.append(dist.irecv(parts[source], group=group, tag=_GATHER_TAG, group_src=source))
+        return _Works([work for work in works if work is not None])
+
+    def table(self, row: Tensor) -> Tensor:
+        table = row.new_empty(self.topology.dp_size, row.numel())
+        _all_gather(table.view(-1), row, group=self.topology.dp_group)
+        return table
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
+
+    def agree(self, ok: bool) -> bool:
+        return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
+
+
+def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
+    """Sum the ranks' parts in FP32, rank 0 first, and round once into `out`.
+
+    Shapes: parts half or FP32 (dp_size, shard_numel) -> out (shard_numel,), same dtype.
+    """
+    accumulator = torch.empty(min(_SUM_CHUNK, out.numel()), dtype=torch.float32, device=out.device)
+    for start in range(0, out.numel(), _SUM_CHUNK):
+        end = min(start + _SUM_CHUNK, out.numel())
+        total = accumulator[: end - start].copy_(parts[0, start:end])
+        for part in parts[1:, start:end]:
+            total.add_(part)
+        out[start:end].copy_(total)
+
+
+def make_collectives(topology: Topology, scratch_numel: int, dtype: torch.dtype, device: torch.device) -> Collectives:
+    """The collectives of this topology's backend. `scratch_numel`: the largest bucket, held by Gloo alone."""
+    if topology.dp_group is None:
+        return Collectives(topology)
+    # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
+    if topology.dp_group._get_backend(device).name() == "nccl":  # pragma: CUDA only
+        return NcclCollectives(topology)
+    return GlooCollectives(topology, torch.zeros(scratch_numel, dtype=dtype, device=device))

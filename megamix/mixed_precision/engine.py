@@ -1,0 +1,300 @@
+"""The conductor: calls the stages of a mixed-precision step in the order in which the data flows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix.clock import Clock
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.fused_update import Group, StepScalars, choose_update
+from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.grad_stats import agree, clip_coefficient
+from megamix.mixed_precision.half_grads import HalfGrads
+from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
+from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.param_gather import ParamGather
+from megamix.mixed_precision.weights import full_weights, load_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What is half and what is scaled."""
+
+    dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
+    grad_dtype: torch.dtype | None = None  # in which micro-batches and ranks are summed; None: `dtype`
+    loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
+
+    units: Sequence[
+        nn.Module
+    ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
+    dp_group: dist.ProcessGroup | None = None  # None: all ranks, or this process alone
+    bucket_size: int | None = None  # elements; None: by the model's size
+    overlap: bool = True  # False: every collective is awaited at once (slower, same result)
+
+
+class StepResult(NamedTuple):
+    """Device tensors; reading one waits for the device, so keep them until the value is needed."""
+
+    found_inf: Tensor  # bool (): nothing was changed
+    grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
+    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
+    loss_scale: Tensor  # FP32 (): the one this step's backward used
+    lr: Tensor  # FP32 ()
+
+
+class ShardedEngine:
+    """Trains any module in half precision with the FP32 truth sharded over the data-parallel ranks.
+
+        engine = ShardedEngine(model, AdamW(lr=3e-4), Precision(torch.bfloat16))
+        for tokens, targets in batches:
+            engine.backward(loss_of(model(tokens), targets))
+            engine.step()
+
+    The module keeps its Parameters; their data become views into flat half buffers, starting from the first rank's
+    values. Gradients are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`.
+    `clip_grad`: largest global norm; 0 is off.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        precision: Precision | None = None,
+        sharding: Sharding | None = None,
+        clip_grad: float = 0.0,
+        grad_accum_steps: int = 1,
+        compile_update: bool = True,
+    ):
+        precision, sharding = precision or Precision(), sharding or Sharding()
+        _check_settings(precision, clip_grad, grad_accum_steps)
+        self.module, self.optimizer = model, optimizer
+        self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
+        device = _single_device(model)
+        grad_dtype = precision.grad_dtype or precision.dtype
+
+        topology = Topology.current(sharding.dp_group)
+        specs, groups = describe_params(model, optimizer)
+        self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
+        self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
+        self.clock = Clock(device)
+        self._fingerprint = _hash(self.layout, type(optimizer).__name__, precision.dtype)
+        _require_equal(self.collectives, device, _hash(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
+
+        self.half_params = HalfParams(model, self.layout, precision.dtype, device)
+        self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
+        for bucket, flat in enumerate(self.half_params.flat):
+            full = self.half_params.full_precision(bucket)
+            self.collectives.broadcast(full)
+            self.master_shard.take(bucket, full)
+            flat.copy_(full)
+            self.half_params.install(bucket)
+        trained = [self.half_params.params[spec.name] for spec in specs]
+        for tensor in cast_frozen(model, trained, precision.dtype):
+            self.collectives.broadcast(tensor)
+
+        self.loss_scale = precision.loss_scale or StaticLossScale()
+        self.loss_scale.to(device)
+        self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
+        self.grad_reduce = GradReduce(self.half_grads.flat, self.collectives, sharding.overlap, self.clock)
+        self.param_gather = ParamGather(
+            model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
+        )
+        self._update, self._shard_stats = choose_update(
+            optimizer, [Group(*group) for group in groups],
+            self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
+        )  # fmt: skip
+
+        self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
+        self._scale_used = self.loss_scale.loss_scale.clone()
+        self._micro_batches = 0  # of this step, so far
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.
+
+        In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
+        """
+        if self._micro_batches == self.grad_accum_steps:
+            raise RuntimeError(
+                f"backward() was called {self.grad_accum_steps} times already (grad_accum_steps); call step() now"
+            )
+        if loss.numel() != 1:
+            raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
+        self.half_params.check()
+        if self._micro_batches == 0:
+            self._scale_used.copy_(self.loss_scale.loss_scale)
+        last = self._micro_batches == self.grad_accum_steps - 1
+        self.half_grads.open(self.grad_reduce.bucket_full if last else None)
+        try:
+            (loss.float() * self._scale_used).backward()  # type: ignore[no-untyped-call]
+        finally:
+            self.half_grads.close()
+        self._micro_batches += 1
+        if last:
+            self.half_grads.fill_missing()
+            self.grad_reduce.launch_rest()
+
+    def step(self) -> StepResult:
+        """Agree, update and send out. Never reads the device; if any gradient on any rank is not finite, nothing
+        changes anywhere.
+        """
+        if self._micro_batches != self.grad_accum_steps:
+            raise RuntimeError(
+                f"step() needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
+            )
+        self.half_params.check()
+        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
+        grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        with self.clock.span("update"):
+            stats = agree([self._shard_stats(grad_shard) for grad_shard in grad_shards], self.collectives)
+            # The scale that backward used, not the one that follows from it: on a growing step they differ by the
+            # growth factor.
+            divisor = self._scale_used.double() * (self.layout.dp_size * self.grad_accum_steps)
+            grad_norm = stats.sum_of_squares.sqrt() / divisor
+            multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
+            update = self.applied_updates + 1
+            scalars = StepScalars(
+                multiplier, stats.found_inf, self._lr(), update.float(), self.optimizer.coefficients(update.double())
+            )
+        for bucket in self.param_gather.order_of_need:
+            with self.clock.span("update"):
+                self._update_bucket(bucket, grad_shards[bucket], scalars)
+            self.param_gather.launch(bucket)
+        self.grad_reduce.reset()
+        self._micro_batches = 0
+        self.applied_updates += ~stats.found_inf
+        self.skipped_steps += stats.found_inf
+        self.loss_scale.update_(stats.found_inf)
+        return StepResult(
+            stats.found_inf, grad_norm.float(), stats.max_abs.float(), self._scale_used.clone(), scalars.lr
+        )
+
+    def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
+        master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
+        half_shard = self.param_gather.half_shards[bucket]
+        for run in self.master_shard.runs[bucket]:
+            part = slice(run.start, run.end)
+            run_states = tuple(state[part] for state in states)
+            self._update(grad_shard[part], master[part], run_states, half_shard[part], run.group, scalars)
+
+    def _lr(self) -> Tensor:
+        """The learning rate of the next update. Past the table's end its last entry holds."""
+        return self._lr_table.index_select(0, self.applied_updates.clamp(max=self._lr_table.numel() - 1).view(1)).view(
+            ()
+        )
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
+        self._require_between_steps("full_weights()")
+        return full_weights(self.module, self.half_params, self.master_shard, self.collectives)
+
+    def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
+
+        Give full FP32 weights under the module's own names, the same on every rank.
+        Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
+        """
+        self._require_between_steps("load_weights()")
+        load_weights(state_dict, self.module, self.half_params, self.master_shard)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""
+        self._require_between_steps("state_dict()")
+        return {
+            "layout": self._fingerprint,
+            "dp_rank": self.collectives.topology.dp_rank,
+            "master": [master.clone() for master in self.master_shard.master],
+            "states": [tuple(state.clone() for state in states) for states in self.master_shard.states],
+            "applied_updates": self.applied_updates.clone(),
+            "skipped_steps": self.skipped_steps.clone(),
+            "loss_scale": self.loss_scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave on the same rank of the same layout. Every rank must call it.
+
+        Raises: ValueError if the layout, the optimizer's settings or the rank differ.
+        """
+        self._require_between_steps("load_state_dict()")
+        rank = self.collectives.topology.dp_rank
+        if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
+            raise ValueError(
+                f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
+                f"{self._fingerprint[:12]}; build the engine with the model, ranks, bucket_size and optimizer settings "
+                "that it was saved with"
+            )
+        for bucket in self.param_gather.order_of_need:
+            self.master_shard.restore(bucket, state["master"][bucket], state["states"][bucket])
+            self.param_gather.half_shards[bucket].copy_(self.master_shard.master[bucket])
+            self.param_gather.launch(bucket)
+        self.applied_updates.copy_(state["applied_updates"])
+        self.skipped_steps.copy_(state["skipped_steps"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _require_between_steps(self, call: str) -> None:
+        if self._micro_batches:
+            raise RuntimeError(
+                f"{call} after {self._micro_batches} backward() calls of a step; call it right after step()"
+            )
+        self.half_params.check()
+
+
+def _hash(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _require_equal(collectives: Collectives, device: torch.device, settings: str) -> None:
+    mine = torch.tensor([int(settings[:15], 16)], device=device)
+    different = (collectives.table(mine) != mine).nonzero()[:, 0].tolist()
+    if different:
+        raise ValueError(
+            f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
+            "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
+        )
+
+
+def _check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
+    halves = (torch.float16, torch.bfloat16, torch.float32)
+    if precision.dtype not in halves:
+        raise ValueError(f"precision.dtype must be torch.float16, bfloat16 or float32, got {precision.dtype}")
+    if precision.grad_dtype not in (None, precision.dtype, torch.float32):
+        raise ValueError(
+            f"precision.grad_dtype must be None, {precision.dtype} or torch.float32, got {precision.grad_dtype}"
+        )
+    if precision.dtype == torch.float16 and precision.loss_scale is None:
+        raise ValueError(
+            "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
+        )
+    if clip_grad < 0:
+        raise ValueError(f"clip_grad must not be negative, got {clip_grad}; 0 turns clipping off")
+    if grad_accum_steps < 1:
+        raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
+
+
+def _single_device(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
+        )
+    return devices.pop()

@@ -1,0 +1,156 @@
+"""The one write: unscale, average, clip, the optimizer's equation and the cast to half, in one pass over a run.
+
+28 bytes per element with Adam and half gradients: gradient 2, master 8, two states 16, half parameter 2.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.grad_stats import chunked_shard_stats, shard_stats
+from megamix.mixed_precision.optimizers import Optimizer
+
+log = logging.getLogger("megamix")
+
+# Elements per piece without a compiler. A piece's FP32 gradient (1 MiB) stays in cache between the multiplication
+# and the library's kernel. A multiple of ROW, so that no piece ends in the kernel's scalar tail, which rounds
+# otherwise.
+_CHUNK = 1 << 18
+
+
+class StepScalars(NamedTuple):
+    """What a step decides once for all buckets: device scalars, never read by the host."""
+
+    multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * dp_size * grad_accum_steps)
+    found_inf: Tensor  # bool (): nothing may change
+    lr: Tensor  # FP32 (), before a group's factor
+    update: Tensor  # FP32 (): the number of this update, 1 for the first
+    coefficients: tuple[Tensor, ...]  # FP32 (): the optimizer's, e.g. its bias corrections
+
+
+class Group(NamedTuple):
+    """One optimizer group's hyperparameters."""
+
+    lr_factor: float
+    weight_decay: float
+
+
+class Update(Protocol):
+    def __call__(
+        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+    ) -> None:
+        """Update one run in place. Shapes: grad and half in half precision, master and states FP32, all (n,), n % 64
+        == 0.
+        """
+
+
+class CompiledUpdate:
+    """One compiled loop, from the optimizer's own equation: Triton on a GPU, vectorised C++ on a CPU.
+
+    Compiled once for any length (a compile per length would hit the recompile limit of 8); everything that changes
+    from step to step or group to group is a device tensor, since a Python number would be baked into the code.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Group], device: torch.device):
+        self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
+        self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
+        self._update_ = torch.compile(gated_update(optimizer), dynamic=True, fullgraph=True)
+
+    def __call__(
+        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+    ) -> None:
+        lr = step.lr * self._lr_factors[group]
+        scalars = (step.multiplier, step.found_inf, lr, self._weight_decays[group], step.coefficients)
+        self._update_(grad, master, states, half, *scalars)
+
+
+def gated_update(optimizer: Optimizer) -> Callable[..., None]:
+    """The update of a run as plain tensor operations, for the compiler to fuse (run eagerly it is right, and slow)."""
+
+    def update_(
+        grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor,
+        multiplier: Tensor, found_inf: Tensor, lr: Tensor, weight_decay: Tensor, coefficients: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        unscaled = grad.float() * multiplier
+        new_master, new_states = optimizer.equation(unscaled, master, states, lr, weight_decay, coefficients)
+        # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
+        new_master = torch.where(found_inf, master, new_master)
+        half.copy_(new_master)
+        master.copy_(new_master)
+        for state, new_state in zip(states, new_states, strict=True):
+            state.copy_(torch.where(found_inf, state, new_state))
+
+    return update_
+
+
+class LibraryUpdate:
+    """torch's own fused kernels, in pieces that stay in cache: for machines where nothing can be compiled.
+
+    The gradient is multiplied in FP32 first: the kernels' `grad_scale` divides, and so rounds otherwise.
+    """
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Group]):
+        self._optimizer, self._groups = optimizer, groups
+
+    def __call__(
+        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+    ) -> None:
+        lr_factor, weight_decay = self._groups[group]
+        lr, gate = step.lr * lr_factor, (step.update, step.found_inf.float())
+        unscaled = torch.empty(min(_CHUNK, grad.numel()), dtype=torch.float32, device=grad.device)
+        for start in range(0, grad.numel(), _CHUNK):
+            piece = slice(start, min(start + _CHUNK, grad.numel()))
+            piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
+            piece_states = tuple(state[piece] for state in states)
+            self._optimizer.library_update_(piece_grad, master[piece], piece_states, lr, weight_decay, gate)
+            half[piece].copy_(master[piece])
+
+
+def choose_update(
+    optimizer: Optimizer,
+    groups: Sequence[Group],
+    half: Tensor,
+    grad: Tensor,
+    collectives: Collectives,
+    try_compiler: bool,
+) -> tuple[Update, Callable[[Tensor], Tensor]]:
+    """The update and the statistics for this machine: compiled if the real functions compile on every rank, else
+    torch's kernels.
+
+    `half` and `grad`: any of the engine's flat buffers, for their dtypes and device. One answer for all ranks: the
+    two paths round differently (fused multiply-adds), and the choice is logged.
+    """
+    library = LibraryUpdate(optimizer, groups), chunked_shard_stats
+    if not try_compiler:
+        return library
+    compiled = CompiledUpdate(optimizer, groups, half.device), torch.compile(shard_stats, dynamic=True, fullgraph=True)
+    reason = "another rank has no compiler"
+    try:
+        _try_out(optimizer, *compiled, half.new_zeros(2 * ROW), grad.new_zeros(2 * ROW))
+        compiles = True
+    except Exception as error:  # a missing g++, Python.h or Triton each raise something else
+        compiles, reason = (
+            False,
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+        )
+    if collectives.agree(compiles):
+        return compiled
+    log.warning("the update cannot be compiled here (%s): using torch's fused kernels", reason)
+    return library
+
+
+def _try_out(
+    optimizer: Optimizer, update: Update, stats: Callable[[Tensor], Tensor], half: Tensor, grad: Tensor
+) -> None:
+    states = tuple(torch.zeros_like(grad, dtype=torch.float32) for _ in optimizer.state_names)
+    one = torch.ones((), device=grad.device)
+    step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
+    update(grad, torch.zeros_like(states[0]), states, half, 0, step)
+    stats(grad)

@@ -1,0 +1,103 @@
+"""Backward's product: one flat gradient buffer per bucket, filled by hooks as each parameter's gradient becomes
+ready.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megamix.mixed_precision.flat_layout import FlatLayout
+
+log = logging.getLogger("megamix")
+
+
+class HalfGrads:
+    """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, in half or in FP32.
+
+    `flat[k]`: gradient dtype (padded_numel,) of bucket k; its padding is zero. A parameter's hook copies the first
+    micro-batch's gradient into its view and adds the later ones (copying costs 4 bytes per parameter where zeroing
+    and adding costs 8), then drops `param.grad`: an FP32 `.grad` on a half parameter would make torch.compile refuse
+    the block.
+    """
+
+    def __init__(self, layout: FlatLayout, params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device):
+        self.flat = [torch.zeros(bucket.padded_numel, dtype=dtype, device=device) for bucket in layout.buckets]
+        self._views: list[list[Tensor]] = []
+        self._names = [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
+        for bucket_index, bucket in enumerate(layout.buckets):
+            views = []
+            for index, slot in enumerate(bucket.slots):
+                views.append(self.flat[bucket_index][slot.start : slot.end].view(slot.spec.shape))
+                hook = self._make_hook(bucket_index, index)
+                params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._views.append(views)
+        self._touched = [[False] * len(views) for views in self._views]  # in this step
+        self._ready = [[False] * len(views) for views in self._views]  # in the last micro-batch
+        self._missing: list[int] = []  # per bucket: how many are not ready yet
+        self._warned: set[str] = set()
+        self._inside_backward = False
+        self._on_full: Callable[[int], None] | None = None
+
+    def open(self, on_full: Callable[[int], None] | None) -> None:
+        """Expect the gradients of one micro-batch; of the last one, call `on_full(bucket)` as soon as a bucket is
+        complete.
+        """
+        self._inside_backward, self._on_full = True, on_full
+        self._ready = [[False] * len(views) for views in self._views]
+        self._missing = [len(views) for views in self._views]
+
+    def close(self) -> None:
+        """The micro-batch's backward has returned, or failed."""
+        self._inside_backward, self._on_full = False, None
+
+    def fill_missing(self) -> None:
+        """After the step's last micro-batch: a parameter that got no gradient counts as zeros, and is named once in
+        the log.
+        """
+        silent = []
+        for views, touched, names in zip(self._views, self._touched, self._names, strict=True):
+            for index, view in enumerate(views):
+                if not touched[index]:
+                    view.zero_()
+                    silent.append(names[index])
+                touched[index] = False
+        new = [name for name in silent if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
+
+    def _make_hook(self, bucket: int, index: int) -> Callable[[Tensor], None]:
+        def accumulate(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            assert grad is not None
+            name = self._names[bucket][index]
+            if not self._inside_backward:
+                raise RuntimeError(
+                    f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
+                    "no reduction. Call engine.backward(loss) instead"
+                )
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones"
+                )
+            if self._ready[bucket][index] and self._missing[bucket] == 0 and self._on_full is not None:
+                raise RuntimeError(
+                    f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
+                    "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            if self._touched[bucket][index]:
+                self._views[bucket][index].add_(grad)
+            else:
+                self._views[bucket][index].copy_(grad)
+                self._touched[bucket][index] = True
+            if not self._ready[bucket][index]:
+                self._ready[bucket][index] = True
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0 and self._on_full is not None:
+                    self._on_full(bucket)
+
+        return accumulate

@@ -1,0 +1,126 @@
+"""The working copy: one flat half-precision buffer per bucket; the module's own Parameters are views into it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
+from megamix.mixed_precision.optimizers import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Installed:
+    """What must still be true of a parameter for the engine's writes to reach the module."""
+
+    owner: nn.Module
+    attribute: str
+    param: nn.Parameter
+    data_ptr: int
+    version: int
+    name: str
+
+
+def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamSpec], list[tuple[float, float]]]:
+    """(specs of the trainable parameters in registration order, hyperparameters of each optimizer group).
+
+    A shared parameter is described once, under its first name; frozen and empty parameters are not described.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.requires_grad and param.numel():
+            names.setdefault(param, []).append(name)
+    groups: dict[tuple[float, float], int] = {}
+    specs = []
+    for param, (name, *aliases) in names.items():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
+            )
+        group = groups.setdefault(optimizer.hyperparameters(name, param.dim()), len(groups))
+        specs.append(ParamSpec(name=name, shape=tuple(param.shape), group=group, aliases=tuple(aliases)))
+    return specs, list(groups)
+
+
+class HalfParams:
+    """Owns the flat buffers and sees to it that the module keeps computing with them.
+
+    `flat[k]`: half (padded_numel,) of bucket k; its padding is zero.
+    """
+
+    def __init__(self, model: nn.Module, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
+        self.layout, self.dtype = layout, dtype
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.flat = [torch.zeros(bucket.padded_numel, dtype=dtype, device=device) for bucket in layout.buckets]
+        self._owners = {
+            slot.spec.name: _owner(model, slot.spec.name) for bucket in layout.buckets for slot in bucket.slots
+        }
+        self._installed: list[_Installed] = []
+
+    def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
+        """One bucket's parameters (or `values` by name) in FP32, flat and padded: FP32 (padded_numel,)."""
+        full = torch.zeros(self.flat[bucket].numel(), dtype=torch.float32, device=self.flat[bucket].device)
+        for slot in self.layout.buckets[bucket].slots:
+            value = self.params[slot.spec.name] if values is None else values[slot.spec.name]
+            full[slot.start : slot.end].copy_(value.detach().reshape(-1))
+        return full
+
+    def install(self, bucket: int) -> None:
+        """Let the module's Parameters of one bucket be views into its flat buffer.
+
+        `param.data = view` and not `nn.Parameter(view)`: the view then has its own version counter, so that a gather
+        which lands in the buffer during forward does not make backward refuse its saved tensors, and the user's
+        references stay good.
+        """
+        for slot in self.layout.buckets[bucket].slots:
+            param = self.params[slot.spec.name]
+            param.data = self.flat[bucket][slot.start : slot.end].view(slot.spec.shape)
+            owner, attribute = self._owners[slot.spec.name]
+            self._installed.append(
+                _Installed(owner, attribute, param, param.data_ptr(), param._version, slot.spec.name)
+            )
+
+    def check(self) -> None:
+        """Raise RuntimeError if a call has broken a view, or written to one, since the engine took the module over.
+
+        The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
+        """
+        for item in self._installed:
+            if item.owner._parameters.get(item.attribute) is not item.param:
+                broken = (
+                    "is another Parameter now than the one that the engine trains; build the engine after the model"
+                )
+            elif item.param.data_ptr() != item.data_ptr:
+                broken = (
+                    "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
+                    "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
+                )
+            elif item.param._version != item.version:
+                broken = (
+                    "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
+                    "and not its FP32 master. To change weights call engine.load_weights(state_dict)"
+                )
+            else:
+                continue
+            raise RuntimeError(f"parameter {item.name} {broken}")
+
+
+def cast_frozen(model: nn.Module, trained: Iterable[nn.Parameter], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Cast frozen parameters to half and yield everything the buckets do not hold: those and the buffers, which keep
+    their dtype.
+    """
+    ids = {id(param) for param in trained}
+    for param in model.parameters():
+        if id(param) not in ids:
+            if param.is_floating_point():
+                param.data = param.data.to(dtype)
+            yield param.data
+    yield from model.buffers()
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute

@@ -1,0 +1,40 @@
+"""The FP32 truth: this rank's share of the master weights and of the optimizer's states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.flat_layout import FlatLayout
+
+
+class MasterShard:
+    """Per bucket: `master[k]` FP32 (padded_numel / dp_size,), and `states[k]`, one such tensor per optimizer state,
+    zeros at the start.
+
+    `runs[k]`: the pieces of bucket k's shard that belong to one optimizer group each, counted from the shard's start.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, num_states: int, device: torch.device):
+        self._rank, self._dp_size = rank, layout.dp_size
+        shard_numels = [bucket.padded_numel // layout.dp_size for bucket in layout.buckets]
+        self.master = [torch.zeros(numel, device=device) for numel in shard_numels]
+        self.states = [tuple(torch.zeros(numel, device=device) for _ in range(num_states)) for numel in shard_numels]
+        self.runs = [bucket.shard_runs(rank, layout.dp_size) for bucket in layout.buckets]
+
+    def take(self, bucket: int, full: Tensor) -> None:
+        """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
+        self.master[bucket].copy_(full.view(self._dp_size, -1)[self._rank])
+
+    def restore(self, bucket: int, master: Tensor, states: tuple[Tensor, ...]) -> None:
+        """Copy back one bucket's saved shard and optimizer states."""
+        for mine, saved in zip((self.master[bucket], *self.states[bucket]), (master, *states), strict=True):
+            mine.copy_(saved)
+
+    def gather(self, bucket: int, collectives: Collectives) -> Tensor:
+        """A whole bucket's master weights, from every rank: FP32 (padded_numel,). Every rank must call it."""
+        full = self.master[bucket].new_empty(self._dp_size, self.master[bucket].numel())
+        full[self._rank].copy_(self.master[bucket])
+        collectives.all_gather(full.view(-1), full[self._rank]).wait()
+        return full.view(-1)

@@ -1,0 +1,82 @@
+"""The plain loop that the engine must equal: one process, no buckets, no shards, every virtual rank in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamix.mixed_precision.optimizers import NAG, Optimizer
+
+
+@dataclass
+class Reference:
+    """What the loop ends with, by parameter name; master and states FP32, flat, padded with zeros to a multiple of 64."""
+
+    masters: dict[str, Tensor]
+    states: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    losses: list[list[float]] = field(default_factory=list)  # per step, of every (rank, micro-batch)
+    grad_norms: list[float] = field(default_factory=list)
+
+
+def train_reference(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, int, int, int], Tensor],  # model, step, rank, micro-batch
+    optimizer: Optimizer,
+    settings: Any,  # steps, dp_size, grad_accum_steps, dtype, grad_dtype, loss_scale, clip_grad
+) -> Reference:
+    """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded once."""
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64 elements.
+    masters = {
+        name: F.pad(param.detach().float().flatten(), (0, -param.numel() % 64)) for name, param in params.items()
+    }
+    torch_optimizer = _torch_optimizer(optimizer, params, masters)
+    result = Reference(masters)
+    for step in range(settings.steps):
+        for name, param in params.items():
+            param.data = masters[name][: param.numel()].view(param.shape).to(settings.dtype)
+        rank_sums, losses = [], []
+        for rank in range(settings.dp_size):
+            sums: dict[str, Tensor] = {}
+            for micro_batch in range(settings.grad_accum_steps):
+                loss = loss_of(model, step, rank, micro_batch).float()
+                losses.append(loss.item())
+                grads = torch.autograd.grad(loss * settings.loss_scale, list(params.values()), allow_unused=True)
+                for name, grad in zip(params, grads, strict=True):
+                    if grad is not None:
+                        grad = grad.to(settings.grad_dtype)
+                        sums[name] = sums[name] + grad if name in sums else grad
+            rank_sums.append(sums)
+        total = {}
+        for name, param in params.items():
+            zeros = torch.zeros_like(param, dtype=settings.grad_dtype)
+            total[name] = sum(sums.get(name, zeros).float() for sums in rank_sums).to(settings.grad_dtype)
+            total[name] = F.pad(total[name].float().flatten(), (0, -param.numel() % 64))
+        divisor = settings.loss_scale * settings.dp_size * settings.grad_accum_steps
+        rows = torch.cat([grad.view(-1, 64).square().sum(1) for grad in total.values()])
+        grad_norm = rows.double().sum().sqrt() / divisor
+        clip = (settings.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if settings.clip_grad else torch.ones(())
+        for name, master in masters.items():
+            master.grad = total[name] * (clip / divisor).float()
+        torch_optimizer.step()
+        result.losses.append(losses)
+        result.grad_norms.append(float(grad_norm.float()))
+    for name, master in masters.items():
+        result.states[name] = tuple(torch_optimizer.state[master][state] for state in optimizer.state_names)
+    return result
+
+
+def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], masters: dict[str, Tensor]) -> Any:
+    groups = []
+    for name, param in params.items():
+        lr_factor, weight_decay = optimizer.hyperparameters(name, param.dim())
+        lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
+        groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
+    if isinstance(optimizer, NAG):
+        return torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum, nesterov=True, fused=True)
+    return torch.optim.AdamW(groups, lr=torch.tensor(0.0), betas=optimizer.betas, eps=optimizer.eps, fused=True)

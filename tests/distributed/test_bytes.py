@@ -1,0 +1,97 @@
+"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient exists while gradients are half."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix.bench.live_storage import LiveStorage
+from tests.distributed.models import loss_of, make_batch, make_model
+
+
+def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
+    """(live bytes counted, bytes by the layout, scratch bytes, live bytes without scratch per parameter)."""
+    dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with LiveStorage() as tracker:
+        model = make_model()
+        num_params = sum(param.numel() for param in model.parameters())
+        precision = Precision(torch.float16, grad_dtype, DynamicLossScale(init_scale=2.0**8))
+        engine = ShardedEngine(model, optimizer, precision, Sharding(bucket_size=2000), compile_update=False)
+        for step in range(3):
+            engine.backward(loss_of(model, make_batch(step, rank, 0)))
+            engine.step()
+        engine.param_gather.wait_all()
+        gc.collect()
+    scale = engine.loss_scale
+    scalars = [engine.applied_updates, engine.skipped_steps, engine._lr_table, engine._scale_used]
+    scalars += [scale.loss_scale, scale.clean_steps, scale.overflows, scale.proven]
+    named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
+    grad_bytes = grad_dtype.itemsize
+    resident = engine.layout.resident_bytes(2, grad_bytes, len(optimizer.state_names))
+    scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
+    padding = engine.layout.padded_numel - num_params
+    per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
+    return tracker.live_bytes - named, resident, scratch, per_param
+
+
+CASES = [
+    (AdamW(lr=0.01), torch.float16, lambda dp_size: 4 + 12 / dp_size),
+    (NAG(lr=0.01), torch.float16, lambda dp_size: 4 + 8 / dp_size),
+    (AdamW(lr=0.01), torch.float32, lambda dp_size: 6 + 12 / dp_size),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "grad_dtype", "formula"), CASES)
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_live_bytes_equal_the_formula(run_ranks, optimizer, grad_dtype, formula, dp_size: int) -> None:
+    ranks = [_bytes(optimizer, grad_dtype)] if dp_size == 1 else run_ranks(_bytes, dp_size, optimizer, grad_dtype)
+    for live, resident, scratch, per_param in ranks:
+        assert live == resident + scratch
+        assert per_param == pytest.approx(formula(dp_size), rel=1e-12)
+
+
+def _fp32_tensors_of_gradient_size() -> int:
+    """How many FP32 storages as large as a bucket or a shard of one appear during backward and step, beyond master and states."""
+    model = make_model()
+    engine = ShardedEngine(
+        model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(bucket_size=10**9), compile_update=False
+    )
+    rank = dist.get_rank()
+    own = {tensor.data_ptr() for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0])}
+    shard_numel = engine.master_shard.master[0].numel()
+
+    class Spy(LiveStorage):
+        found = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+                storage = result.untyped_storage()
+                Spy.found += storage.nbytes() >= 4 * shard_numel and storage.data_ptr() not in own
+            return result
+
+    with Spy():
+        engine.backward(loss_of(model, make_batch(0, rank, 0)))
+        engine.step()
+    return Spy.found
+
+
+def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, monkeypatch) -> None:
+    # The pieces of the path without a compiler are 1 MiB: larger than this model, so they are cut for the test to see a whole copy.
+    assert run_ranks(_with_small_pieces, 2) == [0, 0]
+
+
+def _with_small_pieces() -> int:
+    from megamix.comm import collectives
+    from megamix.mixed_precision import fused_update, grad_stats
+
+    kept = collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK
+    collectives._SUM_CHUNK = fused_update._CHUNK = grad_stats._CHUNK = 128
+    try:
+        return _fp32_tensors_of_gradient_size()
+    finally:
+        collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK = kept

@@ -1,0 +1,154 @@
+"""One rank or many, any bucket size, overlap on or off: the same weights and states as a plain loop in one process, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from tests.conftest import FULL
+from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.reference import train_reference
+
+GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
+OPTIMIZERS = {"adamw": AdamW(lr=0.01, groups=GROUPS), "nag": NAG(lr=0.1, weight_decay=0.02, groups=GROUPS)}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+CLIP = {"off": 0.0, "idle": 1000.0, "binding": 0.05}
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    optimizer: str = "adamw"
+    dp_size: int = 1
+    bucket_size: int | None = None
+    overlap: bool = True
+    grad_accum_steps: int = 1
+    clip_grad: float = 0.0
+    tied: bool = True
+    units: bool = True
+    recompute: bool = False
+    flavours: str = "all"  # which blocks a rank's batch runs: "all", or "differ" between ranks
+    steps: int = 4
+
+    @property
+    def loss_scale(self) -> float:
+        return 2.0**8 if self.dtype == torch.float16 else 1.0
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
+        flavour = (1 + (rank + step) % 2) if self.flavours == "differ" else 0
+        return loss_of(model, make_batch(step, rank, micro_batch), flavour)
+
+
+AXES = {
+    "dtype": [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
+              (torch.float16, torch.float32), (torch.bfloat16, torch.float32)],
+    "optimizer": ["adamw", "nag"],
+    "bucket_size": [1, 1111, 10**9],
+    "overlap": [True, False],
+    "grad_accum_steps": [1, 3],
+    "clip_grad": [0.0, 1000.0, 0.05],
+    "tied": [True, False],
+    "units": [True, False],
+    "recompute": [False, True],
+    "flavours": ["all", "differ"],
+}  # fmt: skip
+
+
+def _cases(dp_size: int, count: int) -> list[Case]:
+    """`count` seeded picks from the product of all axes, after a block that shows every value of every axis."""
+    product = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    rng = random.Random(dp_size)
+    rng.shuffle(product)
+    covering, seen = [], set()
+    for settings in product:
+        if new := set(settings.items()) - seen:
+            seen |= new
+            covering.append(settings)
+    picks = covering + product[: max(0, count - len(covering))]
+    cases = []
+    for settings in picks:
+        dtype, grad_dtype = settings.pop("dtype") if "dtype" in settings else (None, None)
+        cases.append(Case(dtype=dtype, grad_dtype=grad_dtype, dp_size=dp_size, **settings))
+        settings["dtype"] = (dtype, grad_dtype)
+    return cases
+
+
+def run_engine(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, list[list[float]], list[float]]:
+    model = make_model(case.tied, case.recompute)
+    scale = StaticLossScale(case.loss_scale)
+    engine = ShardedEngine(
+        model,
+        OPTIMIZERS[case.optimizer],
+        Precision(case.dtype, case.grad_dtype, scale),
+        Sharding(units=[*model.blocks] if case.units else [], bucket_size=case.bucket_size, overlap=case.overlap),
+        clip_grad=case.clip_grad,
+        grad_accum_steps=case.grad_accum_steps,
+        compile_update=compile_update,
+    )
+    rank = engine.collectives.topology.dp_rank
+    losses, grad_norms = [], []
+    for step in range(case.steps):
+        step_losses = []
+        for micro_batch in range(case.grad_accum_steps):
+            loss = case.loss(model, step, rank, micro_batch)
+            step_losses.append(loss.item())
+            engine.backward(loss)
+        grad_norms.append(float(engine.step().grad_norm))
+        losses.append(step_losses)
+    engine.param_gather.wait_all()
+    return engine, losses, grad_norms
+
+
+def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], grad_norms: list[float]) -> list[str]:
+    """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's."""
+    reference = train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
+    rank, dp_size = engine.collectives.topology.dp_rank, case.dp_size
+    wrong = []
+    for index, bucket in enumerate(engine.layout.buckets):
+        kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}
+        own = {"master": (engine.master_shard.master[index],), "state": engine.master_shard.states[index]}
+        for kind, values in kinds.items():
+            for number, mine in enumerate(own[kind]):
+                full = torch.zeros(bucket.padded_numel)
+                for slot in bucket.slots:
+                    want = values[slot.spec.name][number]
+                    full[slot.start : slot.start + want.numel()] = want
+                if not torch.equal(mine, full.view(dp_size, -1)[rank]):
+                    gap = (mine - full.view(dp_size, -1)[rank]).abs().max()
+                    wrong.append(f"{kind} {number} of bucket {index}: off by up to {gap:.3g}")
+                if kind == "master" and not torch.equal(engine.half_params.flat[index], full.to(case.dtype)):
+                    wrong.append(f"half parameters of bucket {index}")
+    want_losses = [step[rank * case.grad_accum_steps : (rank + 1) * case.grad_accum_steps] for step in reference.losses]
+    if losses != want_losses:
+        wrong.append(f"losses {losses} instead of {want_losses}")
+    if grad_norms != reference.grad_norms:
+        wrong.append(f"gradient norms {grad_norms} instead of {reference.grad_norms}")
+    return [f"{case}: {what}" for what in wrong]
+
+
+def _check_cases(cases: list[Case]) -> list[str]:
+    wrong = []
+    for case in cases:
+        engine, losses, grad_norms = run_engine(case)
+        wrong += differences(case, engine, losses, grad_norms)
+    return wrong
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
+def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size: int) -> None:
+    count = {2: 400, 3: 100, 4: 100, 8: 60}[dp_size] if FULL else 12
+    wrong = run_ranks(_check_cases, dp_size, _cases(dp_size, count), deadline_s=900.0)
+    assert not any(wrong), "\n".join(sum(wrong, [])[:5])
+
+
+def test_one_process_equals_the_plain_loop() -> None:
+    wrong = _check_cases(_cases(1, 200 if FULL else 12))
+    assert not wrong, "\n".join(wrong[:5])

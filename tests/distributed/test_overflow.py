@@ -1,0 +1,120 @@
+"""A step with a non-finite gradient anywhere changes nothing, anywhere, bitwise; every rank knows; the scale backs off once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from tests.distributed.models import loss_of, make_batch, make_model
+
+ACCUM = 2
+
+
+class Injector:
+    """Overwrites one element of one parameter's gradient, on given ranks in one micro-batch, before it is accumulated."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.target: tuple[str, int, float] | None = None  # parameter, micro-batch, value
+        self.micro_batch = 0
+        for name, param in model.named_parameters():
+            param.register_hook(lambda grad, name=name: self._poison(name, grad))
+
+    def _poison(self, name: str, grad: Tensor) -> Tensor:
+        if self.target is None or self.target[:2] != (name, self.micro_batch):
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[-1] = self.target[2]
+        return grad
+
+
+def _build(optimizer, dtype: torch.dtype) -> tuple[ShardedEngine, Injector]:
+    model = make_model()
+    injector = Injector(model)
+    scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
+    engine = ShardedEngine(
+        model,
+        optimizer,
+        Precision(dtype, loss_scale=scale),
+        Sharding(units=[*model.blocks], bucket_size=1500),
+        clip_grad=0.5,
+        grad_accum_steps=ACCUM,
+        compile_update=False,
+    )
+    return engine, injector
+
+
+def _step(engine: ShardedEngine, injector: Injector, step: int):
+    for micro_batch in range(ACCUM):
+        injector.micro_batch = micro_batch
+        batch = make_batch(step, engine.collectives.topology.dp_rank, micro_batch)
+        engine.backward(loss_of(engine.module, batch))
+    return engine.step()
+
+
+def _everything(engine: ShardedEngine) -> list[Tensor]:
+    engine.param_gather.wait_all()
+    state = engine.state_dict()
+    tensors = [*state["master"], *itertools.chain(*state["states"]), state["applied_updates"]]
+    return [tensor.clone() for tensor in (*tensors, *engine.half_params.flat)]
+
+
+def _inject_everywhere(optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool) -> tuple[int, list[str]]:
+    """(injections made, what went wrong) over every rank x bucket x micro-batch x value."""
+    engine, injector = _build(optimizer, dtype)
+    me, dp_size = engine.collectives.topology.dp_rank, engine.collectives.topology.dp_size
+    wrong, count, step = [], 0, 0
+    _step(engine, injector, step)
+    ranks = [None] if all_ranks else range(dp_size)
+    for rank, bucket, micro_batch, value in itertools.product(ranks, engine.layout.buckets, range(ACCUM), values):
+        where = f"{value} at rank {rank}, {bucket.slots[-1].spec.name}, micro-batch {micro_batch}"
+        before, scale = _everything(engine), engine.loss_scale.loss_scale.item()
+        injector.target = (bucket.slots[-1].spec.name, micro_batch, value) if rank in (None, me) else None
+        result = _step(engine, injector, step := step + 1)
+        after = _everything(engine)
+        if not result.found_inf:
+            wrong.append(f"{where}: not found by rank {me}")
+        if not all(map(torch.equal, before, after)):
+            wrong.append(f"{where}: rank {me} changed")
+        if engine.loss_scale.loss_scale.item() != scale / 2:
+            wrong.append(f"{where}: scale went from {scale} to {engine.loss_scale.loss_scale.item()} on rank {me}")
+        injector.target = None
+        result = _step(engine, injector, step := step + 1)
+        moved = [not torch.equal(a, b) for a, b in zip(after, _everything(engine), strict=True)]
+        if result.found_inf or not all(moved) or not all(torch.isfinite(t).all() for t in _everything(engine)):
+            wrong.append(f"{where}: the next step is not fine on rank {me}")
+        count += 1
+    return count, wrong
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), NAG(lr=0.01)], ids=["adamw", "nag"])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size: int) -> None:
+    values = [float("inf"), float("-inf"), float("nan")]
+    args = (optimizer, torch.float16, values, False)
+    answers = [_inject_everywhere(*args)] if dp_size == 1 else run_ranks(_inject_everywhere, dp_size, *args)
+    assert not sum((wrong for _, wrong in answers), [])
+    assert min(count for count, _ in answers) >= dp_size * 3 * ACCUM * len(values)  # at least three buckets
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 40_000.0), (torch.bfloat16, 3e38)])
+def test_finite_gradients_whose_sum_overflows_change_nothing(run_ranks, dtype, value: float) -> None:
+    for count, wrong in run_ranks(_inject_everywhere, 2, AdamW(lr=0.01), dtype, [value], True):
+        assert count >= 3 * ACCUM
+        assert not wrong
+
+
+def _finite_but_too_large_to_square() -> bool:
+    engine, injector = _build(AdamW(lr=0.01), torch.bfloat16)
+    before = _everything(engine)
+    injector.target = ("norm.weight", 0, 1e25) if dist.get_rank() == 1 else None
+    result = _step(engine, injector, 0)
+    return bool(result.found_inf) and all(map(torch.equal, before, _everything(engine)))
+
+
+def test_a_finite_gradient_too_large_to_square_counts_as_overflow(run_ranks) -> None:
+    assert run_ranks(_finite_but_too_large_to_square, 2) == [True, True]

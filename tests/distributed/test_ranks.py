@@ -1,0 +1,48 @@
+"""The harness itself: a rank that fails is named, and the next case gets healthy ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailure
+
+
+def _sum_of_ranks() -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total)
+
+
+def _rank_one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def _rank_one_dies() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+
+
+def _rank_one_hangs() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (_rank_one_raises, "planted"),
+        (_rank_one_dies, "rank 1: died with exit code 7"),
+        (_rank_one_hangs, "rank 1: did not answer"),
+    ],
+)
+def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message) -> None:
+    with pytest.raises(RankFailure, match=message):
+        run_ranks(case, 2, deadline_s=4.0)
+    assert run_ranks(_sum_of_ranks, 2) == [1, 1]
