@@ -1,7 +1,8 @@
 """Real Gloo ranks for tests: started once by forkserver with torch loaded, then given one case after the other.
 
-A case is a top-level function; it runs on every rank with the process group up and returns something picklable. A rank that raises,
-dies or does not answer by the deadline fails the test by name, and its pool is started anew for the next case.
+A case is a top-level function; it runs on every rank with the process group up and returns something picklable. A
+rank that raises, dies or does not answer by the deadline fails the test by name, and its pool is started anew for
+the next case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Bytes of live tensor storage, and their peak: each storage counted once, on any device. torch keeps no such figure for CPUs."""
+"""Bytes of live tensor storage, and their peak: each storage counted once, on any device. torch keeps no such figure
+for CPUs.
+"""
 
 from __future__ import annotations
 

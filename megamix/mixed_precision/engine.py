@@ -257,6 +257,7 @@ class ShardedEngine:
                 f"{call} after {self._micro_batches} backward() calls of a step; call it right after step()"
             )
         self.half_params.check()
+        self.param_gather.wait_all()
 
 
 def _hash(*values: object) -> str:

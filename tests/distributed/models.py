@@ -23,7 +23,9 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Embedding, three blocks, a head. `tied`: the head is the embedding's weight. `recompute`: blocks run again in backward."""
+    """Embedding, three blocks, a head. `tied`: the head is the embedding's weight. `recompute`: blocks run again in
+    backward.
+    """
 
     def __init__(self, tied: bool = True, recompute: bool = False):
         super().__init__()
@@ -39,7 +41,9 @@ class TinyModel(nn.Module):
                 nn.init.normal_(param, std=0.2)
 
     def forward(self, tokens: Tensor, flavour: int = 0) -> Tensor:
-        """`flavour` 0 runs all blocks in order; 1 skips the first and runs the others; 2 runs them backwards and skips the middle one."""
+        """`flavour` 0 runs all blocks in order; 1 skips the first and runs the others; 2 runs them backwards and
+        skips the middle one.
+        """
         x = self.embedding(tokens)
         for index in ((0, 1, 2), (1, 2), (2, 0))[flavour]:
             block = self.blocks[index]

@@ -15,7 +15,9 @@ from megamix.mixed_precision.optimizers import NAG, Optimizer
 
 @dataclass
 class Reference:
-    """What the loop ends with, by parameter name; master and states FP32, flat, padded with zeros to a multiple of 64."""
+    """What the loop ends with, by parameter name; master and states FP32, flat, padded with zeros to a multiple of
+    64.
+    """
 
     masters: dict[str, Tensor]
     states: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -29,9 +31,12 @@ def train_reference(
     optimizer: Optimizer,
     settings: Any,  # steps, dp_size, grad_accum_steps, dtype, grad_dtype, loss_scale, clip_grad
 ) -> Reference:
-    """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded once."""
+    """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded
+    once.
+    """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64 elements.
+    # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64
+    # elements.
     masters = {
         name: F.pad(param.detach().float().flatten(), (0, -param.numel() % 64)) for name, param in params.items()
     }

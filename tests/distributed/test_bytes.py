@@ -1,4 +1,6 @@
-"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient exists while gradients are half."""
+"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient exists while gradients
+are half.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_live_bytes_equal_the_formula(run_ranks, optimizer, grad_dtype, formula,
 
 
 def _fp32_tensors_of_gradient_size() -> int:
-    """How many FP32 storages as large as a bucket or a shard of one appear during backward and step, beyond master and states."""
+    """How many FP32 storages as large as a bucket or a shard of one appear during backward and step, beyond master
+    and states.
+    """
     model = make_model()
     engine = ShardedEngine(
         model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(bucket_size=10**9), compile_update=False
@@ -81,7 +85,8 @@ def _fp32_tensors_of_gradient_size() -> int:
 
 
 def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, monkeypatch) -> None:
-    # The pieces of the path without a compiler are 1 MiB: larger than this model, so they are cut for the test to see a whole copy.
+    # The pieces of the path without a compiler are 1 MiB: larger than this model, so they are cut for the test to
+    # see a whole copy.
     assert run_ranks(_with_small_pieces, 2) == [0, 0]
 
 

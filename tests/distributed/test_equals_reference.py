@@ -1,4 +1,6 @@
-"""One rank or many, any bucket size, overlap on or off: the same weights and states as a plain loop in one process, bit for bit."""
+"""One rank or many, any bucket size, overlap on or off: the same weights and states as a plain loop in one process,
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale

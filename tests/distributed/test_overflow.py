@@ -1,4 +1,6 @@
-"""A step with a non-finite gradient anywhere changes nothing, anywhere, bitwise; every rank knows; the scale backs off once."""
+"""A step with a non-finite gradient anywhere changes nothing, anywhere, bitwise; every rank knows; the scale backs
+off once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ ACCUM = 2
 
 
 class Injector:
-    """Overwrites one element of one parameter's gradient, on given ranks in one micro-batch, before it is accumulated."""
+    """Overwrites one element of one parameter's gradient, on given ranks in one micro-batch, before it is
+    accumulated.
+    """
 
     def __init__(self, model: torch.nn.Module):
         self.target: tuple[str, int, float] | None = None  # parameter, micro-batch, value

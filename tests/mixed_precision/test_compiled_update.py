@@ -1,0 +1,187 @@
+"""The compiled update and statistics: right within rounding, the same on any cut, one graph for all lengths, and gated.
+
+Each process that compiles pays seconds, so this file compiles AdamW on FP16 and NAG on BF16 once each.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megamix import NAG, AdamW
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision import fused_update
+from megamix.mixed_precision.fused_update import Group, LibraryUpdate, StepScalars, choose_update, gated_update
+from megamix.mixed_precision.grad_stats import chunked_shard_stats, shard_stats
+
+EPS = 2.0**-23
+GROUPS = [Group(1.0, 0.1), Group(0.5, 0.0)]
+KINDS = {"adamw-fp16": (AdamW(lr=0.01), torch.float16), "nag-bf16": (NAG(lr=0.1), torch.bfloat16)}
+ROWS = 4096 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
+
+
+@pytest.fixture(scope="module", params=KINDS.keys())
+def kind(request):
+    """(optimizer, dtype, compiled update, compiled statistics)."""
+    optimizer, dtype = KINDS[request.param]
+    zeros = torch.zeros(64, dtype=dtype)
+    before = counters["stats"]["unique_graphs"]
+    update, stats = choose_update(optimizer, GROUPS, zeros, zeros, Collectives(Topology()), try_compiler=True)
+    assert (
+        counters["stats"]["unique_graphs"] - before == 2
+    )  # else nothing was compiled, and these tests would prove nothing
+    return optimizer, dtype, update, stats
+
+
+def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    numel = ROWS * 64
+    grad = (torch.randn(numel, generator=generator) * 100).to(dtype)
+    master = torch.randn(numel, generator=generator)
+    states = tuple(torch.rand(numel, generator=generator) for _ in optimizer.state_names)
+    return grad, master, states, master.to(dtype)
+
+
+def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
+    update = torch.tensor(5.0)
+    coefficients = optimizer.coefficients(update.double())
+    return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update, coefficients)
+
+
+def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
+    optimizer, dtype, update, _ = kind
+    step = _step(optimizer)
+    for group in (0, 1):
+        grad, *ours = _tensors(optimizer, dtype)
+        _, *theirs = _tensors(optimizer, dtype)
+        update(grad, *ours, group, step)
+        LibraryUpdate(optimizer, GROUPS)(grad, *theirs, group, step)
+        # Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So
+        # each result is off by at most a few roundings of the largest term in its sums, and terms here are bounded
+        # by these magnitudes.
+        unscaled = grad.float().abs() * step.multiplier
+        _, master, states, _ = _tensors(optimizer, dtype)
+        state_terms = [state.abs() + (1 + weight) * unscaled.clamp(min=1) ** 2 for weight, state in enumerate(states)]
+        if isinstance(optimizer, NAG):
+            state_terms = [states[0] + unscaled + 0.1 * master.abs()]
+        for mine, other, terms in zip(ours[1], theirs[1], state_terms, strict=True):
+            assert ((mine - other).abs() <= 4 * EPS * terms).all()
+        moved = (ours[0] - master).abs()
+        assert ((ours[0] - theirs[0]).abs() <= 4 * EPS * (master.abs() + moved) + 8 * EPS * moved).all()
+        assert moved.max() > 1e-3
+        assert torch.equal(ours[2], ours[0].to(dtype))
+
+
+def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
+    optimizer, dtype, update, _ = kind
+    step = _step(optimizer)
+    grad, master, states, half = _tensors(optimizer, dtype)
+    update(grad, master, states, half, 0, step)
+    graphs = counters["stats"]["unique_graphs"]
+    rng = random.Random(0)
+    for _ in range(4):
+        _, cut_master, cut_states, cut_half = _tensors(optimizer, dtype)
+        borders = sorted({0, ROWS, *(rng.randrange(1, ROWS) for _ in range(5)), 1, ROWS - 1})
+        for start, end in zip(borders, borders[1:], strict=False):
+            part = slice(64 * start, 64 * end)
+            update(grad[part], cut_master[part], tuple(s[part] for s in cut_states), cut_half[part], 0, step)
+        assert torch.equal(cut_master, master)
+        assert all(map(torch.equal, cut_states, states))
+        assert torch.equal(cut_half, half)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_compiled_gate_leaves_every_bit(kind) -> None:
+    optimizer, dtype, update, _ = kind
+    grad, *after = _tensors(optimizer, dtype)
+    _, *before = _tensors(optimizer, dtype)
+    grad[::7], grad[3::11] = float("inf"), float("nan")
+    update(grad, *after, 0, _step(optimizer, found_inf=True, multiplier=float("nan")))
+    assert torch.equal(before[0], after[0])
+    assert all(map(torch.equal, before[1], after[1]))
+    assert torch.equal(before[2], after[2])
+
+
+def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
+    optimizer, dtype, _, stats = kind
+    grad = _tensors(optimizer, dtype)[0]
+    exact = grad.double().square().sum()
+    for compute in (stats, chunked_shard_stats, shard_stats):
+        whole = compute(grad)
+        assert whole.dtype == torch.float64
+        # Within a row 64 squares are added in FP32: each sum is off by at most 64 roundings of a sum of positive terms.
+        assert abs(whole[0] - exact) <= 64 * EPS * exact
+        assert whole[1] == grad.abs().max()
+        for cut in (64, 64 * 1000, 64 * (ROWS - 1)):
+            parts = compute(grad[:cut])[0] + compute(grad[cut:])[0]
+            assert parts.sqrt().float() == whole[0].sqrt().float()  # what a step uses: rounded once to FP32
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
+    optimizer, dtype, _, stats = kind
+    for place in (0, 777, ROWS * 64 - 1):
+        for compute in (stats, chunked_shard_stats):
+            grad = _tensors(optimizer, dtype)[0]
+            grad[place] = value
+            assert not torch.isfinite(compute(grad)[0])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
+    optimizer, dtype = KINDS[name]
+    step = _step(optimizer)
+    grad, *ours = _tensors(optimizer, dtype)
+    _, *theirs = _tensors(optimizer, dtype)
+    scalars = (step.multiplier, step.found_inf, step.lr, torch.tensor(0.1), step.coefficients)
+    gated_update(optimizer)(grad, *ours, *scalars)
+    LibraryUpdate(optimizer, GROUPS)(grad, *theirs, 0, step)
+    assert torch.allclose(ours[0], theirs[0], rtol=4 * EPS, atol=8 * EPS)
+    assert all(torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS) for a, b in zip(ours[1], theirs[1], strict=True))
+    before = [ours[0].clone(), *(state.clone() for state in ours[1])]
+    gated_update(optimizer)(grad * float("inf"), *ours, step.multiplier, torch.tensor(True), *scalars[2:])
+    assert all(map(torch.equal, before, (ours[0], *ours[1])))
+
+
+def _choose(fails_on: int | None) -> tuple[str, list[str]]:
+    """Which update is chosen where one rank's compiler fails, and what that rank logs. No rank really compiles."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("megamix").addHandler(handler)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def try_out(*args: object) -> None:
+        if rank == fails_on:
+            raise RuntimeError("no g++ here\nand a long trace")
+
+    kept, fused_update._try_out = fused_update._try_out, try_out
+    try:
+        zeros = torch.zeros(64, dtype=torch.float16)
+        collectives = make_collectives(Topology.current(), 64, torch.float16, zeros.device)
+        update, _ = choose_update(AdamW(lr=0.1), GROUPS, zeros, zeros, collectives, try_compiler=True)
+    finally:
+        fused_update._try_out = kept
+        logging.getLogger("megamix").removeHandler(handler)
+    return type(update).__name__, messages
+
+
+def test_where_compiling_fails_the_library_kernels_take_over_and_the_log_says_why() -> None:
+    assert _choose(fails_on=None) == ("CompiledUpdate", [])
+    name, (message,) = _choose(fails_on=0)
+    assert name == "LibraryUpdate"
+    assert "RuntimeError: no g++ here): using torch's fused kernels" in message
+
+
+def test_one_rank_without_a_compiler_decides_for_all(run_ranks) -> None:
+    (name0, (message0,)), (name1, (message1,)) = run_ranks(_choose, 2, 1)
+    assert (name0, name1) == ("LibraryUpdate", "LibraryUpdate")
+    assert "another rank" in message0
+    assert "no g++ here" in message1

@@ -1,0 +1,356 @@
+"""The engine as a library: modules that are not ours, its guards, and weights in and out."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from tests.distributed.models import loss_of, make_batch, make_model
+
+FP32 = Precision(torch.float32)
+
+
+def _engine(model: nn.Module | None = None, precision: Precision = FP32, **settings) -> ShardedEngine:
+    return ShardedEngine(model or make_model(), AdamW(lr=0.01), precision, compile_update=False, **settings)
+
+
+def _train(engine: ShardedEngine, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = loss_of(engine.module, make_batch(step, 0, 0))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+class BorrowedHead(nn.Module):
+    """Reads `embedding.weight` in its own forward: the weight has one owner and two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        layer = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.embedding.weight.dtype)
+        return self.encoder(self.embedding(tokens), mask=mask, is_causal=True) @ self.embedding.weight.T
+
+
+def _learn_to_count(rank: int = 0) -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = BorrowedHead()
+    engine = ShardedEngine(
+        model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(units=[*model.encoder.layers]), compile_update=False
+    )
+    tokens = (torch.arange(12) + torch.arange(8).unsqueeze(1) + rank) % 20
+    losses = []
+    for _ in range(60):
+        loss = F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses[0], losses[-1]
+
+
+def test_modules_that_are_not_ours_train_in_bf16() -> None:
+    first, last = _learn_to_count()
+    assert first > 2.5
+    assert last < 0.3
+
+
+def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks) -> None:
+    for first, last in run_ranks(_learn_to_count, 2):
+        assert first > 2.5
+        assert last < 0.3
+
+
+def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
+    params = list(model.parameters())
+    _engine(model, Precision(torch.bfloat16))
+    assert all(param.dtype == torch.bfloat16 for param in params)
+    assert list(model.parameters()) == params  # the same objects
+    assert model[1].running_mean.dtype == torch.float32
+
+
+def test_a_frozen_parameter_is_left_alone() -> None:
+    model = make_model()
+    model.blocks[0].up.weight.requires_grad_(False)
+    before = model.blocks[0].up.weight.detach().clone()
+    engine = _engine(model)
+    _train(engine)
+    assert torch.equal(model.blocks[0].up.weight, before)
+    assert "blocks.0.up.weight" not in {slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots}
+
+
+def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
+    engine = _engine(make_model(tied=True))
+    specs = {slot.spec.name: slot.spec for bucket in engine.layout.buckets for slot in bucket.slots}
+    assert specs["embedding.weight"].aliases == ("head.weight",)
+    assert "head.weight" not in specs
+    assert engine.module.head.weight is engine.module.embedding.weight
+
+
+def test_a_parameter_without_a_gradient_counts_as_zeros_and_is_named_once(caplog) -> None:
+    model = make_model()
+    engine = _engine(model)
+    with caplog.at_level(logging.WARNING, logger="megamix"):
+        for step in range(3):
+            engine.backward(loss_of(model, make_batch(step, 0, 0), flavour=1))  # skips block 0
+            engine.step()
+    (message,) = [record.message for record in caplog.records]
+    assert all(f"blocks.0.{name}" in message for name in ("norm.weight", "up.bias", "gain"))
+    assert "blocks.1" not in message
+
+
+def test_groups_set_lr_factor_and_weight_decay_by_name() -> None:
+    groups = (ParamGroup(pattern="*.up.*", lr_factor=0.0), ParamGroup(pattern="embedding.*", weight_decay=0.0))
+    optimizer = AdamW(lr=0.01, weight_decay=0.1, groups=groups)
+    assert optimizer.hyperparameters("blocks.0.up.weight", 2) == (0.0, 0.1)
+    assert optimizer.hyperparameters("blocks.0.down.weight", 2) == (1.0, 0.1)
+    assert optimizer.hyperparameters("blocks.0.norm.weight", 1) == (1.0, 0.0)
+    assert optimizer.hyperparameters("embedding.weight", 2) == (1.0, 0.0)
+    model = make_model()
+    up, down = model.blocks[0].up.weight.detach().clone(), model.blocks[0].down.weight.detach().clone()
+    engine = ShardedEngine(model, optimizer, FP32, compile_update=False)
+    _train(engine)
+    assert torch.equal(model.blocks[0].up.weight, up)
+    assert not torch.equal(model.blocks[0].down.weight, down)
+
+
+# What breaks a view, and what the message must say.
+BREAKERS = [
+    (lambda model: model.float(), "lost its place"),
+    (lambda model: model.to(torch.float64), "lost its place"),
+    (lambda model: model.load_state_dict(make_model().state_dict(), assign=True), "Parameter|lost its place"),
+    (lambda model: setattr(model.norm.weight, "data", torch.ones(24)), "lost its place"),
+    (lambda model: model.load_state_dict(make_model().state_dict()), "written in place"),
+    (lambda model: nn.init.normal_(model.blocks[1].up.weight), "parameter blocks.1.up.weight was written in place"),
+    (lambda model: model.norm.weight.detach().mul_(0.9), "parameter norm.weight was written in place"),
+    (lambda model: setattr(model.norm, "weight", nn.Parameter(torch.ones(24))), "norm.weight is another Parameter"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+@pytest.mark.parametrize(("breaker", "message"), BREAKERS)
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_a_call_that_breaks_a_view_is_refused(breaker, message: str, when: str, dtype: torch.dtype) -> None:
+    model = make_model()
+    engine = _engine(model, Precision(dtype))
+    _train(engine, 1)
+    loss = loss_of(model, make_batch(1, 0, 0))
+    if when == "before step":
+        engine.backward(loss)
+        with torch.no_grad():
+            breaker(model)
+        with pytest.raises(RuntimeError, match=message):
+            engine.step()
+    else:
+        with torch.no_grad():
+            breaker(model)
+        with pytest.raises(RuntimeError, match=message) as error:
+            engine.backward(loss)
+        assert "engine.load_weights(state_dict)" in str(error.value) or "build the engine after" in str(error.value)
+
+
+def test_zero_grad_breaks_nothing() -> None:
+    plain, zeroed = _engine(), _engine()
+    _train(plain)
+    for step in range(3):
+        loss = loss_of(zeroed.module, make_batch(step, 0, 0))
+        zeroed.module.zero_grad(set_to_none=True)
+        zeroed.backward(loss)
+        zeroed.module.zero_grad(set_to_none=False)
+        zeroed.step()
+    assert torch.equal(plain.master_shard.master[0], zeroed.master_shard.master[0])
+
+
+def test_loss_backward_outside_the_engine_is_refused() -> None:
+    engine = _engine()
+    with pytest.raises(RuntimeError, match=r"outside the engine.*Call engine.backward\(loss\) instead"):
+        loss_of(engine.module, make_batch(0, 0, 0)).backward()
+    assert all(param.grad is None for param in engine.module.parameters())
+    assert _train(engine) == _train(_engine())
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    engine = _engine(model)
+    with pytest.raises(RuntimeError, match="weight got a torch.sparse_coo gradient"):
+        engine.backward(model(torch.tensor([1, 2])).sum())
+
+
+def test_a_reentrant_recompute_that_sends_a_second_gradient_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(lambda y: y * self.weight, x, use_reentrant=True)
+            return x
+
+    model = Twice()
+    engine = _engine(model)
+    with pytest.raises(RuntimeError, match="second gradient.*use_reentrant=False"):
+        engine.backward(model(torch.ones(3, requires_grad=True)).sum())
+
+
+def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=True)
+            return x
+
+    model = Twice(2, 2, bias=False)
+    weight = model.weight.detach().clone().requires_grad_()
+    engine = _engine(model, grad_accum_steps=2)
+    engine.backward(model(torch.ones(1, 2, requires_grad=True)).sum())
+    (torch.ones(1, 2) @ weight.T @ weight.T).sum().backward()
+    assert torch.allclose(engine.half_grads.flat[0][:4].view(2, 2), weight.grad)
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    engine = _engine(grad_accum_steps=2)
+    with pytest.raises(RuntimeError, match=r"step\(\) needs 2 backward\(\) calls \(grad_accum_steps\), got 0"):
+        engine.step()
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    for call in (engine.state_dict, engine.full_weights, lambda: engine.load_weights({})):
+        with pytest.raises(RuntimeError, match="after 1 backward.. calls of a step; call it right after step"):
+            call()
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 1)))
+    with pytest.raises(RuntimeError, match="called 2 times already"):
+        engine.backward(loss_of(engine.module, make_batch(0, 0, 2)))
+    engine.step()
+    with pytest.raises(ValueError, match=r"one element, got shape \(2,\)"):
+        engine.backward(torch.ones(2))
+
+
+WRONG_SETTINGS = [
+    (lambda: _engine(precision=Precision(torch.float16)), "FP16 gradients need one; pass loss_scale=DynamicLossScale"),
+    (lambda: _engine(precision=Precision(torch.float64)), "precision.dtype must be .* got torch.float64"),
+    (lambda: _engine(precision=Precision(torch.bfloat16, torch.float16)), "precision.grad_dtype must be None"),
+    (lambda: _engine(clip_grad=-1.0), "clip_grad must not be negative, got -1.0"),
+    (lambda: _engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
+    (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
+    (
+        lambda: _engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
+        "units must be submodules of the model; Linear is not",
+    ),
+    (lambda: _engine(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
+    (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
+    (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
+    (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
+    (lambda: NAG(lr=1.0, momentum=1.0), r"momentum must lie in \(0, 1\)"),
+    (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
+]
+
+
+@pytest.mark.parametrize(("build", "message"), WRONG_SETTINGS)
+def test_a_wrong_setting_is_named(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
+    import megamix
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        megamix.nonsense  # noqa: B018 (the access is the test)
+
+
+def test_loaded_weights_reach_masters_and_half_parameters() -> None:
+    source, engine = make_model(), _engine(make_model(tied=True), Precision(torch.bfloat16))
+    _train(engine)
+    weights = {name: torch.randn_like(tensor) for name, tensor in source.state_dict().items()}
+    weights["head.weight"] = weights["embedding.weight"]
+    engine.load_weights(weights)
+    out = engine.full_weights()
+    assert out.keys() == weights.keys()
+    assert all(torch.equal(out[name], weights[name]) for name in weights)  # FP32, bit for bit
+    for name, tensor in engine.module.state_dict().items():
+        assert torch.equal(tensor, weights[name].bfloat16())
+    _train(engine)  # the guards accept it
+
+
+def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
+    engine = _engine()
+    before = engine.full_weights()
+    weights = make_model().state_dict()
+    weights["norm.weight"] = torch.ones(3)
+    del weights["norm.bias"]
+    weights["extra"] = torch.ones(1)
+    with pytest.raises(ValueError, match="missing norm.bias; unknown extra; norm.weight has shape"):
+        engine.load_weights(weights)
+    assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
+
+
+def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].bias.requires_grad_(False)
+    engine = _engine(model)
+    weights = {name: torch.full_like(value, 3) for name, value in engine.full_weights().items()}
+    engine.load_weights(weights)
+    assert all((value == 3).all() for value in model.state_dict().values())
+
+
+def _resumed_equals_uninterrupted() -> list[bool]:
+    def make() -> ShardedEngine:
+        scale = DynamicLossScale(2.0**24, growth_interval=3)
+        return ShardedEngine(
+            make_model(), AdamW(lr=[0.01, 0.005]), Precision(torch.float16, loss_scale=scale), compile_update=False
+        )
+
+    straight, first, second = make(), make(), make()
+    _train(straight, 24)
+    _train(first, 12)
+    _train(second, 2)
+    second.load_state_dict(first.state_dict())
+    for step in range(12, 24):
+        second.backward(loss_of(second.module, make_batch(step, 0, 0)))
+        second.step()
+    straight.param_gather.wait_all()
+    second.param_gather.wait_all()
+    pairs = [
+        (straight.master_shard.master, second.master_shard.master),
+        (straight.half_params.flat, second.half_params.flat),
+    ]
+    pairs.append(
+        ([straight.skipped_steps, straight.loss_scale.loss_scale], [second.skipped_steps, second.loss_scale.loss_scale])
+    )
+    return [torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)] + [
+        bool(straight.skipped_steps)
+    ]
+
+
+def test_a_restored_engine_continues_bitwise(run_ranks) -> None:
+    for answer in run_ranks(_resumed_equals_uninterrupted, 2):
+        assert all(answer)
+
+
+def test_a_foreign_state_is_refused() -> None:
+    engine = _engine()
+    other = _engine(sharding=Sharding(bucket_size=100))
+    with pytest.raises(ValueError, match=r"rank 0's of layout \w+, here is rank 0 of"):
+        engine.load_state_dict(other.state_dict())
+
+
+def test_the_step_reports_what_a_user_logs() -> None:
+    engine = _engine(precision=Precision(torch.float16, loss_scale=StaticLossScale(2.0**6)))
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    result = engine.step()
+    assert re.fullmatch(r"\d+\.\d+", f"{float(result.grad_norm):.3f}")
+    assert (float(result.loss_scale), bool(result.found_inf)) == (64.0, False)
+    assert float(result.lr) == pytest.approx(0.01)
+    assert float(result.max_abs) == float(engine.half_grads.flat[0].abs().max())

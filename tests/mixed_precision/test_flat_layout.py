@@ -1,0 +1,94 @@
+"""The layout's arithmetic: everything has one place and one owner, on borders that kernels and statistics can rely
+on.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megamix.mixed_precision.flat_layout import ROW, FlatLayout, ParamSpec, build_layout, default_bucket_size
+
+
+def _random_layout(seed: int) -> tuple[list[ParamSpec], FlatLayout]:
+    rng = random.Random(seed)
+    shapes = [tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 30))]
+    specs = [ParamSpec(name=f"p{i}", shape=shape, group=rng.randrange(3)) for i, shape in enumerate(shapes)]
+    return specs, build_layout(
+        specs, dp_size=rng.choice([1, 2, 3, 4, 7, 8]), bucket_size=rng.choice([1, 999, 20_000, None])
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed: int) -> None:
+    specs, layout = _random_layout(seed)
+    slots = [slot for bucket in layout.buckets for slot in bucket.slots]
+    assert sorted(slot.spec.name for slot in slots) == sorted(spec.name for spec in specs)
+    for bucket in layout.buckets:
+        assert bucket.padded_numel % (ROW * layout.dp_size) == 0
+        assert all(slot.start % ROW == 0 for slot in bucket.slots)
+        ends = [0, *(slot.end for slot in bucket.slots)]
+        assert all(end <= slot.start for end, slot in zip(ends, bucket.slots, strict=False))
+        assert ends[-1] <= bucket.padded_numel
+        # Runs tile the bucket, one per group, and hold that group's parameters.
+        assert [run.start for run in bucket.runs] == [0, *(run.end for run in bucket.runs[:-1])]
+        assert bucket.runs[-1].end == bucket.padded_numel
+        assert len({run.group for run in bucket.runs}) == len(bucket.runs)
+        for slot in bucket.slots:
+            (run,) = [run for run in bucket.runs if run.start <= slot.start < run.end]
+            assert run.group == slot.spec.group
+            assert slot.end <= run.end
+        # The ranks' runs, put end to end, are the bucket's elements in order, with their groups.
+        shard_numel = bucket.padded_numel // layout.dp_size
+        owned = [0] * bucket.padded_numel
+        for rank in range(layout.dp_size):
+            for run in bucket.shard_runs(rank, layout.dp_size):
+                assert run.start % ROW == 0
+                for element in range(run.start, run.end):
+                    (whole,) = [r for r in bucket.runs if r.start <= rank * shard_numel + element < r.end]
+                    assert whole.group == run.group
+                    owned[rank * shard_numel + element] += 1
+        assert set(owned) == {1}
+
+
+def test_buckets_are_filled_in_the_order_of_backward() -> None:
+    specs = [ParamSpec(name=name, shape=(100,), group=0) for name in "abcde"]
+    layout = build_layout(specs, dp_size=1, bucket_size=200)
+    assert [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets] == [["e", "d"], ["c", "b"], ["a"]]
+
+
+def test_parameters_of_a_group_stand_together() -> None:
+    specs = [ParamSpec(name=name, shape=(10,), group=group) for name, group in zip("abcd", (0, 1, 0, 1), strict=True)]
+    (bucket,) = build_layout(specs, dp_size=2, bucket_size=1000).buckets
+    assert [slot.spec.name for slot in bucket.slots] == ["c", "a", "d", "b"]
+    assert [(run.group, run.start, run.end) for run in bucket.runs] == [(0, 0, 128), (1, 128, 256)]
+
+
+@pytest.mark.parametrize(
+    ("numel", "dp_size", "want"),
+    [
+        (500_000, 1, 1_000_000),  # small: one bucket of a million at most
+        (8_000_000, 2, 2_000_000),  # four buckets
+        (124_000_000, 1, 31_000_000),
+        (10**9, 1, 40_000_000),
+        (10**9, 100, 100_000_000),  # a million for each owner
+    ],
+)
+def test_default_bucket_size(numel: int, dp_size: int, want: int) -> None:
+    assert default_bucket_size(numel, dp_size) == want
+
+
+def test_bytes_by_hand() -> None:
+    layout = build_layout([ParamSpec(name="w", shape=(100, 100), group=0)], dp_size=2, bucket_size=None)
+    padded = 10_112  # 10,000 rounded up to a multiple of 128
+    assert layout.padded_numel == layout.largest_bucket == padded
+    assert layout.resident_bytes(half_bytes=2, grad_bytes=2, num_states=2) == padded * (4 + 12 // 2)
+    assert layout.resident_bytes(half_bytes=2, grad_bytes=4, num_states=1) == padded * (6 + 8 // 2)
+
+
+def test_nothing_to_train_and_a_wrong_bucket_size_are_refused() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_layout([], dp_size=1)
+    with pytest.raises(ValueError, match="bucket_size must be at least 1 element, got 0"):
+        build_layout([ParamSpec(name="w", shape=(3,), group=0)], dp_size=1, bucket_size=0)

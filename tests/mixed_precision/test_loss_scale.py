@@ -1,0 +1,130 @@
+"""The loss scale follows a table of events, stays a power of two, and the step divides by the scale that backward
+used.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, StaticLossScale
+
+
+def _after(scale: DynamicLossScale, events: str) -> list[float]:
+    """The scale after each event: x = overflow, . = clean step."""
+    scales = []
+    for event in events:
+        scale.update_(torch.tensor(event == "x"))
+        scales.append(float(scale.loss_scale))
+    return scales
+
+
+# Growth interval 3, first scale 8, floor 2, ceiling 64.
+STORIES = [
+    (1, "x", [4]),
+    (1, "...", [8, 8, 16]),
+    (1, "..x...", [8, 8, 4, 4, 4, 8]),  # an overflow restarts the count of clean steps
+    (1, "...x", [8, 8, 16, 8]),  # a growth probe that overflows backs off at once
+    (1, "xxxx", [4, 2, 2, 2]),  # the floor
+    (1, "............", [8, 8, 16, 16, 16, 32, 32, 32, 64, 64, 64, 64]),  # the ceiling
+    (2, "xx", [4, 2]),  # a scale that never worked is not guarded: the first search loses one step per halving
+    (2, ".xx", [8, 8, 4]),  # a proven scale survives one overflow
+    (2, ".x.x.xx", [8, 8, 8, 8, 8, 8, 4]),  # a clean step forgives
+    (2, "...x", [8, 8, 16, 8]),  # hysteresis never guards a growth probe
+    (2, "....xx", [8, 8, 16, 16, 16, 8]),  # ... but does guard it once it has worked
+    (3, ".xx.xxx", [8, 8, 8, 8, 8, 8, 4]),
+    (2, ".xxx", [8, 8, 4, 2]),  # after a back-off the lower scale is unproven again
+    (2, ".x...", [8, 8, 8, 8, 16]),  # a guarded overflow still restarts the count of clean steps
+]
+
+
+@pytest.mark.parametrize(("hysteresis", "events", "want"), STORIES)
+def test_the_scale_follows_the_table(hysteresis: int, events: str, want: list[float]) -> None:
+    scale = DynamicLossScale(8.0, growth_interval=3, hysteresis=hysteresis, min_scale=2.0, max_scale=64.0)
+    assert _after(scale, events) == want
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
+    events = ".x..xx....x."
+    settings = {"growth_interval": 3, "hysteresis": 2}
+    whole = _after(DynamicLossScale(8.0, **settings), events)
+    first, second = DynamicLossScale(8.0, **settings), DynamicLossScale(64.0, **settings)
+    before = _after(first, events[:cut])
+    second.load_state_dict(first.state_dict())
+    assert before + _after(second, events[cut:]) == whole
+
+
+def test_a_static_scale_never_moves() -> None:
+    scale = StaticLossScale(128.0)
+    scale.update_(torch.tensor(True))
+    restored = StaticLossScale(2.0)
+    restored.load_state_dict(scale.state_dict())
+    assert float(scale.loss_scale) == float(restored.loss_scale) == 128.0
+
+
+WRONG = [
+    ({"init_scale": 3.0}, "init_scale must be a power of two .* got 3.0; use 4"),
+    ({"init_scale": 0.0}, "init_scale must be a power of two"),
+    ({"init_scale": float("inf")}, "init_scale must be a power of two"),
+    ({"growth_factor": 1.5}, "growth_factor must be a power of two"),
+    ({"growth_factor": 0.5}, "growth_factor must exceed 1"),
+    ({"backoff_factor": 2.0}, "backoff_factor stay below it"),
+    ({"growth_interval": 0}, "at least 1, got 0, 1"),
+    ({"hysteresis": 0}, "at least 1"),
+    ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale 2 must lie between min_scale 4"),
+    ({"max_scale": 7.0}, "max_scale must be a power of two"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG)
+def test_a_wrong_setting_is_named(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DynamicLossScale(**settings)
+
+
+def _linear_engine(scale: StaticLossScale, lr: float | list[float] = 1.0) -> tuple[ShardedEngine, nn.Linear]:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 4.0)
+    optimizer = AdamW(lr=lr, weight_decay=0.0, eps=1e-30)
+    return ShardedEngine(model, optimizer, Precision(torch.float16, loss_scale=scale), compile_update=False), model
+
+
+def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
+    engine, model = _linear_engine(DynamicLossScale(8.0, growth_interval=2))
+    norms, scales = [], []
+    for _ in range(5):
+        engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))  # d loss / d weight = 3 at every weight
+        result = engine.step()
+        norms.append(float(result.grad_norm))
+        scales.append(float(result.loss_scale))
+    assert scales == [8, 8, 16, 16, 32]
+    assert norms == [3.0] * 5
+    # exp_avg, too, must have seen 3 at every step: 3 * (1 - 0.9**5).
+    exp_avg = float(engine.master_shard.states[0][0][0])
+    assert exp_avg == pytest.approx(3 * (1 - 0.9**5), rel=1e-6)
+
+
+def test_a_scale_changed_between_backward_and_step_does_not_reach_this_step() -> None:
+    engine, model = _linear_engine(DynamicLossScale(8.0))
+    engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
+    engine.loss_scale.loss_scale.mul_(2)
+    assert float(engine.step().grad_norm) == 3.0
+
+
+def test_a_skipped_step_advances_neither_lr_nor_bias_correction() -> None:
+    def run(events: str) -> tuple[list[float], torch.Tensor, int, int]:
+        engine, model = _linear_engine(StaticLossScale(8.0), lr=[0.5, 0.25, 0.125])
+        lrs = []
+        for event in events:
+            value = float("inf") if event == "x" else 3.0
+            engine.backward(value * model(torch.ones(1, 1, dtype=torch.float16)))
+            lrs.append(float(engine.step().lr))
+        return lrs, engine.master_shard.master[0], int(engine.applied_updates), int(engine.skipped_steps)
+
+    clean, skipping = run("...."), run("x.xx..x.")
+    assert clean[0] == [0.5, 0.25, 0.125, 0.125]  # past the end of the table its last entry holds
+    assert skipping[0] == [0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125]
+    assert torch.equal(clean[1], skipping[1])
+    assert (clean[2:], skipping[2:]) == ((4, 0), (4, 4))

@@ -1,0 +1,100 @@
+"""A folder in which the scripts of launch/ run against stand-ins, so that no real Python, torch or GPU decides."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SYSTEM = ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "mv", "rm")
+
+# A stand-in for python: it records what it is asked to do. $BASE is the folder of the test. Programs from stdin or -c
+# are run for real, by the Python that runs this test, unless the name ends in "old": that fails every such check.
+PYTHON = """#!/bin/bash
+name="${0##*/}"
+case "$1 $2" in
+  "-m venv")
+    echo "$name -m venv" >>"$BASE/log"
+    mkdir -p "$3/bin"
+    cp "$0" "$3/bin/python"
+    ;;
+  "-m pip")
+    [[ "$3" != --version ]] || { [[ ! -e "$BASE/no-pip" ]]; exit; }
+    shift 2
+    echo "pip $*" >>"$BASE/log"
+    [[ ! -e "$BASE/killed-install" ]] || { rm "$BASE/killed-install"; kill -9 $PPID; }
+    ;;
+  "-m torch.distributed.run" | "-m ruff" | "-m mypy" | "-m pytest" | "-m coverage")
+    echo "$name $*" >>"$BASE/log"
+    echo "FULL=${MEGAMIX_FULL-}" >>"$BASE/full"
+    echo "OMP_NUM_THREADS=$OMP_NUM_THREADS MALLOC=${MALLOC_TRIM_THRESHOLD_-}" >>"$BASE/environment"
+    ;;
+  "-m megamix")
+    [[ "$3" != prepare ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
+    exec "$REAL_PYTHON" "$@"
+    ;;
+  "--version ") echo "Python 3.x stand-in" ;;
+  *)
+    [[ "$name" != *old ]] || exit 1
+    exec "$REAL_PYTHON" "$@"
+    ;;
+esac
+"""
+
+TORCH = """
+import types
+__version__ = "9.9+fake"
+cuda = types.SimpleNamespace(is_available=lambda: {gpus} > 0, device_count=lambda: {gpus})
+"""
+
+
+class Sandbox:
+    """A copy of the repository's scripts, beside a PATH of stand-ins."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.repo = base / "repo"
+        self.bin = base / "bin"
+        self.modules = base / "modules"
+        for folder in (self.repo, self.bin, self.modules):
+            folder.mkdir()
+        shutil.copytree(ROOT / "launch", self.repo / "launch")
+        shutil.copytree(ROOT / "configs", self.repo / "configs")
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(ROOT / name, self.repo / name)
+        for name in SYSTEM:
+            program = shutil.which(name)
+            assert program, name
+            (self.bin / name).symlink_to(program)
+        self.gpus(0)
+
+    def gpus(self, count: int) -> None:
+        (self.modules / "torch.py").write_text(TORCH.format(gpus=count))
+
+    def program(self, name: str, text: str = PYTHON) -> Path:
+        path = self.bin / name
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def run(self, script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": str(self.bin),
+            "HOME": str(self.base),
+            "BASE": str(self.base),
+            "REAL_PYTHON": sys.executable,
+            # Two stand-ins for torch written within a second have the same age and size: the cache would mix them up.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # torch is the stand-in, megamix the real one.
+            "PYTHONPATH": f"{self.modules}:{ROOT}",
+            **variables,
+        }
+        command = ["bash", str(self.repo / "launch" / script), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=self.base, check=False)
+
+    def lines(self, name: str = "log") -> list[str]:
+        """What the stand-ins recorded since the last call."""
+        path = self.base / name
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines

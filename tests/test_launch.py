@@ -1,0 +1,204 @@
+"""The scripts of launch/: how many ranks start, with what settings, and what is moved aside."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox import ROOT, Sandbox
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def torchrun(sandbox: Sandbox) -> list[str]:
+    (line,) = [line for line in sandbox.lines() if "torch.distributed.run" in line]
+    return line.split()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "want"),
+    [
+        (0, {}, 1),
+        (4, {}, 4),
+        (4, {"NPROC_PER_NODE": "2"}, 2),
+        (0, {"NPROC_PER_NODE": "3"}, 3),
+    ],
+)
+def test_pretrain_starts_a_rank_per_gpu_or_as_told(
+    sandbox: Sandbox, gpus: int, variables: dict[str, str], want: int
+) -> None:
+    sandbox.gpus(gpus)
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run(
+        "pretrain.sh", config, "training.steps=30", MEGAMIX_PYTHON=str(sandbox.program("p")), **variables
+    )
+    assert done.returncode == 0, done.stderr
+    assert torchrun(sandbox)[1:] == [
+        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={want}"),
+        *("-m", "megamix", "train", config, "training.steps=30"),
+    ]
+    threads = max(1, len(os.sched_getaffinity(0)) // want)
+    malloc = "" if gpus else "4294967296"
+    assert sandbox.lines("environment") == [f"OMP_NUM_THREADS={threads} MALLOC={malloc}"]
+
+
+def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:
+    variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
+
+
+def test_pretrain_on_many_nodes_meets_at_the_endpoint(sandbox: Sandbox) -> None:
+    python = str(sandbox.program("p"))
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, NNODES="2", RDZV_ENDPOINT="node0:29500")
+    assert done.returncode == 0, done.stderr
+    assert torchrun(sandbox)[3:8] == [
+        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-id=megamix"),
+        "--nproc-per-node=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "want"),
+    [
+        ([], {}, "CONFIG is missing"),
+        (["{config}"], {"NNODES": "2"}, "RDZV_ENDPOINT: missing with NNODES=2; set it to host:port"),
+        (["{config}"], {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: got two, must be 1 or more"),
+        (["{config}", "optimizer.lr=-1"], {}, "optimizer.lr: got -1, must be greater than 0"),
+        (["nowhere.toml"], {}, "got nowhere.toml, there is no such file"),
+    ],
+)
+def test_pretrain_refuses_before_any_rank_starts(
+    sandbox: Sandbox, arguments: list[str], variables: dict[str, str], want: str
+) -> None:
+    filled = [text.format(config=sandbox.repo / "configs" / "quickstart.toml") for text in arguments]
+    done = sandbox.run("pretrain.sh", *filled, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    assert done.returncode == 2
+    assert want in done.stderr
+    assert sandbox.lines() == []
+
+
+def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
+    done = sandbox.run("pretrain.sh", "x.toml")
+    assert done.returncode == 2
+    assert "launch/test.sh --install-only" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "ranks", "override"),
+    [
+        (0, {}, 2, []),
+        (1, {}, 1, []),
+        (8, {}, 8, ["training.global_batch_size=64"]),
+        (0, {"NPROC_PER_NODE": "3"}, 3, ["training.global_batch_size=24"]),
+    ],
+)
+def test_quickstart_prepares_and_trains_on_what_is_there(
+    sandbox: Sandbox, gpus: int, variables: dict[str, str], ranks: int, override: list[str]
+) -> None:
+    sandbox.gpus(gpus)
+    sandbox.program("python3")
+    done = sandbox.run("quickstart.sh", "optimizer.lr=1e-3", **variables)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in sandbox.lines() if not line.startswith(("pip", "python3"))]
+    assert lines[0].startswith("python -m megamix prepare --corpus stdlib --output runs/data/stdlib ")
+    assert lines[1].split()[3:] == [
+        *("--standalone", f"--nproc-per-node={ranks}", "-m", "megamix", "train", "configs/quickstart.toml"),
+        *(*override, "optimizer.lr=1e-3"),
+    ]
+
+
+def test_quickstart_says_when_torch_cannot_use_a_gpu_that_is_there(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    sandbox.program("nvidia-smi", "#!/bin/bash\necho 'GPU 0: Big (UUID: 1)'\necho 'GPU 1: Big (UUID: 2)'\n")
+    want = "nvidia-smi shows 2 GPU(s), but torch 9.9+fake cannot use any"
+    assert want in sandbox.run("quickstart.sh").stderr
+    sandbox.gpus(2)
+    assert "nvidia-smi" not in sandbox.run("quickstart.sh").stderr
+    sandbox.gpus(0)
+    sandbox.program("nvidia-smi", "#!/bin/bash\necho 'No devices were found'\nexit 6\n")
+    assert "nvidia-smi" not in sandbox.run("quickstart.sh").stderr
+
+
+def test_quickstart_moves_an_earlier_run_aside(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    runs = sandbox.repo / "runs"
+    for number in range(3):
+        (runs / "quickstart").mkdir(parents=True)
+        (runs / "quickstart" / "which").write_text(str(number))
+        done = sandbox.run("quickstart.sh")
+        assert f"is now runs/quickstart.{number + 1}" in done.stderr
+    assert [(runs / f"quickstart.{number + 1}" / "which").read_text() for number in range(3)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("override", "status"), [("checkpoint.folder=runs/other", 0), ("optimizer.lr=-1", 2)])
+def test_quickstart_leaves_an_earlier_run_where_it_is_unless_it_is_in_the_way(
+    sandbox: Sandbox, override: str, status: int
+) -> None:
+    sandbox.program("python3")
+    earlier = sandbox.repo / "runs" / "quickstart"
+    earlier.mkdir(parents=True)
+    assert sandbox.run("quickstart.sh", override).returncode == status
+    assert [path.name for path in (sandbox.repo / "runs").iterdir()] == ["quickstart"]
+
+
+def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    done = sandbox.run("test.sh", "--full")
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("python -m ") for line in sandbox.lines() if line.startswith("python -m ")]
+    assert lines == [
+        "ruff check .",
+        "ruff format --check .",
+        "mypy",
+        "coverage erase",
+        "coverage run -m pytest",
+        "coverage combine --quiet",
+        "coverage report --fail-under=90",
+    ]
+    assert set(sandbox.lines("full")) == {"FULL=1"}
+
+
+def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    sandbox.run("test.sh", "-k", "two words")
+    lines = sandbox.lines()
+    assert "python -m coverage run -m pytest -k two words" in lines
+    assert lines[-1] == "python -m coverage report"
+    assert set(sandbox.lines("full")) == {"FULL="}
+
+
+def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) -> None:
+    for name in ("ruff", "mypy", "coverage"):
+        (sandbox.modules / f"{name}.py").write_text("raise ImportError('planted')\n")
+    chosen = sandbox.program("chosen")
+    done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(chosen))
+    assert done.returncode == 0, done.stderr
+    assert sandbox.lines() == ["chosen -m pytest"]
+    for name in ("ruff", "mypy", "coverage"):
+        assert f"{name} is left out: {chosen} has none" in done.stderr
+
+
+def test_ci_runs_the_test_script_and_nothing_else() -> None:
+    run = ROOT / ".ci" / "run"
+    commands = [line for line in run.read_text().splitlines() if line and not line.startswith("#")]
+    assert commands[-1].startswith("exec ")
+    assert commands[-1].endswith('/launch/test.sh"')
+    for script in (run, *(ROOT / "launch").glob("*.sh")):
+        assert os.access(script, os.X_OK) == (script.name != "common.sh"), script
+
+
+def test_slurm_template_starts_pretrain_once_a_node(sandbox: Sandbox) -> None:
+    sandbox.program("scontrol", "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n")
+    sandbox.program("srun", '#!/bin/bash\necho "$NNODES $RDZV_ENDPOINT $RDZV_ID $*" >"$BASE/log"\n')
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "42"}
+    done = sandbox.run("slurm.sbatch", "my.toml", "training.steps=3", SLURM_SUBMIT_DIR=str(sandbox.repo), **slurm)
+    assert done.returncode == 0, done.stderr
+    (line,) = sandbox.lines()
+    assert line.startswith("2 node7:29500 42 --ntasks-per-node=1 ")
+    assert line.endswith(" launch/pretrain.sh my.toml training.steps=3")

@@ -1,0 +1,142 @@
+"""The scripts of launch/: which Python they take, what they install when, and what they never touch."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox import ROOT, Sandbox
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+def test_first_new_enough_python_is_taken(sandbox: Sandbox) -> None:
+    sandbox.program("python3", "#!/bin/bash\nexit 1\n")  # too old, as far as the check can see
+    sandbox.program("python3.12")
+    done = sandbox.run("test.sh", "--install-only")
+    assert done.returncode == 0, done.stderr
+    assert sandbox.lines()[0] == "python3.12 -m venv"
+
+
+def test_no_python_is_a_message(sandbox: Sandbox) -> None:
+    done = sandbox.run("quickstart.sh")
+    assert done.returncode == 2
+    assert "no Python >= 3.11 with the venv module on PATH" in done.stderr
+    assert "MEGAMIX_PYTHON" in done.stderr
+    assert not (sandbox.repo / ".venv").exists()
+
+
+def test_torch_is_installed_first_at_its_pin_and_then_the_extras(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    done = sandbox.run("test.sh", "--install-only")
+    _, torch, extras = sandbox.lines()
+    (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    assert torch.endswith(f"-c {sandbox.repo}/constraints.txt {pin}")
+    assert extras.endswith("-c constraints.txt -e .[all,dev]")
+    assert "installed in " in done.stderr
+
+
+def test_second_call_installs_nothing_until_a_pin_changes(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    sandbox.run("test.sh", "--install-only")
+    sandbox.lines()
+    assert sandbox.run("test.sh", "--install-only").returncode == 0
+    assert sandbox.lines() == []
+    with (sandbox.repo / "constraints.txt").open("a") as pins:
+        pins.write("# changed\n")
+    sandbox.run("test.sh", "--install-only")
+    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip"]
+
+
+def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    sandbox.run("quickstart.sh")
+    assert any(line.endswith("-e .[all]") for line in sandbox.lines())
+    sandbox.run("test.sh", "--install-only")
+    assert any(line.endswith("-e .[all,dev]") for line in sandbox.lines())
+    sandbox.run("quickstart.sh")
+    assert not any(line.startswith("pip") for line in sandbox.lines())
+
+
+def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    (sandbox.base / "killed-install").touch()
+    assert sandbox.run("test.sh", "--install-only").returncode != 0
+    half = sandbox.repo / ".venv" / "half-a-package"
+    half.touch()
+    sandbox.lines()
+    done = sandbox.run("test.sh", "--install-only")
+    assert done.returncode == 0
+    assert "unfinished; making it anew" in done.stderr
+    assert not half.exists()
+    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
+    assert sandbox.run("test.sh", "--install-only").returncode == 0
+    assert sandbox.lines() == []
+
+
+def test_environment_that_broke_is_made_anew(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    sandbox.run("test.sh", "--install-only")
+    (sandbox.repo / ".venv" / "bin" / "python").unlink()
+    sandbox.lines()
+    done = sandbox.run("test.sh", "--install-only")
+    assert "no longer works; making it anew" in done.stderr
+    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
+
+
+def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox: Sandbox) -> None:
+    python = sandbox.program("python3")
+    mine = sandbox.repo / ".venv" / "bin"
+    mine.mkdir(parents=True)
+    shutil.copy(python, mine / "python")
+    (sandbox.base / "no-pip").touch()
+    done = sandbox.run("test.sh", "--install-only")
+    assert done.returncode == 2
+    assert "was not made by this script" in done.stderr
+    assert (mine / "python").exists()
+    (sandbox.base / "no-pip").unlink()
+    assert sandbox.run("test.sh", "--install-only").returncode == 0
+    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip"]
+
+
+def test_megamix_python_is_used_as_it_is(sandbox: Sandbox) -> None:
+    sandbox.program("python3")
+    chosen = sandbox.program("chosen")
+    done = sandbox.run("quickstart.sh", MEGAMIX_PYTHON=str(chosen))
+    assert done.returncode == 0, done.stderr
+    lines = sandbox.lines()
+    assert not any("pip" in line or "venv" in line for line in lines)
+    assert {line.split()[0] for line in lines} == {"chosen"}
+    assert not (sandbox.repo / ".venv").exists()
+
+
+def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
+    sandbox.program("chosen")
+    for name in ("bin/chosen", "chosen"):
+        done = sandbox.run("quickstart.sh", MEGAMIX_PYTHON=name)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh", "pretrain.sh"])
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [
+        ("nowhere", "got nowhere, there is no such program; name an interpreter or unset it"),
+        ("old", "it is no Python >= 3.11"),
+        ("poor", "it cannot import: torch; install that there"),
+    ],
+)
+def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: str, name: str, want: str) -> None:
+    for program in ("old", "poor"):
+        sandbox.program(program)
+    if name == "poor":
+        (sandbox.modules / "torch.py").write_text("raise ImportError('planted')\n")
+    done = sandbox.run(script, "configs/quickstart.toml", MEGAMIX_PYTHON=name)
+    assert done.returncode == 2
+    assert "MEGAMIX_PYTHON: got " in done.stderr
+    assert name in done.stderr
+    assert want in done.stderr
+    assert sandbox.lines() == []
