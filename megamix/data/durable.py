@@ -1,0 +1,26 @@
+"""What a rename may rely on: bytes and names that have reached the disk."""
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+def sync_file(handle: IO[Any]) -> None:
+    """Push an open file's bytes to the disk; without it a rename can survive a power cut that the bytes did not."""
+    handle.flush()
+    os.fsync(handle.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Push a directory's entries to the disk; without it a finished rename can be undone by a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        sync_file(handle)

@@ -1,0 +1,93 @@
+"""The order of training data: a pure function of (seed, sample index), the same for any number of ranks.
+
+Samples are numbered 0, 1, 2, ... for the whole run. Sample i is a window of the token stream; every `num_windows`
+samples make an epoch, in which each window comes once, in an order of its own. Nothing is stored and nothing is
+drawn one after the other, so the place in the data is one integer.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Feistel rounds. Four do for large domains; of 5 or 6 elements, 8 rounds (12) still favour some orders measurably
+# (chi-squared 839 and 207 on 119 degrees of freedom over 40,000 keys), 16 none (90).
+_ROUNDS = 16
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads consecutive integers
+_ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
+
+
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is a target once an epoch."""
+    return (num_tokens - 1) // seq_len
+
+
+def windows_of_samples(samples: range, windows: int, seed: int) -> NDArray[np.int64]:
+    """The window of each sample, 0 <= window < windows; each window once per epoch of `windows` samples.
+
+    Shapes: -> int64 (len(samples),).
+    """
+    epochs, positions = np.divmod(np.arange(samples.start, samples.stop, dtype=np.int64), windows)
+    return permute(positions, windows, mix64(np.uint64(seed), epochs.astype(np.uint64)))
+
+
+def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """A pseudo-random permutation of 0 .. size - 1 for each key, evaluated at the positions; O(1) memory in `size`.
+
+    A Feistel network permutes the next power of two, whatever its round function; what lands beyond `size` is
+    sent through again until it lands inside (cycle walking), twice on average at most.
+    Shapes: positions int64 (n,), keys uint64 (n,) -> int64 (n,).
+    """
+    bits = (size - 1).bit_length()
+    out = positions.astype(np.uint64)
+    outside = np.arange(len(out))
+    while outside.size:
+        out[outside] = _feistel(out[outside], bits, keys[outside])
+        outside = outside[out[outside] >= size]
+    return out.astype(np.int64)
+
+
+def micro_batches(
+    global_batch: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> list[range]:
+    """The samples of each micro-batch of one rank, in order.
+
+    Global batch g is samples g * G .. (g + 1) * G - 1; rank r takes the r-th of dp_size equal blocks and cuts it
+    into micro-batches. So the ranks' samples one after the other are the global batch, for any dp_size.
+    Raises: ValueError if the sizes do not divide.
+    """
+    per_micro_step = micro_batch_size * dp_size
+    if global_batch_size % per_micro_step:
+        raise ValueError(
+            f"training.global_batch_size = {global_batch_size} must divide by micro_batch_size * dp_size = "
+            f"{micro_batch_size} * {dp_size} = {per_micro_step}; "
+            f"set it to {max(1, round(global_batch_size / per_micro_step)) * per_micro_step}"
+        )
+    per_rank = global_batch_size // dp_size
+    first = global_batch * global_batch_size + dp_rank * per_rank
+    return [range(start, start + micro_batch_size) for start in range(first, first + per_rank, micro_batch_size)]
+
+
+def mix64(seed: np.uint64, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hash (seed, value) to 64 bits: every bit of either decides about half of the bits of the result."""
+    # As an array of one: numpy warns when a scalar wraps and wraps arrays without a word.
+    return _finalise(_finalise(np.array([seed]) + _GOLDEN) ^ (values * _GOLDEN))
+
+
+def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A permutation of 0 .. 2**bits - 1. Each half in turn is XORed with a hash of the other, which can be undone."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << bits // 2) - 1)
+    high_mask = np.uint64((1 << bits - bits // 2) - 1)
+    high, low = values >> low_bits, values & low_mask
+    for round_index, round_key in enumerate(_ROUND_KEYS):
+        if round_index % 2:
+            low = low ^ (_finalise(high ^ (keys + round_key)) & low_mask)
+        else:
+            high = high ^ (_finalise(low ^ (keys + round_key)) & high_mask)
+    return (high << low_bits) | low
+
+
+def _finalise(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of splitmix64: a bijection of 64 bits without visible structure."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,216 @@
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megamix.data.loader import BatchLoader
+from megamix.data.synthetic import MarkovSource
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
+CPU = torch.device("cpu")
+PATIENCE_S = 60.0  # only a failing test waits this long
+
+
+class RecordingSource:
+    """Rows filled with the sample's number; `gate` holds reads back, `reads` says what was read on which thread."""
+
+    seq_len = 3
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.reads: list[tuple[range, str]] = []
+        self.new_read = threading.Semaphore(0)
+        self.failing: range | None = None
+
+    def read(self, samples: range) -> NDArray[np.int64]:
+        self.reads.append((samples, threading.current_thread().name))
+        self.new_read.release()
+        assert self.gate.wait(PATIENCE_S)
+        if samples == self.failing:
+            raise OSError(f"cannot read {samples}")
+        return np.arange(samples.start, samples.stop, dtype=np.int64)[:, None] * 10 + np.arange(4)
+
+    def wait_for_read(self) -> None:
+        assert self.new_read.acquire(timeout=PATIENCE_S)
+
+    def expect_no_read(self) -> None:
+        # Right however long it waits; the wait gives a loader that reads too much the time to do it.
+        assert not self.new_read.acquire(timeout=0.1), self.reads
+
+    @property
+    def read_ahead(self) -> list[range]:
+        return [samples for samples, thread in self.reads if thread == "megamix-loader"]
+
+
+@pytest.fixture
+def source() -> RecordingSource:
+    return RecordingSource()
+
+
+@pytest.fixture
+def loader(source: RecordingSource) -> Iterator[BatchLoader]:
+    with BatchLoader(source, CPU, max_ready=2) as loader:
+        yield loader
+        source.gate.set()
+
+
+def test_targets_are_the_tokens_shifted_by_one(loader: BatchLoader) -> None:
+    batch = loader.get(range(4, 6))
+    assert batch.tokens.tolist() == [[40, 41, 42], [50, 51, 52]]
+    assert batch.targets.tolist() == [[41, 42, 43], [51, 52, 53]]
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+
+
+def test_tokens_and_targets_are_contiguous_and_share_no_memory(loader: BatchLoader) -> None:
+    tokens, targets = loader.get(range(2))
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+    assert tokens.untyped_storage().data_ptr() != targets.untyped_storage().data_ptr()
+    tokens.fill_(-1)
+    assert targets.tolist() == [[1, 2, 3], [11, 12, 13]]
+
+
+def test_what_a_batch_holds_does_not_depend_on_when_it_was_announced() -> None:
+    markov = MarkovSource(vocab_size=50, seq_len=8, branching=3, seed=1)
+    wanted = [range(start, start + 4) for start in (0, 4, 8, 4, 100, 0)]  # with redone and distant batches
+    with BatchLoader(markov, CPU) as loader:
+        for samples in wanted:
+            loader.prefetch(samples)
+        announced = [loader.get(samples) for samples in wanted]
+    with BatchLoader(markov, CPU) as loader:
+        unannounced = [loader.get(samples) for samples in wanted]
+    for one, other in zip(announced, unannounced, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.targets, other.targets)
+
+
+def test_announced_batches_are_read_by_the_thread_in_the_order_announced(
+    source: RecordingSource, loader: BatchLoader
+) -> None:
+    order = [range(6, 8), range(0, 2)]
+    for samples in order:
+        loader.prefetch(samples)
+        source.wait_for_read()
+    for samples in reversed(order):  # fetched in another order: still the right batches
+        assert loader.get(samples).tokens[0, 0] == samples.start * 10
+    assert source.reads == [(samples, "megamix-loader") for samples in order]
+
+
+def test_no_more_batches_wait_in_memory_than_allowed(source: RecordingSource, loader: BatchLoader) -> None:
+    announced = [range(start, start + 1) for start in range(5)]
+    for samples in announced:
+        loader.prefetch(samples)
+    source.wait_for_read()
+    source.wait_for_read()
+    source.expect_no_read()
+    loader.get(range(1))  # makes room for exactly one more
+    source.wait_for_read()
+    source.expect_no_read()
+    assert source.read_ahead == announced[:3]
+
+
+def test_a_batch_behind_unfetched_ones_is_served_at_once_and_not_read_again(
+    source: RecordingSource, loader: BatchLoader
+) -> None:
+    for start in range(5):
+        loader.prefetch(range(start, start + 1))
+    for start in (4, 3, 2, 1, 0):  # while 0 and 1 fill all the room
+        assert loader.get(range(start, start + 1)).tokens[0, 0] == start * 10
+        source.wait_for_read()
+    source.expect_no_read()
+
+
+def test_get_waits_for_a_batch_that_is_being_read_instead_of_reading_it_twice(
+    source: RecordingSource, loader: BatchLoader
+) -> None:
+    source.gate.clear()
+    loader.prefetch(range(2))
+    source.wait_for_read()  # the thread is inside read()
+    threading.Timer(0.05, source.gate.set).start()  # right without the delay too; with it, get() arrives first
+    assert loader.get(range(2)).tokens[0, 0] == 0
+    assert source.reads == [(range(2), "megamix-loader")]
+
+
+def test_announcing_a_batch_twice_reads_it_once(source: RecordingSource) -> None:
+    source.gate.clear()
+    with BatchLoader(source, CPU) as loader:
+        loader.prefetch(range(1))
+        source.wait_for_read()
+        loader.prefetch(range(1))  # while it is being read
+        loader.prefetch(range(5, 6))
+        loader.prefetch(range(5, 6))  # while it waits its turn
+        source.gate.set()
+        source.wait_for_read()
+        loader.prefetch(range(1))  # while it lies ready
+        loader.prefetch(range(6, 7))
+        source.wait_for_read()
+        source.expect_no_read()
+    assert source.read_ahead == [range(1), range(5, 6), range(6, 7)]
+
+
+def test_a_batch_can_be_fetched_again(source: RecordingSource, loader: BatchLoader) -> None:
+    loader.prefetch(range(2))
+    first = loader.get(range(2))
+    loader.prefetch(range(2))
+    assert torch.equal(loader.get(range(2)).tokens, first.tokens)
+
+
+def test_an_exception_of_the_thread_surfaces_in_the_get_of_its_batch_and_only_there(
+    source: RecordingSource, loader: BatchLoader
+) -> None:
+    source.failing = range(2, 4)
+    loader.prefetch(range(2, 4))
+    loader.prefetch(range(4, 6))
+    source.wait_for_read()
+    source.wait_for_read()  # the read of the second has begun, so the first has failed
+    source.failing = None  # what the thread met is told even if it would not be met again
+    assert loader.get(range(4, 6)).tokens[0, 0] == 40
+    with pytest.raises(OSError, match=r"cannot read range\(2, 4\)"):
+        loader.get(range(2, 4))
+    assert loader.get(range(2, 4)).tokens[0, 0] == 20  # a second try is a new read
+
+
+@pytest.mark.parametrize("left_over", ["nothing", "unfetched batches"])
+def test_close_ends_the_thread(source: RecordingSource, left_over: str) -> None:
+    loader = BatchLoader(source, CPU, max_ready=1)
+    if left_over == "unfetched batches":
+        for start in range(3):
+            loader.prefetch(range(start, start + 1))
+    loader.close()
+    loader.close()
+    assert "megamix-loader" not in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(AssertionError, match="after close"):
+        loader.get(range(1))
+    with pytest.raises(AssertionError, match="after close"):
+        loader.prefetch(range(1))
+
+
+def test_close_waits_for_a_read_that_is_under_way(source: RecordingSource) -> None:
+    source.gate.clear()
+    loader = BatchLoader(source, CPU)
+    loader.prefetch(range(1))
+    source.wait_for_read()
+    threading.Timer(0.05, source.gate.set).start()
+    loader.close()
+    assert source.gate.is_set()
+
+
+def test_batches_are_pinned_when_the_device_is_a_gpu(source: RecordingSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    empty = torch.empty
+
+    def recording_empty(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", recording_empty)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for device in ("cuda:0", "cpu"):
+        with BatchLoader(source, torch.device(device)) as loader:
+            loader.get(range(1))
+    assert pinned == [True, True, False, False]

@@ -1,0 +1,265 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megamix.data.corpus import directory_corpus
+from megamix.data.prepare import Prepared, prepare_corpus
+from megamix.data.token_file import TokenFile
+from megamix.data.tokenizer import Tokenizer
+
+OUTPUTS = ["manifest.json", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx"]
+
+
+@pytest.fixture
+def text_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02}.txt").write_text(f"document {number}: " + "the same few words again and again " * 20)
+    return folder
+
+
+def prepare(text_dir: Path, output: Path, vocab_size: int = 280, valid_fraction: float = 0.25) -> Prepared:
+    return prepare_corpus(directory_corpus(text_dir), output, vocab_size=vocab_size, valid_fraction=valid_fraction)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def documents(prefix: Path, tokenizer: Tokenizer) -> list[str]:
+    text = tokenizer.decode(TokenFile(prefix).tokens.tolist())
+    return text.split("<|endoftext|>")[:-1]
+
+
+def test_every_document_lands_whole_in_exactly_one_part(text_dir: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    prepared = prepare(text_dir, output)
+    assert not prepared.reused
+    assert sorted(contents(output)) == OUTPUTS
+    tokenizer = Tokenizer.load(output / "tokenizer.json")
+    train, valid = documents(output / "train", tokenizer), documents(output / "valid", tokenizer)
+    assert sorted(train + valid) == sorted(path.read_text() for path in text_dir.iterdir())
+    assert 4 <= len(valid) <= 16  # 40 draws at 0.25
+
+
+def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: Path) -> None:
+    (text_dir / "latin.txt").write_bytes(b"K\xe4se")
+    prepared = prepare(text_dir, tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest == prepared.manifest
+    assert manifest["undecodable"] == ["latin.txt"]
+    assert len(manifest["request"]["files"]) == 40
+    assert set(manifest["request"]["files"][0]) == {"path", "num_bytes", "sha256"}
+    train = TokenFile(tmp_path / "out" / "train")
+    assert manifest["parts"]["train"] == {"num_documents": train.num_documents, "num_tokens": train.num_tokens}
+    assert manifest["vocab_size"] == Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size
+    assert "prepared; vocabulary 280; train " in prepared.summary()
+    assert "1 files skipped (not UTF-8)" in prepared.summary()
+
+
+def test_the_same_request_is_answered_from_what_is_there(text_dir: Path, tmp_path: Path) -> None:
+    first = prepare(text_dir, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    second = prepare(text_dir, tmp_path / "out")
+    assert second.reused
+    assert second.manifest == first.manifest
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert "already prepared" in second.summary()
+
+
+def test_two_prepares_of_one_request_write_the_same_bytes(text_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()  # an empty directory is as good as none
+    prepare(text_dir, tmp_path / "a")
+    prepare(text_dir, tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "valid_fraction", "message"),
+    [
+        (290, 0.25, r"another request: vocab_size 280, asked 290; choose another --output or delete"),
+        (280, 0.5, r"another request: valid_fraction 0.25, asked 0.5; choose"),
+    ],
+)
+def test_the_result_of_another_request_is_refused_not_overwritten(
+    text_dir: Path, tmp_path: Path, vocab_size: int, valid_fraction: float, message: str
+) -> None:
+    prepare(text_dir, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        prepare(text_dir, tmp_path / "out", vocab_size, valid_fraction)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_changed_corpus_is_another_request(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "out")
+    (text_dir / "00.txt").write_text((text_dir / "00.txt").read_text().replace("same", "SAME"))
+    with pytest.raises(ValueError, match="other files or other contents"):
+        prepare(text_dir, tmp_path / "out")
+
+
+def test_a_damaged_result_is_refused(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "out")
+    (tmp_path / "out" / "train.bin").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"train.bin has 4 bytes, the manifest says \d+; choose"):
+        prepare(text_dir, tmp_path / "out")
+    (tmp_path / "out" / "train.bin").unlink()
+    with pytest.raises(ValueError, match=r"train.bin has None bytes"):
+        prepare(text_dir, tmp_path / "out")
+
+
+@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"request": [], "output_bytes": {}}'])
+def test_a_directory_with_anything_else_in_it_is_refused(text_dir: Path, tmp_path: Path, manifest: str | None) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    if manifest is not None:
+        (tmp_path / "out" / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"--output '.*out' is not empty and holds no result of prepare.*; choose"):
+        prepare(text_dir, tmp_path / "out")
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "mine"
+
+
+def test_a_file_in_place_of_the_output_is_refused(text_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="holds no result of prepare"):
+        prepare(text_dir, tmp_path / "out")
+
+
+def test_which_documents_validate_depends_on_their_paths_alone(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "a")
+    valid_before = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))
+    (text_dir / "new.txt").write_text("a new document " * 50)
+    prepare(text_dir, tmp_path / "b")
+    valid_after = documents(tmp_path / "b" / "valid", Tokenizer.load(tmp_path / "b" / "tokenizer.json"))
+    assert [text for text in valid_after if not text.startswith("a new")] == valid_before
+
+
+def test_one_long_document_is_never_most_of_the_validation(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "a")
+    chosen = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))[0]
+    path = next(path for path in text_dir.iterdir() if path.read_text() == chosen)
+    path.write_text(chosen * 100)
+    prepare(text_dir, tmp_path / "b")
+    valid = documents(tmp_path / "b" / "valid", Tokenizer.load(tmp_path / "b" / "tokenizer.json"))
+    assert valid
+    assert chosen * 100 not in valid
+
+
+def test_validation_gets_a_document_however_small_the_fraction(text_dir: Path, tmp_path: Path) -> None:
+    prepared = prepare(text_dir, tmp_path / "out", valid_fraction=1e-6)
+    assert prepared.manifest["parts"]["valid"]["num_documents"] == 1
+
+
+def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "out", valid_fraction=0)
+    assert sorted(contents(tmp_path / "out")) == [name for name in OUTPUTS if not name.startswith("valid")]
+    assert TokenFile(tmp_path / "out" / "train").num_documents == 40
+
+
+def test_the_tokenizer_has_not_seen_the_validation_documents(text_dir: Path, tmp_path: Path) -> None:
+    prepare(text_dir, tmp_path / "a")
+    valid = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))
+    for path in text_dir.iterdir():
+        if path.read_text() in valid:
+            path.write_text("quartz " * 99)
+    prepare(text_dir, tmp_path / "b")
+    assert contents(tmp_path / "a")["tokenizer.json"] == contents(tmp_path / "b")["tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "valid_fraction", "message"),
+    [
+        (100, 0.1, "--vocab-size 100 is too small"),
+        (300, 1.0, "--valid-fraction 1.0 must lie in 0 <= F < 1; "),
+        (300, -0.1, "--valid-fraction -0.1 must lie in 0 <= F < 1; "),
+        (300, float("nan"), "--valid-fraction nan must lie in 0 <= F < 1; "),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_written(
+    text_dir: Path, tmp_path: Path, vocab_size: int, valid_fraction: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare(text_dir, tmp_path / "sub" / "out", vocab_size, valid_fraction)
+    assert not (tmp_path / "sub").exists()
+
+
+def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "only.txt").write_text("one")
+    with pytest.raises(
+        ValueError, match=r"--valid-fraction 0.1 takes all 1 documents.* lower it .* or give more files"
+    ):
+        prepare(tmp_path / "text", tmp_path / "sub" / "out", valid_fraction=0.1)
+    assert not (tmp_path / "sub").exists()
+
+
+def test_an_empty_corpus_leaves_no_output(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        prepare(tmp_path / "text", tmp_path / "sub" / "out")
+    assert not (tmp_path / "sub").exists()
+
+
+def test_a_failure_midway_leaves_no_trace(text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Tokenizer, "encode_documents", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare(text_dir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from megamix.data import prepare
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "while encoding":
+    prepare.Tokenizer.encode_documents = die
+else:
+    prepare.os.rename = die  # everything is written, only the commit is missing
+prepare.prepare_corpus(
+    prepare.Corpus(flag="", root=Path(sys.argv[1])), Path(sys.argv[2]), vocab_size=280, valid_fraction=0.25
+)
+"""
+
+
+@pytest.mark.parametrize("instant", ["while encoding", "before the commit"])
+def test_a_killed_prepare_leaves_nothing_that_passes_for_complete(text_dir: Path, tmp_path: Path, instant: str) -> None:
+    output = tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", _KILLED, str(text_dir), str(output), instant], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not output.exists()
+    assert not prepare(text_dir, output).reused
+    assert TokenFile(output / "train").num_tokens
+
+
+def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
+    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def late_rename(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "manifest.json").write_text("of another process")
+        rename(source, target)
+
+    monkeypatch.setattr("megamix.data.prepare.os.rename", late_rename)
+    with pytest.raises(OSError, match="not empty"):
+        prepare(text_dir, tmp_path / "out")
+    assert contents(tmp_path / "out") == {"manifest.json": b"of another process"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]
+
+
+def test_token_ids_stay_below_the_vocabulary(text_dir: Path, tmp_path: Path) -> None:
+    prepared = prepare(text_dir, tmp_path / "out")
+    assert int(np.max(TokenFile(tmp_path / "out" / "train").tokens)) < prepared.manifest["vocab_size"]

@@ -1,0 +1,238 @@
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_problems
+
+DOCUMENTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
+
+
+def write(prefix: Path, vocab_size: int = 10) -> Path:
+    with TokenFileWriter(prefix, vocab_size) as writer:
+        for document in DOCUMENTS:
+            writer.add(document)
+    return prefix
+
+
+def problems(prefix: Path, vocab_size: int = 10, seq_len: int = 2) -> str:
+    return "\n".join(token_file_problems("data.train", str(prefix), vocab_size=vocab_size, seq_len=seq_len))
+
+
+def test_documents_come_back_as_one_stream(tmp_path: Path) -> None:
+    token_file = TokenFile(write(tmp_path / "train"))
+    assert token_file.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (token_file.num_tokens, token_file.num_documents) == (6, 3)
+
+
+def test_the_files_are_laid_out_byte_by_byte_as_megatron_reads_them(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    index += struct.pack("<3i", 3, 1, 2) + struct.pack("<3q", 0, 6, 8) + struct.pack("<4q", 0, 1, 2, 3)
+    assert idx_path(prefix).read_bytes() == index
+    assert bin_path(prefix).read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize(("vocab_size", "code", "itemsize"), [(2**16, 8, 2), (2**16 + 1, 4, 4)])
+def test_ids_take_two_bytes_while_the_vocabulary_fits(
+    tmp_path: Path, vocab_size: int, code: int, itemsize: int
+) -> None:
+    largest = np.array([vocab_size - 1])
+    with TokenFileWriter(tmp_path / "t", vocab_size) as writer:
+        writer.add(largest)
+    assert TokenFile(tmp_path / "t").tokens.tolist() == [vocab_size - 1]
+    assert idx_path(tmp_path / "t").read_bytes()[17] == code
+    assert bin_path(tmp_path / "t").stat().st_size == itemsize
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+def test_files_of_other_writers_with_several_sequences_a_document_are_read(
+    tmp_path: Path, code: int, dtype: str
+) -> None:
+    size = np.dtype(dtype).itemsize
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 3)
+    index += struct.pack("<3i", 2, 1, 2) + struct.pack("<3q", 0, 2 * size, 3 * size) + struct.pack("<3q", 0, 2, 3)
+    idx_path(tmp_path / "v1.2").write_bytes(index)
+    np.arange(5, dtype=dtype).tofile(bin_path(tmp_path / "v1.2"))
+    token_file = TokenFile(tmp_path / "v1.2")
+    assert token_file.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert token_file.num_documents == 2
+
+
+@pytest.mark.parametrize("token_ids", [[0, 10], [-1, 0]])
+def test_an_id_outside_the_vocabulary_is_never_wrapped_into_the_file(tmp_path: Path, token_ids: list[int]) -> None:
+    with (
+        pytest.raises(ValueError, match=r"do not fit a vocabulary of 10; give"),
+        TokenFileWriter(tmp_path / "t", 10) as writer,
+    ):
+        writer.add(np.array(token_ids))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_fails_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+
+    def write_half() -> None:
+        with TokenFileWriter(prefix, 10) as writer:
+            writer.add(np.array([9]))
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write_half()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.bin", "train.idx"]
+    assert TokenFile(prefix).num_tokens == 6
+
+
+@pytest.mark.parametrize("kill_at_rename", [0, 1])
+def test_a_writer_killed_while_it_commits_leaves_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at_rename: int
+) -> None:
+    prefix = write(tmp_path / "train")
+    renames = []
+    replace = Path.replace
+
+    def killing_replace(self: Path, target: Path) -> Path:
+        renames.append(target)
+        if len(renames) > kill_at_rename:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killing_replace)
+    with pytest.raises(KeyboardInterrupt):
+        write(prefix)
+    assert renames == [bin_path(prefix), idx_path(prefix)][: kill_at_rename + 1]
+    assert "train.idx is missing" in problems(prefix)
+
+
+def test_a_good_prefix_has_no_problems(tmp_path: Path) -> None:
+    assert problems(write(tmp_path / "train")) == ""
+
+
+def _damage(prefix: Path, damage: str) -> None:
+    index, tokens = idx_path(prefix).read_bytes(), bin_path(prefix).read_bytes()
+    edits: dict[str, Callable[[], object]] = {
+        "index gone": lambda: idx_path(prefix).unlink(),
+        "tokens gone": lambda: bin_path(prefix).unlink(),
+        "tokens short": lambda: bin_path(prefix).write_bytes(tokens[:-2]),
+        "tokens long": lambda: bin_path(prefix).write_bytes(tokens + b"\x00"),
+        "index empty": lambda: idx_path(prefix).write_bytes(b""),
+        "index header cut": lambda: idx_path(prefix).write_bytes(index[:20]),
+        "index cut": lambda: idx_path(prefix).write_bytes(index[:-8]),
+        "magic": lambda: idx_path(prefix).write_bytes(b"X" + index[1:]),
+        "version": lambda: idx_path(prefix).write_bytes(index[:9] + b"\x02" + index[10:]),
+        "dtype": lambda: idx_path(prefix).write_bytes(index[:17] + b"\xff" + index[18:]),
+        "float": lambda: idx_path(prefix).write_bytes(index[:17] + b"\x07" + index[18:]),
+        "count bomb": lambda: idx_path(prefix).write_bytes(index[:25] + b"\xff" + index[26:]),
+        "negative length": lambda: idx_path(prefix).write_bytes(index[:34] + b"\xff\xff\xff\xff" + index[38:]),
+        "start": lambda: idx_path(prefix).write_bytes(index[:54] + b"\x07" + index[55:]),
+        "borders": lambda: idx_path(prefix).write_bytes(index[:-8] + b"\x09" + index[-7:]),
+        "borders back": lambda: idx_path(prefix).write_bytes(index[:-16] + b"\x09" + index[-15:]),
+    }
+    edits[damage]()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("index gone", r"train.idx is missing; expected PREFIX.idx beside PREFIX.bin: run"),
+        ("tokens gone", r"train.bin is missing, .*train.idx is there; write both again"),
+        ("tokens short", r"train.bin has 10 bytes, its index says 6 tokens of uint16 = 12 bytes; .*copy both again"),
+        ("tokens long", r"train.bin has 13 bytes, its index says 6 tokens of uint16 = 12 bytes"),
+        ("index empty", r"train.idx has 0 bytes, the header alone has 34; copy it again"),
+        ("index header cut", r"train.idx has 20 bytes, the header alone has 34; copy it again"),
+        ("index cut", r"train.idx has 94 bytes, its header says 3 sequences and 4 document borders = 102 bytes"),
+        ("magic", r"train.idx starts with b'XMIDIDX.* it is no token index; point the prefix"),
+        ("version", r"version 2, expected b'MMIDIDX.* version 1"),
+        ("dtype", r"dtype code 255, expected an integer one of 1, 2, 3, 4, 5, 8; write it again"),
+        ("float", r"dtype code 7, expected an integer one"),
+        ("count bomb", r"its header says 18374686479671623683 sequences"),
+        ("negative length", r"sequences do not lie end to end.* write it again"),
+        ("start", r"sequences do not lie end to end"),
+        ("borders", r"document borders do not run from 0 to 3; write it again"),
+        ("borders back", r"document borders do not run from 0 to 3; write it again"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_finding_expectation_and_fix(
+    tmp_path: Path, damage: str, message: str
+) -> None:
+    prefix = write(tmp_path / "train")
+    _damage(prefix, damage)
+    with pytest.raises(ValueError, match=message):
+        TokenFile(prefix)
+    assert problems(prefix).startswith(f"data.train = '{prefix}': ")
+
+
+def test_lengths_below_zero_are_refused_even_where_the_sums_agree(tmp_path: Path) -> None:
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    index += struct.pack("<3i", 4, -1, 3) + struct.pack("<3q", 0, 8, 6) + struct.pack("<4q", 0, 1, 2, 3)
+    idx_path(tmp_path / "t").write_bytes(index)
+    np.arange(6, dtype="<u2").tofile(bin_path(tmp_path / "t"))
+    assert "sequences do not lie end to end" in problems(tmp_path / "t")
+
+
+def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    index = idx_path(prefix).read_bytes()
+    damaged = [index[:length] for length in range(len(index))]
+    damaged += [index[:place] + bytes([index[place] ^ 0x55]) + index[place + 1 :] for place in range(len(index))]
+    for content in damaged:
+        idx_path(prefix).write_bytes(content)
+        assert problems(prefix), content
+
+
+def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "t", 10):
+        pass
+    assert "is empty; prepare it from a corpus with text" in problems(tmp_path / "t")
+
+
+def test_a_prefix_with_an_ending_is_answered_with_the_ending(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    assert "give the prefix without its ending" in problems(bin_path(prefix))
+
+
+def test_a_vocabulary_larger_than_the_model_s_is_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    assert problems(prefix, vocab_size=7) == ""
+    found = problems(prefix, vocab_size=6)
+    assert "holds token id 6, but model.vocab_size = 6 allows 0 to 5; set model.vocab_size to" in found
+    assert "(at least 7)" in found
+
+
+def test_the_last_token_of_a_long_file_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamix.data.token_file._SCAN_TOKENS", 5)  # the last stretch holds one token
+    assert TokenFile(write(tmp_path / "train")).id_outside(6) == 6
+    assert TokenFile(write(tmp_path / "train")).id_outside(7) is None
+
+
+def test_a_negative_id_of_a_signed_file_is_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train", vocab_size=2**17)
+    np.array([1, 2, 3, -4, 5, 6], dtype="<i4").tofile(bin_path(prefix))
+    assert "holds token id -4" in problems(prefix)
+    assert "or write the file again" in problems(prefix)
+
+
+def test_a_file_shorter_than_one_sample_is_found(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "train")
+    assert problems(prefix, seq_len=5) == ""
+    assert "6 tokens are fewer than one sample of model.seq_len + 1 = 7; shorten" in problems(prefix, seq_len=6)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    found = token_file_problems("data.valid", str(write(tmp_path / "t")), vocab_size=3, seq_len=100)
+    assert len(found) == 2
+
+
+def test_the_check_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from megamix.data.token_file import token_file_problems\n"
+        f"print(token_file_problems('data.train', {str(tmp_path / 'x')!r}, vocab_size=9, seq_len=9))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "x.idx is missing" in done.stdout
