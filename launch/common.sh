@@ -1,0 +1,139 @@
+# Sourced by the other scripts of this folder, not run: finds or makes the Python that everything runs with.
+#
+#   MEGAMIX_PYTHON   an interpreter that already has the dependencies: used as it is, nothing is installed
+# shellcheck shell=bash
+
+ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+  say "${0##*/}: $*"
+  exit 2
+}
+
+# Sets PYTHON to MEGAMIX_PYTHON, after a look whether it has the modules named as arguments.
+use_megamix_python() {
+  PYTHON="$(command -v -- "$MEGAMIX_PYTHON")" ||
+    die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, there is no such program; name an interpreter or unset it"
+  [[ "$PYTHON" == /* ]] || PYTHON="$PWD/$PYTHON"
+  export MEGAMIX_PYTHON="$PYTHON" # a script called by this one may stand in another folder
+  local missing
+  missing="$(missing_modules "$@")" ||
+    die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, it is no Python >= 3.11; name another interpreter or unset it"
+  [[ -z "$missing" ]] ||
+    die "MEGAMIX_PYTHON: got $MEGAMIX_PYTHON, it cannot import:$missing; install that there, or unset MEGAMIX_PYTHON"
+  # Nothing is installed there, megamix neither.
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Prints those of the named modules that $PYTHON cannot import; fails if it is too old.
+missing_modules() {
+  "$PYTHON" - "$@" <<'PY'
+import importlib, sys
+assert sys.version_info >= (3, 11)
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print("", name, end="")
+PY
+}
+
+# Prints the first Python >= 3.11 on PATH that can make virtual environments.
+find_python() {
+  local name
+  for name in python3 python3.14 python3.13 python3.12 python3.11; do
+    if "$name" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      printf '%s\n' "$name"
+      return
+    fi
+  done
+  die "no Python >= 3.11 with the venv module on PATH (tried python3, python3.14 to python3.11);" \
+    "install one (Debian and Ubuntu: apt install python3 python3-venv), or name one with torch in MEGAMIX_PYTHON"
+}
+
+# What the environment was installed from: it must be renewed when any of this changes. The path counts because an
+# environment that was moved with its repository still points to the old place.
+install_stamp() { { printf '%s\n' "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"; } | cksum; }
+
+# Sets PYTHON to an interpreter that can run megamix, installing it first where needed.
+# $1: the extras, "all" or "all,dev"; the rest: modules that a MEGAMIX_PYTHON must have.
+ensure_python() {
+  local extras="$1"
+  shift
+  if [[ -n "${MEGAMIX_PYTHON:-}" ]]; then
+    use_megamix_python "$@"
+    say "using $PYTHON as it is"
+    return
+  fi
+  PYTHON="$VENV/bin/python"
+  local stamp have=""
+  stamp="$(install_stamp)"
+  for have in all all,dev; do
+    # "all,dev" holds everything that "all" does.
+    [[ "$have" == "$extras" || "$extras" == all ]] || continue
+    if [[ "$(cat "$VENV/.megamix-$have" 2>/dev/null)" == "$stamp" ]] && "$PYTHON" -c '' 2>/dev/null; then
+      return
+    fi
+  done
+  install_megamix "$extras" "$stamp"
+}
+
+install_megamix() {
+  local extras="$1" stamp="$2" python torch started=$SECONDS
+  python="$(find_python)" || exit
+  torch="$(grep -m 1 '^torch==' "$ROOT/constraints.txt")"
+  # .megamix-unfinished lies in the environment while it is being changed. Found here, an install was cut short, and the
+  # environment may hold half a package that pip takes for a whole one.
+  if [[ -e "$VENV/.megamix-unfinished" ]]; then
+    say "$VENV was left unfinished; making it anew"
+    rm -rf -- "$VENV"
+  elif ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+    if compgen -G "$VENV/.megamix-*" >/dev/null; then
+      say "$VENV no longer works; making it anew"
+      rm -rf -- "$VENV"
+    elif [[ -e "$VENV" ]]; then
+      die "$VENV was not made by this script and has no working pip; move it away, or name its Python in MEGAMIX_PYTHON"
+    fi
+  fi
+  mkdir -p -- "$VENV"
+  : >"$VENV/.megamix-unfinished"
+  rm -f -- "$VENV/.megamix-all" "$VENV/.megamix-all,dev"
+  say "installing into $VENV with $("$python" --version) (once; a few minutes, mostly $torch)"
+  [[ -x "$PYTHON" ]] || "$python" -m venv "$VENV"
+  # torch first, by its exact version: left to a range, pip may choose a newer build for other hardware.
+  "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
+  (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
+  printf '%s\n' "$stamp" >"$VENV/.megamix-$extras"
+  rm -f -- "$VENV/.megamix-unfinished"
+  say "installed in $((SECONDS - started)) s"
+}
+
+# Sets PYTHON to what is there; never installs, because many nodes may start at once on one file system.
+find_installed_python() {
+  if [[ -n "${MEGAMIX_PYTHON:-}" ]]; then
+    use_megamix_python "$@"
+  elif [[ -e "$VENV/.megamix-all" || -e "$VENV/.megamix-all,dev" ]]; then
+    PYTHON="$VENV/bin/python"
+  else
+    die "nothing is installed in $VENV; run launch/quickstart.sh or launch/test.sh --install-only first," \
+      "or name an interpreter that has torch in MEGAMIX_PYTHON"
+  fi
+}
+
+# Prints the number of GPUs that torch can use, the cores this process may use, the largest block that malloc can be
+# told to keep, and torch's version.
+probe_machine() {
+  "$PYTHON" - <<'PY'
+import ctypes, os, torch
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+try:  # glibc before 2.35 refuses more than 32 MiB (and would fall back to 128 KiB); M_MMAP_THRESHOLD is -3
+    keep = 2**32 if ctypes.CDLL(None).mallopt(-3, 2**30) else 2**25
+except (AttributeError, OSError, TypeError):
+    keep = 0  # not glibc
+print(gpus, cores, keep, torch.__version__)
+PY
+}

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained model: install, prepare text, pretrain a small GPT in FP16.
+#
+#   launch/quickstart.sh [section.key=value ...]
+#
+# Two ranks on a CPU, one rank per GPU where torch can use GPUs. The result lies in runs/quickstart.
+#   MEGAMIX_PYTHON   an interpreter that already has torch: used as it is, nothing is installed
+#   NPROC_PER_NODE   another number of ranks
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+config=configs/quickstart.toml
+run_folder=runs/quickstart
+ensure_python all torch numpy pydantic safetensors tokenizers
+cd "$ROOT" # the configuration's paths start here
+
+machine="$(probe_machine)"
+read -r gpus _ _ torch_version <<<"$machine"
+if [[ "$gpus" == 0 ]]; then
+  export NPROC_PER_NODE="${NPROC_PER_NODE:-2}"
+  seen="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
+  if [[ "$seen" != 0 ]]; then
+    say "nvidia-smi shows $seen GPU(s), but torch $torch_version cannot use any (a build for CPUs," \
+      "or too old a driver): training on the CPU"
+  fi
+fi
+ranks="${NPROC_PER_NODE:-$gpus}"
+if [[ "$ranks" =~ ^[0-9]+$ ]] && ((ranks > 2)); then
+  # The file's global batch feeds two ranks. In front: an override of the user's comes later and wins.
+  set -- "training.global_batch_size=$((8 * ranks))" "$@"
+fi
+
+# Before anything is written or moved: is what we were given right, and where does it want to go?
+effective="$("$PYTHON" -m megamix config "$config" "$@" --show)"
+"$PYTHON" -m megamix prepare --corpus stdlib --output runs/data/stdlib --vocab-size 2048 --valid-fraction 0.05
+if [[ -e "$run_folder" ]] && grep -qFx "folder = \"$run_folder\"" <<<"$effective"; then
+  number=1
+  while [[ -e "$run_folder.$number" ]]; do number=$((number + 1)); done
+  mv -- "$run_folder" "$run_folder.$number"
+  say "the earlier $run_folder is now $run_folder.$number"
+fi
+exec launch/pretrain.sh "$config" "$@"

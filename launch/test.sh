@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Install (once), then every check: ruff, mypy, the tests, and their line coverage.
+#
+#   launch/test.sh [--install-only] [--full] [pytest arguments]
+#
+#   --install-only   stop after the install
+#   --full           the large counts of the tests as well (MEGAMIX_FULL=1)
+#   pytest arguments choose tests; the coverage is then shown but not judged, and ruff and mypy still run
+set -euo pipefail
+# shellcheck source=launch/common.sh
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+
+install_only=0
+while [[ "${1:-}" == --install-only || "${1:-}" == --full ]]; do
+  if [[ "$1" == --full ]]; then export MEGAMIX_FULL=1; else install_only=1; fi
+  shift
+done
+
+ensure_python all,dev torch numpy pydantic safetensors tokenizers pytest
+[[ "$install_only" == 0 ]] || exit 0
+cd "$ROOT"
+
+# True if the tool is there. Our own environment has every tool; a MEGAMIX_PYTHON may lack some, which is said.
+has_tool() {
+  if [[ -n "${MEGAMIX_PYTHON:-}" && -n "$(missing_modules "$1")" ]]; then
+    say "$1 is left out: $PYTHON has none"
+    return 1
+  fi
+}
+
+if has_tool ruff; then
+  "$PYTHON" -m ruff check .
+  "$PYTHON" -m ruff format --check .
+fi
+if has_tool mypy; then
+  "$PYTHON" -m mypy
+fi
+if ! has_tool coverage; then
+  exec "$PYTHON" -m pytest "$@"
+fi
+"$PYTHON" -m coverage erase # what an earlier run left would count as covered
+"$PYTHON" -m coverage run -m pytest "$@"
+"$PYTHON" -m coverage combine --quiet
+if [[ $# == 0 ]]; then
+  "$PYTHON" -m coverage report --fail-under=90
+else
+  "$PYTHON" -m coverage report
+fi

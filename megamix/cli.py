@@ -1,0 +1,83 @@
+"""The command line: one function per verb. Heavy modules are imported inside the verb, so a mistake shows at once."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit status is 0, or 2 for wrong input."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except ConfigError as error:
+        # Every rank of a distributed run finds the same mistake; one of them says so.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megamix", description="Pretrain large models in mixed precision.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    train = verbs.add_parser("train", help="train by a configuration file (many ranks: launch/pretrain.sh)")
+    train.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    train.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    train.set_defaults(run=_train)
+
+    prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
+    text = prepare.add_mutually_exclusive_group()
+    text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
+    text.add_argument("--input", metavar="DIR", type=Path, help="a folder of your own text files instead")
+    prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
+    prepare.add_argument("--vocab-size", metavar="N", type=int, default=2048, help="tokens of the tokenizer (2048)")
+    prepare.add_argument(
+        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
+    )
+    prepare.set_defaults(run=_prepare)
+
+    config = verbs.add_parser("config", help="show what a configuration comes to, or what it may hold")
+    config.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
+    config.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    what = config.add_mutually_exclusive_group(required=True)
+    what.add_argument("--show", action="store_true", help="the effective configuration, checked, every key")
+    what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
+    config.set_defaults(run=_config)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    from megamix.train.main import run
+
+    run(config)
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    from megamix.data.corpus import directory_corpus, named_corpus
+    from megamix.data.prepare import prepare_corpus
+
+    try:
+        corpus = directory_corpus(arguments.input) if arguments.input else named_corpus(arguments.corpus)
+        prepared = prepare_corpus(
+            corpus, arguments.output, vocab_size=arguments.vocab_size, valid_fraction=arguments.valid_fraction
+        )
+    except ValueError as error:  # by the contract of both functions a mistake in the flags
+        raise ConfigError([str(error)], "flags") from error
+    print(prepared.summary())
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    if arguments.schema:
+        print(json.dumps(config_schema(), indent=2))
+        return
+    if arguments.config is None:
+        raise ConfigError(["config: missing; write megamix config CONFIG --show"], "flags")
+    print(config_to_toml(load_config(arguments.config, arguments.overrides)), end="")

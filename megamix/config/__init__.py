@@ -1,0 +1,42 @@
+"""Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
+
+from megamix.config.checks import check_world_size, grad_accum_steps
+from megamix.config.load import config_from_dict, config_schema, load_config
+from megamix.config.problems import ConfigError
+from megamix.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LrScheduleConfig,
+    MetricsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerGroup,
+    ParallelismConfig,
+    PrecisionConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
+from megamix.config.toml_text import config_to_toml
+
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "LrScheduleConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OptimizerGroup",
+    "ParallelismConfig",
+    "PrecisionConfig",
+    "ProfilingConfig",
+    "TrainingConfig",
+    "check_world_size",
+    "config_from_dict",
+    "config_schema",
+    "config_to_toml",
+    "grad_accum_steps",
+    "load_config",
+]

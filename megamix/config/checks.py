@@ -1,0 +1,221 @@
+"""Checks over more than one field. Each proposes values that pass."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, cast
+
+from megamix.config.sections import SECTIONS, Config
+
+
+class _AlreadyReportedError(Exception):
+    """A check asked for a value that failed a check of its own."""
+
+
+class _Known:
+    """The usable values of one section; a check that asks for any other is left out."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._values:
+            raise _AlreadyReportedError(name)
+        return self._values[name]
+
+
+class _Draft:
+    """Stands in for a Config whose sections did not all pass."""
+
+    def __init__(self, tree: Mapping[str, object], bad: Collection[tuple[int | str, ...]]):
+        for section, model in SECTIONS.items():
+            given = tree[section]
+            values: dict[str, Any] = {}
+            if isinstance(given, Mapping):
+                values = {key: given.get(key, field.default) for key, field in model.model_fields.items()}
+            good = {key: value for key, value in values.items() if (section, key) not in bad}
+            setattr(self, section, _Known(good))
+
+
+def check_draft(tree: Mapping[str, object], bad: Collection[tuple[int | str, ...]]) -> list[str]:
+    """The problems that show although some fields, listed in `bad`, are unusable."""
+    return check_config(cast(Config, _Draft(tree, bad)))
+
+
+def check_config(config: Config) -> list[str]:
+    """The problems between fields, one line each."""
+    problems: list[str] = []
+    for check in _CHECKS:
+        try:
+            problems.extend(check(config))
+        except _AlreadyReportedError:
+            continue
+    return problems
+
+
+def check_world_size(config: Config, world_size: int) -> list[str]:
+    """The problems that show once the number of ranks is known, one line each."""
+    dp_size = config.parallelism.dp_size
+    problems = []
+    if dp_size is not None and dp_size != world_size:
+        problems.append(
+            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: dp {dp_size} "
+            f"= {dp_size}, but {world_size} were started; write dp_size = {world_size} or start {dp_size}"
+        )
+    return [*problems, *_batch_problems(config, world_size)]
+
+
+def grad_accum_steps(config: Config, dp_size: int) -> int:
+    """Micro-batches that each rank adds up in one step.
+
+    Raises: ValueError if the global batch does not divide.
+    """
+    for problem in _batch_problems(config, dp_size):
+        raise ValueError(problem)
+    return config.training.global_batch_size // (config.training.micro_batch_size * dp_size)
+
+
+def _multiples(value: int, factor: int) -> str:
+    """The multiples of `factor` next to `value`, as words."""
+    below = value // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
+
+
+def _heads_share_width(config: Config) -> Iterator[str]:
+    hidden_size, num_heads = config.model.hidden_size, config.model.num_heads
+    if hidden_size % num_heads:
+        # Twice num_heads, so that the proposal also gives rotary positions their even head size.
+        fix = _multiples(hidden_size, 2 * num_heads)
+        yield f"model.hidden_size: got {hidden_size}, must divide by num_heads {num_heads}; write hidden_size = {fix}"
+
+
+def _rotary_turns_pairs(config: Config) -> Iterator[str]:
+    hidden_size, num_heads, position = config.model.hidden_size, config.model.num_heads, config.model.position
+    if position == "rotary" and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
+        yield (
+            f"model.hidden_size: got {hidden_size}, over num_heads {num_heads} this is a head size of "
+            f"{hidden_size // num_heads}, rotary positions turn pairs and need an even one; "
+            f'write hidden_size = {_multiples(hidden_size, 2 * num_heads)}, or position = "learned"'
+        )
+
+
+def _heads_share_keys(config: Config) -> Iterator[str]:
+    num_heads, num_kv_heads = config.model.num_heads, config.model.num_kv_heads
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        fix = next(size for size in range(min(num_kv_heads, num_heads), 0, -1) if num_heads % size == 0)
+        yield (f"model.num_kv_heads: got {num_kv_heads}, must divide num_heads {num_heads}; write num_kv_heads = {fix}")
+
+
+def _lr_falls(config: Config) -> Iterator[str]:
+    lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
+    if min_lr > lr:
+        yield f"optimizer.min_lr: got {min_lr}, must be at most lr {lr}; write min_lr = {lr / 10:g}"
+
+
+def _warmup_fits(config: Config) -> Iterator[str]:
+    warmup_steps, steps = config.lr_schedule.warmup_steps, config.training.steps
+    if warmup_steps > steps:
+        yield (
+            f"lr_schedule.warmup_steps: got {warmup_steps}, must be at most training.steps {steps}; "
+            f"write warmup_steps = {steps // 10}"
+        )
+
+
+def _decay_fits(config: Config) -> Iterator[str]:
+    warmup_steps, decay_steps = config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps
+    steps, decay_style = config.training.steps, config.lr_schedule.decay_style
+    room = steps - warmup_steps
+    if decay_steps is None and decay_style == "wsd" and room > 0:
+        yield (
+            'lr_schedule.decay_steps: not set, but decay_style = "wsd" needs the length of its final decay; '
+            f"write decay_steps = {max(1, room // 5)}"
+        )
+    if decay_steps is not None and 0 <= room < decay_steps:
+        yield (
+            f"lr_schedule.decay_steps: got {decay_steps}, but warmup_steps {warmup_steps} + decay_steps {decay_steps} "
+            f"= {warmup_steps + decay_steps} exceeds training.steps {steps}; "
+            + (f"write decay_steps = {room}" if room else "write a smaller warmup_steps")
+        )
+
+
+def _fp16_is_scaled(config: Config) -> Iterator[str]:
+    if config.precision.dtype == "fp16" and config.precision.loss_scale == "off":
+        yield (
+            'precision.loss_scale: got "off" with dtype = "fp16", whose gradients vanish below 2**-24; '
+            'write loss_scale = "auto", or dtype = "bf16"'
+        )
+
+
+def _scale_has_room(config: Config) -> Iterator[str]:
+    low, high = config.precision.min_scale, config.precision.max_scale
+    if low > high:
+        yield f"precision.min_scale: got {low:g}, must be at most max_scale {high:g}; write min_scale = {high:g}"
+
+
+def _scale_starts_in_room(config: Config) -> Iterator[str]:
+    low, start, high = config.precision.min_scale, config.precision.init_scale, config.precision.max_scale
+    if low <= high and not low <= start <= high:
+        yield (
+            f"precision.init_scale: got {start}, must lie from min_scale {low} to max_scale {high}; "
+            f"write init_scale = {low if start < low else high}"
+        )
+
+
+def _micro_batches_fill_batch(config: Config) -> Iterator[str]:
+    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
+    if global_batch_size % micro_batch_size:
+        yield (
+            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
+            f"{micro_batch_size}; write global_batch_size = {_multiples(global_batch_size, micro_batch_size)}"
+        )
+
+
+def _batch_problems(config: Config, dp_size: int) -> Iterator[str]:
+    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
+    share = micro_batch_size * dp_size
+    if global_batch_size % share:
+        yield (
+            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
+            f"{micro_batch_size} * dp_size {dp_size} = {share}; "
+            f"write global_batch_size = {_multiples(global_batch_size, share)}"
+        )
+
+
+def _ranks_fill_batch(config: Config) -> Iterator[str]:
+    dp_size = config.parallelism.dp_size
+    # What micro-batches alone do not fill is reported once, by the check above.
+    if dp_size is not None and config.training.global_batch_size % config.training.micro_batch_size == 0:
+        yield from _batch_problems(config, dp_size)
+
+
+def _validation_has_tokens(config: Config) -> Iterator[str]:
+    if config.training.eval_interval and config.data.valid is None:
+        yield (
+            f"training.eval_interval: got {config.training.eval_interval}, but data.valid is not set; "
+            "write valid under [data], or eval_interval = 0"
+        )
+
+
+def _profile_ends_in_time(config: Config) -> Iterator[str]:
+    start_step, num_steps, steps = config.profiling.start_step, config.profiling.num_steps, config.training.steps
+    if num_steps and start_step + num_steps > steps:
+        yield (
+            f"profiling.start_step: got {start_step}, start_step {start_step} + num_steps {num_steps} = "
+            f"{start_step + num_steps} exceeds training.steps {steps}; "
+            + (f"write start_step = {steps - num_steps}" if num_steps <= steps else f"write num_steps = {steps}")
+        )
+
+
+_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _heads_share_width,
+    _rotary_turns_pairs,
+    _heads_share_keys,
+    _lr_falls,
+    _warmup_fits,
+    _decay_fits,
+    _fp16_is_scaled,
+    _scale_has_room,
+    _scale_starts_in_room,
+    _micro_batches_fill_batch,
+    _ranks_fill_batch,
+    _validation_has_tokens,
+    _profile_ends_in_time,
+)

@@ -1,0 +1,147 @@
+"""What is wrong with a configuration, in words: one line a problem, each with field, value and fix."""
+
+import difflib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, get_args
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megamix.config.sections import SECTIONS, Config, OptimizerGroup
+from megamix.config.toml_text import parse_value, value_text
+
+# Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
+_WRONG = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "string_too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "too_long": "must have {max_length} items",
+    "model_type": "must be a table",
+    "literal_error": "must be {expected}",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "value_error": "{error}",
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with what the user wrote, at once."""
+
+    def __init__(self, problems: Iterable[str], source: str = "configuration"):
+        self.problems = tuple(problems)
+        self.source = source
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n  ".join([f"{source}: {count}", *self.problems]))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return matches[0] if matches else None
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line for each of pydantic's errors."""
+    details = error.errors(include_url=False)
+    unknown = [item for item in details if item["type"] == "extra_forbidden"]
+    lines = [_explain_unknown(item["loc"], item["input"]) for item in unknown]
+    # [modle] instead of [model] is one mistake: do not also list every key that [model] now lacks.
+    meant = {guess for item in unknown if (guess := _meant(item["loc"]))}
+    for item in details:
+        loc = item["loc"]
+        follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
+        if item["type"] != "extra_forbidden" and not follows:
+            lines.append(_explain_value(item))
+    return lines
+
+
+def _meant(loc: tuple[int | str, ...]) -> tuple[int | str, ...] | None:
+    guess = nearest(str(loc[-1]), _fields(loc[:-1]))
+    return (*loc[:-1], guess) if guess else None
+
+
+def _fields(table: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+    """The keys that a table may have; the table is given by its path."""
+    if not table:
+        return Config.model_fields
+    return OptimizerGroup.model_fields if len(table) > 1 else SECTIONS[str(table[0])].model_fields
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+def _short(value: object) -> str:
+    text = value_text(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _explain_unknown(loc: tuple[int | str, ...], value: object) -> str:
+    name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1])
+    what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
+    what = f"{what}, got {_short(value)}"
+    if guess := nearest(name, known):
+        return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
+    homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
+    if homes:
+        return f"{what}; write it under [{homes[0]}]"
+    return f"{what}; known are {', '.join(known)}"
+
+
+def _explain_value(error: ErrorDetails) -> str:
+    loc, value, kind = error["loc"], error["input"], error["type"]
+    if len(loc) == 1:
+        return f"{loc[0]}: got {_short(value)}, must be a table; write [{loc[0]}] and its keys below it"
+    # An item of a list is judged with its list, a key inside a table of the list by itself.
+    names = [index for index, part in enumerate(loc) if isinstance(part, str)]
+    key, field = str(loc[names[-1]]), _fields(loc[: names[-1]])[str(loc[names[-1]])]
+    if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
+        wrong, loc = f"got {_short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
+    elif kind == "missing":
+        wrong = "missing"
+    else:
+        template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
+        wrong = f"got {_short(value)}, {template.format(**error.get('ctx', {}))}"
+    return f"{_path(loc)}: {wrong}; {_fix(key, field, value)}"
+
+
+def _fix(key: str, field: FieldInfo, value: object) -> str:
+    """A line to write instead, tried on the field's own check before it is proposed."""
+    annotation: Any = Annotated[field.annotation, field]
+    adapter = TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+    def passes(candidate: object) -> bool:
+        try:
+            adapter.validate_python(candidate)
+        except ValidationError:
+            return False
+        return True
+
+    repaired = next((item for item in _repairs(value, field) if passes(item)), None)
+    if repaired is not None:
+        return f"write {key} = {value_text(repaired)}"
+    usual = [*(field.examples or []), *([] if field.is_required() else [field.default])]
+    if usual[0] is None:
+        return f"leave {key} out to get its default"
+    return f"write for example {key} = {value_text(usual[0])}"
+
+
+def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
+    """What the user probably meant: the value without or with quotes, the near word, the near number."""
+    if isinstance(value, str):
+        yield parse_value(value)
+        yield parse_value(value.lower())
+        yield nearest(value.lower(), [word for word in get_args(field.annotation) if isinstance(word, str)])
+    elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:
+        yield str(value)
+        yield abs(value)
+        yield round(value)
+        if value > 0:
+            yield 2.0 ** round(math.log2(value))

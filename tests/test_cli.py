@@ -1,0 +1,121 @@
+"""The verbs: what they print, and what they say about wrong input."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import Config, load_config
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+
+
+def test_show_prints_a_file_that_loads_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", QUICKSTART, "training.steps=30", "--show"]) == 0
+    shown = tmp_path / "shown.toml"
+    shown.write_text(capsys.readouterr().out)
+    assert load_config(shown) == load_config(QUICKSTART, ["training.steps=30"])
+
+
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema"]) == 0
+    assert "model" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_show_without_a_file_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--show"]) == 2
+    assert "write megamix config CONFIG --show" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["train"], ["config", "--show"]])
+def test_wrong_input_is_one_message_and_status_2(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    name, *flags = verb
+    assert main([name, *flags, QUICKSTART, "optimizer.lr=-1", "model.num_heads=5"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"megamix {name}: {QUICKSTART}: 2 problems\n  optimizer.lr: got -1,")
+
+
+def test_only_rank_0_speaks_and_every_rank_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", QUICKSTART, "optimizer.lr=-1"]) == 2
+        said[rank] = capsys.readouterr().err
+    assert "optimizer.lr" in said["0"]
+    assert said["1"] == ""
+
+
+def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Config] = []
+    trainer = ModuleType("megamix.train.main")
+    monkeypatch.setattr(trainer, "run", seen.append, raising=False)
+    monkeypatch.setitem(sys.modules, "megamix.train.main", trainer)
+    assert main(["train", QUICKSTART, "training.steps=3", "lr_schedule.warmup_steps=1"]) == 0
+    assert [config.training.steps for config in seen] == [3]
+
+
+def test_prepare_writes_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text("a small corpus of plain words\n" * 20)
+    flags = ["--input", str(tmp_path / "text"), "--output", str(tmp_path / "out"), "--vocab-size", "260"]
+    assert main(["prepare", *flags]) == 0
+    assert main(["prepare", *flags]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert ": prepared;" in first
+    assert "already prepared" in second
+    assert (tmp_path / "out" / "train.bin").is_file()
+
+
+def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["prepare", "--input", str(tmp_path / "none"), "--output", str(output)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megamix prepare: flags: 1 problem\n  --input ")
+    assert not output.exists()
+
+
+def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("megamix.data.prepare")
+    seen: list[tuple[Any, ...]] = []
+
+    class Prepared:
+        def summary(self) -> str:
+            return "done"
+
+    def prepare_corpus(corpus: Any, output: Path, *, vocab_size: int, valid_fraction: float) -> Prepared:
+        seen.append((corpus.flag, output, vocab_size, valid_fraction))
+        return Prepared()
+
+    monkeypatch.setattr(module, "prepare_corpus", prepare_corpus)
+    assert main(["prepare", "--corpus", "torch", "--output", str(tmp_path), "--valid-fraction", "0.1"]) == 0
+    assert seen == [("--corpus torch", tmp_path, 2048, 0.1)]
+
+
+def test_wrong_input_is_answered_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from megamix.cli import main; "
+        f"status = main(['train', {QUICKSTART!r}, 'optimizer.lr=-1']); "
+        "assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "optimizer.lr: got -1, must be greater than 0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "megamix", "config", QUICKSTART, "data.train=3", "--show"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == ['  data.train: got 3, must be text in quotes; write train = "3"']

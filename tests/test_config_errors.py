@@ -1,0 +1,270 @@
+"""Every mistake is reported, at once, with field, value and a fix that works."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from megamix.config import Config, ConfigError, check_world_size, config_from_dict, grad_accum_steps
+from megamix.config.sections import SECTIONS
+from megamix.config.toml_text import parse_value
+
+Tree = dict[str, Any]
+
+GOOD: Tree = {
+    "model": {"vocab_size": 64, "seq_len": 8, "hidden_size": 24, "num_layers": 1, "num_heads": 6},
+    "data": {"train": "tokens/train", "valid": "tokens/valid"},
+    "optimizer": {"lr": 1e-3},
+    "training": {"steps": 100, "micro_batch_size": 4, "global_batch_size": 16},
+    "checkpoint": {"folder": "runs/x"},
+}
+
+
+def changed(**sections: Any) -> Tree:
+    tree = copy.deepcopy(GOOD)
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return tree
+
+
+def problems_of(tree: Tree) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict(tree)
+    return caught.value.problems
+
+
+# One field: (section, key, value, what the line must say after "section.key: ").
+SINGLE: list[tuple[str, str, Any, str]] = [
+    ("model", "num_layers", "12", 'got "12", must be a whole number; write num_layers = 12'),
+    ("model", "num_layers", 2.0, "got 2.0, must be a whole number; write num_layers = 2"),
+    ("model", "num_layers", True, "got true, must be a whole number; write for example num_layers = 4"),
+    ("model", "num_layers", 0, "got 0, must be greater than 0; write for example num_layers = 4"),
+    ("model", "num_layers", -3, "got -3, must be greater than 0; write num_layers = 3"),
+    ("model", "num_kv_heads", 0, "got 0, must be greater than 0; leave num_kv_heads out to get its default"),
+    ("model", "norm", "RMSnorm", "got \"RMSnorm\", must be 'rmsnorm' or 'layernorm'; write norm = \"rmsnorm\""),
+    ("model", "norm", "batch", "must be 'rmsnorm' or 'layernorm'; write for example norm = \"rmsnorm\""),
+    ("model", "compile", "True", 'got "True", must be true or false; write compile = true'),
+    ("model", "compile", 1, "got 1, must be true or false; write for example compile = false"),
+    ("data", "train", 2024, 'got 2024, must be text in quotes; write train = "2024"'),
+    ("data", "train", "", 'got "", must not be empty; write for example train = "runs/data/train"'),
+    ("optimizer", "lr", -0.1, "got -0.1, must be greater than 0; write lr = 0.1"),
+    ("optimizer", "lr", "3e-4", 'got "3e-4", must be a number; write lr = 0.0003'),
+    ("optimizer", "lr", float("nan"), "got nan, must be a finite number; write for example lr = 0.0003"),
+    ("optimizer", "clip_grad", float("inf"), "got inf, must be a finite number; write for example clip_grad = 1.0"),
+    ("optimizer", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
+    ("optimizer", "betas", [0.9], "got [0.9], must have 2 items or more; write for example betas = [0.9, 0.95]"),
+    ("optimizer", "betas", [1, 2, 3], "got [1, 2, 3], must have 2 items; write for example betas = [0.9, 0.95]"),
+    ("optimizer", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
+    ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write weight_decay = 1"),
+    ("precision", "dtype", "fp61", "must be 'fp16', 'bf16' or 'fp32'; write dtype = \"fp16\""),
+    ("precision", "grad_dtype", "fp16", "must be 'half' or 'fp32'"),
+    ("precision", "init_scale", 1000, "must be a power of two from 2**-126 to 2**126; write init_scale = 1024.0"),
+    ("precision", "growth_factor", 1, "must be greater than 1; write for example growth_factor = 2.0"),
+    ("precision", "backoff_factor", 1.0, "must be less than 1; write for example backoff_factor = 0.5"),
+    ("precision", "max_scale", 2.0**200, "must be a power of two from 2**-126 to 2**126"),
+    ("precision", "min_scale", 0.0, "must be greater than 0; write for example min_scale = 1.0"),
+    ("precision", "loss_scale", 3, 'must be "auto", "dynamic", "off" or a power of two'),
+    ("precision", "loss_scale", "of", 'must be "auto", "dynamic", "off" or a power of two'),
+    ("precision", "loss_scale", 10**400, 'must be "auto", "dynamic", "off" or a power of two'),
+    ("precision", "loss_scale", True, 'must be "auto", "dynamic", "off" or a power of two'),
+    ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
+    ("training", "seed", -1, "must be at least 0; write seed = 1"),
+    ("metrics", "log_interval", 0, "must be greater than 0; write for example log_interval = 10"),
+    ("optimizer", "groups", "x", "must be a list; write for example groups = [{ pattern ="),
+    ("optimizer", "groups", [3], "got 3, must be a table; write for example groups = [{ pattern ="),
+    ("optimizer", "groups", [{}], 'missing; write for example pattern = "*.bias"'),
+    ("optimizer", "groups", [{"pattern": "x", "lr_factor": "2"}], 'got "2", must be a number; write lr_factor = 2'),
+]
+
+
+@pytest.mark.parametrize(("section", "key", "value", "want"), SINGLE)
+def test_wrong_value_is_named_with_a_fix(section: str, key: str, value: Any, want: str) -> None:
+    (problem,) = problems_of(changed(**{section: {key: value}}))
+    assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)?: ", problem)
+    assert want in problem
+
+
+@pytest.mark.parametrize(("section", "key", "value", "want"), [case for case in SINGLE if "[{" not in str(case[2])])
+def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str) -> None:
+    (problem,) = problems_of(changed(**{section: {key: value}}))
+    tree = changed(**{section: {key: value}})
+    fix = re.search(rf"write (?:for example )?{key} = (.*)$", problem)
+    if fix:
+        tree[section][key] = parse_value(fix[1])
+    else:
+        assert problem.endswith(f"leave {key} out to get its default")
+        del tree[section][key]
+    if key == "num_layers" or section != "model":
+        config_from_dict(tree)
+
+
+def test_missing_keys_are_listed_with_an_example() -> None:
+    problems = problems_of({})
+    required = {
+        f"{name}.{key}"
+        for name, model in SECTIONS.items()
+        for key, field in model.model_fields.items()
+        if field.is_required()
+    }
+    assert {problem.split(":")[0] for problem in problems} == required
+    assert "model.vocab_size: missing; write for example vocab_size = 2048" in problems
+
+
+@pytest.mark.parametrize(
+    ("tree", "want"),
+    [
+        (changed(training={"stepz": 5}), "training.stepz: unknown key, got 5; did you mean training.steps?"),
+        (changed(parallelism={"seq_len": 5}), "parallelism.seq_len: unknown key, got 5; write it under [model]"),
+        (changed(metrics={"zzz": "x" * 99}), f'metrics.zzz: unknown key, got "{"x" * 56}...; known are log_interval,'),
+        (changed(metricks={"zzz": 1}), "metricks: unknown section, got { zzz = 1 }; did you mean metrics?"),
+        (changed(lr=0.1), "lr: unknown key, got 0.1; write it under [optimizer]"),
+        (
+            changed(optimizer={"groups": [{"pattern": "x", "lr_facto": 2}]}),
+            "optimizer.groups[0].lr_facto: unknown key, got 2; did you mean optimizer.groups[0].lr_factor?",
+        ),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> None:
+    (problem,) = problems_of(tree)
+    assert problem.startswith(want)
+
+
+def test_misspelt_section_is_one_mistake() -> None:
+    tree = changed()
+    tree["modle"] = tree.pop("model")
+    (problem,) = problems_of(tree)
+    assert "did you mean model?" in problem
+
+
+# Between fields: (changes, field that the line names, what it says, changes that repair it).
+CROSS: list[tuple[Tree, str, str, Tree]] = [
+    ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 96 or 108", {"model": {"hidden_size": 96}}),
+    ({"model": {"hidden_size": 5}}, "model.hidden_size", "hidden_size = 12", {"model": {"hidden_size": 12}}),
+    ({"model": {"hidden_size": 18}}, "model.hidden_size", "head size of 3", {"model": {"hidden_size": 24}}),
+    ({"model": {"hidden_size": 18}}, "model.hidden_size", '"learned"', {"model": {"position": "learned"}}),
+    ({"model": {"num_kv_heads": 4}}, "model.num_kv_heads", "num_kv_heads = 3", {"model": {"num_kv_heads": 3}}),
+    ({"model": {"num_kv_heads": 12}}, "model.num_kv_heads", "num_kv_heads = 6", {"model": {"num_kv_heads": 6}}),
+    ({"optimizer": {"min_lr": 0.1}}, "optimizer.min_lr", "min_lr = 0.0001", {"optimizer": {"min_lr": 0.0001}}),
+    ({"lr_schedule": {"warmup_steps": 101}}, "lr_schedule.warmup_steps", "= 10", {"lr_schedule": {"warmup_steps": 10}}),
+    (
+        {"lr_schedule": {"warmup_steps": 30, "decay_steps": 80}},
+        "lr_schedule.decay_steps",
+        "30 + decay_steps 80 = 110 exceeds training.steps 100; write decay_steps = 70",
+        {"lr_schedule": {"warmup_steps": 30, "decay_steps": 70}},
+    ),
+    (
+        {"lr_schedule": {"warmup_steps": 100, "decay_steps": 1}},
+        "lr_schedule.decay_steps",
+        "write a smaller warmup_steps",
+        {"lr_schedule": {"warmup_steps": 99, "decay_steps": 1}},
+    ),
+    (
+        {"lr_schedule": {"decay_style": "wsd"}},
+        "lr_schedule.decay_steps",
+        'not set, but decay_style = "wsd" needs the length of its final decay; write decay_steps = 20',
+        {"lr_schedule": {"decay_style": "wsd", "decay_steps": 20}},
+    ),
+    (
+        {"precision": {"dtype": "fp16", "loss_scale": "off"}},
+        "precision.loss_scale",
+        'write loss_scale = "auto", or dtype = "bf16"',
+        {"precision": {"dtype": "bf16", "loss_scale": "off"}},
+    ),
+    ({"precision": {"min_scale": 2.0**33}}, "precision.min_scale", "at most max_scale", {"precision": {}}),
+    ({"precision": {"init_scale": 2.0**33}}, "precision.init_scale", "= 4294967296", {"precision": {}}),
+    ({"precision": {"init_scale": 0.5}}, "precision.init_scale", "= 1.0", {"precision": {"init_scale": 1.0}}),
+    (
+        {"training": {"global_batch_size": 18}},
+        "training.global_batch_size",
+        "multiple of micro_batch_size 4; write global_batch_size = 16 or 20",
+        {"training": {"global_batch_size": 20}},
+    ),
+    (
+        {"parallelism": {"dp_size": 3}},
+        "training.global_batch_size",
+        "micro_batch_size 4 * dp_size 3 = 12; write global_batch_size = 12 or 24",
+        {"parallelism": {"dp_size": 3}, "training": {"global_batch_size": 24}},
+    ),
+    ({"training": {"global_batch_size": 2}}, "training.global_batch_size", "= 4", {"training": {}}),
+    (
+        {"training": {"eval_interval": 5}, "data": {"valid": None}},
+        "training.eval_interval",
+        "write valid under [data], or eval_interval = 0",
+        {"training": {"eval_interval": 0}},
+    ),
+    (
+        {"profiling": {"start_step": 98, "num_steps": 5}},
+        "profiling.start_step",
+        "98 + num_steps 5 = 103 exceeds training.steps 100; write start_step = 95",
+        {"profiling": {"start_step": 95, "num_steps": 5}},
+    ),
+    ({"profiling": {"num_steps": 101}}, "profiling.start_step", "num_steps = 100", {"profiling": {"num_steps": 100}}),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field", "want", "right"), CROSS)
+def test_fields_that_contradict_each_other(wrong: Tree, field: str, want: str, right: Tree) -> None:
+    tree = changed(**wrong)
+    tree["data"] = {key: value for key, value in tree["data"].items() if value is not None}
+    (problem,) = problems_of(tree)
+    assert problem.startswith(f"{field}: ")
+    assert want in problem
+    assert isinstance(config_from_dict(changed(**right)), Config)
+
+
+def test_all_mistakes_are_shown_at_once() -> None:
+    tree = changed(
+        model={"hidden_size": 100, "norm": 3},
+        optimizer={"lr": -1, "min_lr": 5},
+        training={"stepz": 3, "global_batch_size": 18},
+        precision={"dtype": "fp16", "loss_scale": "off", "init_scale": 3},
+    )
+    problems = problems_of(tree)
+    assert sorted(problem.split(":")[0] for problem in problems) == [
+        "model.hidden_size",
+        "model.norm",
+        "optimizer.lr",
+        "precision.init_scale",
+        "precision.loss_scale",
+        "training.global_batch_size",
+        "training.stepz",
+    ]
+    with pytest.raises(ConfigError, match="configuration: 7 problems") as caught:
+        config_from_dict(tree)
+    assert len(str(caught.value).splitlines()) == 8
+
+
+def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:
+    tree = changed(model=3, optimizer={"lr": "x", "min_lr": 5}, training={"steps": None, "global_batch_size": 6})
+    fields = [problem.split(":")[0] for problem in problems_of(tree)]
+    assert sorted(fields) == ["model", "optimizer.lr", "training.global_batch_size", "training.steps"]
+
+
+def test_one_problem_is_counted_in_the_singular() -> None:
+    with pytest.raises(ConfigError, match=r"^configuration: 1 problem\n  training\.seed: "):
+        config_from_dict(changed(training={"seed": -1}))
+
+
+def test_world_size_that_fits_has_no_problem() -> None:
+    assert check_world_size(config_from_dict(GOOD), 2) == []
+    assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 4) == []
+
+
+def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
+    assert check_world_size(config_from_dict(GOOD), 3) == [
+        "training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * dp_size 3 = 12; "
+        "write global_batch_size = 12 or 24"
+    ]
+    assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 2) == [
+        "parallelism.dp_size: got 4, parallel sizes must multiply to the number of ranks: dp 4 = 4, but 2 were "
+        "started; write dp_size = 2 or start 4"
+    ]
+    assert len(check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 3)) == 2
+
+
+def test_grad_accum_steps_is_what_the_ranks_leave() -> None:
+    config = config_from_dict(GOOD)
+    assert [grad_accum_steps(config, dp_size) for dp_size in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(ValueError, match="multiple of micro_batch_size 4 \\* dp_size 3 = 12"):
+        grad_accum_steps(config, 3)

@@ -1,0 +1,216 @@
+"""Files, inheritance, overrides, and the effective configuration that reads back equal."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, load_config
+
+MINIMAL = """
+[model]
+vocab_size = 64
+seq_len = 8
+hidden_size = 16
+num_layers = 1
+num_heads = 2
+[data]
+train = "tokens/train"
+[optimizer]
+lr = 1e-3
+[training]
+steps = 10
+micro_batch_size = 2
+global_batch_size = 4
+[checkpoint]
+folder = "runs/x"
+"""
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value.problems
+
+
+def test_minimal_file_gets_every_default(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL))
+    assert config.model.hidden_size == 16
+    assert config.model.num_kv_heads is None
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.optimizer.groups == ()
+    assert config.precision.init_scale == 2.0**24
+    assert config.precision.loss_scale == "auto"
+    assert config.parallelism.overlap is True
+
+
+def test_sections_are_frozen(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL))
+    with pytest.raises(ValidationError):
+        config.model.num_layers = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.model = config.model  # type: ignore[misc]
+
+
+def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL), ["optimizer.lr=1", "precision.loss_scale=1024"])
+    assert (config.optimizer.lr, config.precision.loss_scale) == (1.0, 1024.0)
+    assert type(config.optimizer.lr) is type(config.precision.loss_scale) is float
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "want"),
+    [
+        ("optimizer.lr=3e-4", "optimizer", "lr", 3e-4),
+        ("precision.dtype=bf16", "precision", "dtype", "bf16"),
+        ('precision.dtype="fp32"', "precision", "dtype", "fp32"),
+        ("model.compile=true", "model", "compile", True),
+        ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", (0.8, 0.9)),
+        ("data.train=other/tokens=v2", "data", "train", "other/tokens=v2"),
+        (" training.steps = 7 ", "training", "steps", 7),
+        ("parallelism.dp_size=2", "parallelism", "dp_size", 2),
+    ],
+)
+def test_override_is_a_toml_value_or_else_text(
+    tmp_path: Path, override: str, section: str, key: str, want: object
+) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL), [override])
+    assert getattr(getattr(config, section), key) == want
+
+
+def test_override_fills_groups(tmp_path: Path) -> None:
+    override = 'optimizer.groups=[{pattern = "*.norm.*", lr_factor = 2, weight_decay = 0}]'
+    (group,) = load_config(write(tmp_path, "a.toml", MINIMAL), [override]).optimizer.groups
+    assert (group.pattern, group.lr_factor, group.weight_decay) == ("*.norm.*", 2.0, 0.0)
+
+
+def test_last_override_wins_over_earlier_and_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", MINIMAL)
+    assert load_config(path, ["training.steps=20", "training.steps=30"]).training.steps == 30
+
+
+def test_override_cannot_smuggle_in_a_second_key(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, "a.toml", MINIMAL), "metrics.log_interval=3\nsteps = 4")
+    assert problem.startswith(r'metrics.log_interval: got "3\nsteps = 4", must be a whole number')
+
+
+def test_number_of_thousands_of_digits_is_refused_in_words(tmp_path: Path) -> None:
+    digits = "1" * 5000  # more than Python converts
+    (problem,) = problems_of(write(tmp_path, "a.toml", MINIMAL), f"optimizer.lr={digits}")
+    assert "..., must be a number; write for example lr = 0.0003" in problem
+    (problem,) = problems_of(write(tmp_path, "b.toml", f"[model]\nnum_layers = {digits}\n"))
+    assert "b.toml, is no TOML" in problem
+
+
+@pytest.mark.parametrize("text", ["optimizer.lr", "lr=3", "=3", ".lr=3", "optimizer.=3"])
+def test_malformed_override_is_named(tmp_path: Path, text: str) -> None:
+    (problem,) = problems_of(write(tmp_path, "a.toml", MINIMAL), text)
+    assert f'got "{text}" as an override' in problem
+    assert "write for example optimizer.lr=3e-4" in problem
+
+
+def test_base_holds_where_the_file_is_silent(tmp_path: Path) -> None:
+    write(tmp_path, "deep/bottom.toml", MINIMAL)
+    write(tmp_path, "deep/middle.toml", 'base = "bottom.toml"\n[training]\nsteps = 20\n[model]\nnum_layers = 2\n')
+    top = write(tmp_path, "top.toml", 'base = "deep/middle.toml"\n[model]\nnum_layers = 3\n')
+    config = load_config(top)
+    assert (config.model.num_layers, config.training.steps, config.model.hidden_size) == (3, 20, 16)
+
+
+def test_circle_of_bases_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.toml", 'base = "deep/b.toml"')
+    write(tmp_path, "deep/b.toml", 'base = "../a.toml"')
+    (problem,) = problems_of(tmp_path / "a.toml")
+    assert "circle" in problem
+    assert problem.index("a.toml ->") < problem.index("b.toml ->")
+    assert problem.endswith("remove one base")
+
+
+def test_file_cannot_be_its_own_base(tmp_path: Path) -> None:
+    assert "circle" in problems_of(write(tmp_path, "a.toml", 'base = "a.toml"'))[0]
+
+
+def test_missing_base_names_both_files_and_the_near_one(tmp_path: Path) -> None:
+    write(tmp_path, "common.toml", MINIMAL)
+    (problem,) = problems_of(write(tmp_path, "a.toml", 'base = "comon.toml"'))
+    assert problem == (
+        f"base: got {tmp_path / 'comon.toml'}, named by {tmp_path / 'a.toml'}, there is no such file; "
+        f"did you mean {tmp_path / 'common.toml'}?"
+    )
+
+
+@pytest.mark.parametrize("value", ["3", '""', "[]"])
+def test_base_must_be_a_path(tmp_path: Path, value: str) -> None:
+    (problem,) = problems_of(write(tmp_path, "a.toml", f"base = {value}"))
+    assert problem.startswith(f"base: got {value} in ")
+
+
+def test_missing_file_and_bad_override_are_both_reported(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path / "none.toml", "oops")
+    assert len(problems) == 2
+    assert "there is no such file; write the path of a TOML file" in problems[0]
+    assert problems[1].startswith("oops:")
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    assert "cannot be read" in problems_of(tmp_path)[0]  # a folder
+    (tmp_path / "a.toml").write_bytes(b"\xff\xfe")
+    assert "cannot be read" in problems_of(tmp_path / "a.toml")[0]
+
+
+def test_toml_mistake_names_file_and_line(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, "a.toml", "[model]\nnorm = rmsnorm\n"))
+    assert "a.toml" in problem
+    assert "line 2" in problem
+
+
+def test_table_does_not_hide_a_mistake_below_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", f"metrics = 3\n{MINIMAL}")
+    (problem,) = problems_of(path, "metrics.log_interval=5")
+    assert problem == "metrics: got 3, must be a table; write [metrics] and its keys below it"
+
+
+def full_tree() -> dict[str, dict[str, object]]:
+    return {
+        "model": {"vocab_size": 64, "seq_len": 8, "hidden_size": 16, "num_layers": 1, "num_heads": 2},
+        "data": {"train": 'a "quoted" \\ path\twith ümlaut\x7f'},
+        "optimizer": {
+            "lr": 1e-3,
+            "betas": [0.8, 0.999],
+            "groups": [{"pattern": "*.bias"}, {"pattern": "x", "lr_factor": 0.1, "weight_decay": 0.0}],
+        },
+        "precision": {"dtype": "fp16", "loss_scale": 2.0**20, "max_scale": 2.0**126, "min_scale": 2.0**-126},
+        "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 4},
+        "parallelism": {"dp_size": 2, "overlap": False},
+        "checkpoint": {"folder": "x\ny"},
+    }
+
+
+def test_effective_configuration_reads_back_equal(tmp_path: Path) -> None:
+    config = config_from_dict(full_tree())
+    text = config_to_toml(config)
+    assert load_config(write(tmp_path, "effective.toml", text)) == config
+
+
+def test_effective_configuration_mentions_every_key(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.toml", MINIMAL))
+    text = config_to_toml(config)
+    for name, section in config:
+        assert f"[{name}]" in text
+        for key, value in section:
+            line = f"# {key} is not set" if value is None else f"{key} = "
+            assert line in text
+
+
+def test_every_shipped_configuration_is_right() -> None:
+    files = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+    assert files
+    for path in files:
+        assert isinstance(load_config(path), Config)

@@ -1,0 +1,119 @@
+"""The architecture is a test: imports go from a higher layer to a lower one, and files stay short."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megamix"
+LONGEST_FILE = 300  # lines
+
+LAYER = {
+    "clock": 0,
+    "config": 0,
+    "comm": 1,
+    "mixed_precision": 2,
+    "data": 2,
+    "model": 3,
+    "train": 4,
+    "bench": 5,
+    "cli": 6,
+    "__main__": 7,
+    "__init__": 7,  # the facade: re-exports, imported by nobody inside
+}
+# Lower by number, yet strangers: only train brings the two together.
+STRANGERS = {("model", "mixed_precision")}
+
+
+def imported_rooms(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and room (the name behind `megamix.`) of every import; `package` is the file's own package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "megamix" else [module]
+        else:
+            continue
+        for name in names:
+            root, _, rest = name.partition(".")
+            if root == "megamix":
+                yield node.lineno, rest.partition(".")[0] or "__init__"
+
+
+def violations(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        here = parts[0]
+        for line, there in imported_rooms(ast.parse(path.read_text()), ["megamix", *parts[:-1]]):
+            lower = LAYER.get(there, 99) < LAYER[here] and (here, there) not in STRANGERS
+            if here != there and not lower:
+                found.append(f"{path.relative_to(package)}:{line} {here} imports {there}")
+    return found
+
+
+def test_imports_go_from_a_higher_layer_to_a_lower_one() -> None:
+    assert violations(PACKAGE) == []
+
+
+def test_every_room_has_a_layer() -> None:
+    rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
+    assert rooms - set(LAYER) == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "want"),
+    [
+        ("config/a.py", "import megamix.comm.topology", "config imports comm"),
+        ("comm/a.py", "from megamix.data import loader", "comm imports data"),
+        ("comm/a.py", "from megamix import data", "comm imports data"),
+        ("comm/a.py", "from ..data import loader", "comm imports data"),
+        ("comm/deep/a.py", "from ... import data", "comm imports data"),
+        ("data/a.py", "from megamix.mixed_precision.engine import x", "data imports mixed_precision"),
+        ("model/a.py", "import megamix.mixed_precision", "model imports mixed_precision"),
+        ("mixed_precision/a.py", "def f():\n    from megamix.model import gpt", "mixed_precision imports model"),
+        ("train/a.py", "import megamix", "train imports __init__"),
+        ("train/a.py", "from megamix.unheard import x", "train imports unheard"),
+    ],
+)
+def test_planted_violation_is_found(tmp_path: Path, file: str, line: str, want: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(f"import torch\n{line}\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith(file)
+    assert found.endswith(want)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("train/a.py", "from megamix.model.gpt import GPT"),
+        ("train/a.py", "from megamix.mixed_precision import engine"),
+        ("train/a.py", "from . import b"),
+        ("cli.py", "from megamix import bench"),
+        ("comm/a.py", "from megamixer import data"),
+    ],
+)
+def test_allowed_import_passes(tmp_path: Path, file: str, line: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{line}\n")
+    assert violations(tmp_path) == []
+
+
+def test_config_and_cli_load_no_torch_and_no_numpy() -> None:
+    heavy = {"torch", "numpy", "safetensors", "tokenizers"}
+    for path in [*(PACKAGE / "config").glob("*.py"), *(PACKAGE / name for name in ("cli.py", "__main__.py"))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert {name.partition(".")[0] for name in names} & heavy == set(), path
+
+
+def test_files_stay_short() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {file: lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
