@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megamix.mixed_precision.engine import Precision, ShardedEngine, Sharding, StepResult
+    from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
     from megamix.mixed_precision.optimizers import NAG, AdamW, ParamGroup
+    from megamix.mixed_precision.settings import Precision, Sharding, StepResult
 
 _HOME = {
-    "ShardedEngine": "engine", "Precision": "engine", "Sharding": "engine", "StepResult": "engine",
+    "ShardedEngine": "engine", "Precision": "settings", "Sharding": "settings", "StepResult": "settings",
     "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale",
     "AdamW": "optimizers", "NAG": "optimizers", "ParamGroup": "optimizers",
 }  # fmt: skip

@@ -1,6 +1,4 @@
-"""Where the time of a step goes: named spans, measured on the host or, on a GPU, on the device without waiting for
-it.
-"""
+"""Where the time of a step goes: named spans, measured on the host or, on a GPU, on the device without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 
 
 class Clock:
-    """Sums the seconds spent in each named span. Off until `enabled` is set; spans of one name add up.
+    """Sums the seconds spent in each named span, without those of the spans inside it. Off until `enabled` is set.
 
     On a CPU a wait blocks the host, so host time is exact. On a GPU a wait only orders streams: a pair of events on
     the compute stream measures how long it stalled; `read` is the one place that waits for them.
@@ -22,30 +20,42 @@ class Clock:
     def __init__(self, device: torch.device):
         self.enabled = False
         self._on_gpu = device.type == "cuda"
+        self._open: list[str] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         if not self.enabled:
             yield
-        elif self._on_gpu:  # pragma: CUDA only
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            yield
-            end.record()
-            self._events.append((name, start, end))
-        else:
-            start_s = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - start_s
+            return
+        outer = self._open[-1] if self._open else None
+        self._open.append(name)
+        try:
+            if self._on_gpu:  # pragma: CUDA only
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                yield
+                end.record()
+                self._events.append((name, outer, start, end))
+            else:
+                start_s = time.perf_counter()
+                yield
+                self._add(name, outer, time.perf_counter() - start_s)
+        finally:
+            self._open.pop()
 
     def read(self) -> dict[str, float]:
         """Seconds per span since the last call. Waits for the device: call it outside the step."""
-        for name, start, end in self._events:  # pragma: CUDA only
+        for name, outer, start, end in self._events:  # pragma: CUDA only
             end.synchronize()
-            self._seconds[name] += start.elapsed_time(end) / 1e3
+            self._add(name, outer, start.elapsed_time(end) / 1e3)
         seconds = dict(self._seconds)
         self._events.clear()
         self._seconds.clear()
         return seconds
+
+    def _add(self, name: str, outer: str | None, seconds: float) -> None:
+        self._seconds[name] += seconds
+        if outer is not None:
+            self._seconds[outer] -= seconds

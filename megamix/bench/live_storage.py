@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class LiveStorage(TorchDispatchMode):
+class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts the storages that operations return or touch, until each is freed.
 
     Sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows every
@@ -22,7 +22,7 @@ class LiveStorage(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}

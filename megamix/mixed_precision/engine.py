@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import Group, StepScalars, choose_update
+from megamix.mixed_precision.fused_update import CompiledUpdate, Group, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.grad_stats import agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads
@@ -24,38 +22,8 @@ from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
+from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_settings
 from megamix.mixed_precision.weights import full_weights, load_weights
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What is half and what is scaled."""
-
-    dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
-    grad_dtype: torch.dtype | None = None  # in which micro-batches and ranks are summed; None: `dtype`
-    loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
-
-
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
-
-    units: Sequence[
-        nn.Module
-    ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
-    dp_group: dist.ProcessGroup | None = None  # None: all ranks, or this process alone
-    bucket_size: int | None = None  # elements; None: by the model's size
-    overlap: bool = True  # False: every collective is awaited at once (slower, same result)
-
-
-class StepResult(NamedTuple):
-    """Device tensors; reading one waits for the device, so keep them until the value is needed."""
-
-    found_inf: Tensor  # bool (): nothing was changed
-    grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
-    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
-    loss_scale: Tensor  # FP32 (): the one this step's backward used
-    lr: Tensor  # FP32 ()
 
 
 class ShardedEngine:
@@ -82,7 +50,7 @@ class ShardedEngine:
         compile_update: bool = True,
     ):
         precision, sharding = precision or Precision(), sharding or Sharding()
-        _check_settings(precision, clip_grad, grad_accum_steps)
+        check_settings(precision, clip_grad, grad_accum_steps)
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
         device = _single_device(model)
@@ -125,6 +93,11 @@ class ShardedEngine:
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
         self._scale_used = self.loss_scale.loss_scale.clone()
         self._micro_batches = 0  # of this step, so far
+
+    @property
+    def update_path(self) -> str:
+        """How this machine runs the update: "compiled", or "library" for torch's own fused kernels."""
+        return "compiled" if isinstance(self._update, CompiledUpdate) else "library"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -272,24 +245,6 @@ def _require_equal(collectives: Collectives, device: torch.device, settings: str
             f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
             "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
         )
-
-
-def _check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
-    halves = (torch.float16, torch.bfloat16, torch.float32)
-    if precision.dtype not in halves:
-        raise ValueError(f"precision.dtype must be torch.float16, bfloat16 or float32, got {precision.dtype}")
-    if precision.grad_dtype not in (None, precision.dtype, torch.float32):
-        raise ValueError(
-            f"precision.grad_dtype must be None, {precision.dtype} or torch.float32, got {precision.grad_dtype}"
-        )
-    if precision.dtype == torch.float16 and precision.loss_scale is None:
-        raise ValueError(
-            "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
-        )
-    if clip_grad < 0:
-        raise ValueError(f"clip_grad must not be negative, got {clip_grad}; 0 turns clipping off")
-    if grad_accum_steps < 1:
-        raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
 
 
 def _single_device(model: nn.Module) -> torch.device:

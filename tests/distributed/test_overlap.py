@@ -140,7 +140,7 @@ def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        assert compiled == (type(engine._update).__name__ == "CompiledUpdate")
+        assert engine.update_path == ("compiled" if compiled else "library")
         return losses
 
     torch._dynamo.reset()

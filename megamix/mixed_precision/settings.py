@@ -1,0 +1,63 @@
+"""What a user of the engine chooses, and what a step tells him."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix.mixed_precision.loss_scale import StaticLossScale
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What is half and what is scaled."""
+
+    dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
+    grad_dtype: torch.dtype | None = None  # in which micro-batches and ranks are summed; None: `dtype`
+    loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
+
+    units: Sequence[
+        nn.Module
+    ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
+    dp_group: dist.ProcessGroup | None = None  # None: all ranks, or this process alone
+    bucket_size: int | None = None  # elements; None: by the model's size
+    overlap: bool = True  # False: every collective is awaited at once (slower, same result)
+
+
+class StepResult(NamedTuple):
+    """Device tensors; reading one waits for the device, so keep them until the value is needed."""
+
+    found_inf: Tensor  # bool (): nothing was changed
+    grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
+    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
+    loss_scale: Tensor  # FP32 (): the one this step's backward used
+    lr: Tensor  # FP32 ()
+
+
+def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
+    """Raises: ValueError naming the first setting that cannot be, and what it can be."""
+    halves = (torch.float16, torch.bfloat16, torch.float32)
+    if precision.dtype not in halves:
+        raise ValueError(f"precision.dtype must be torch.float16, bfloat16 or float32, got {precision.dtype}")
+    if precision.grad_dtype not in (None, precision.dtype, torch.float32):
+        raise ValueError(
+            f"precision.grad_dtype must be None, {precision.dtype} or torch.float32, got {precision.grad_dtype}"
+        )
+    if precision.dtype == torch.float16 and precision.loss_scale is None:
+        raise ValueError(
+            "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
+        )
+    if clip_grad < 0:
+        raise ValueError(f"clip_grad must not be negative, got {clip_grad}; 0 turns clipping off")
+    if grad_accum_steps < 1:
+        raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")

@@ -1,0 +1,68 @@
+"""From configuration sections to the objects they describe; each object gets only its own section."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megamix.config import Config, OptimizerConfig, PrecisionConfig
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
+from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
+from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.train.lr_schedule import lr_table
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_loss_scale(section: PrecisionConfig) -> StaticLossScale | None:
+    """None where the run has no loss scale."""
+    kind = section.loss_scale
+    if isinstance(kind, float):
+        return StaticLossScale(kind)
+    if kind == "off" or (kind == "auto" and section.dtype != "fp16"):
+        return None
+    return DynamicLossScale(
+        init_scale=section.init_scale,
+        growth_factor=section.growth_factor,
+        backoff_factor=section.backoff_factor,
+        growth_interval=section.growth_interval,
+        hysteresis=section.hysteresis,
+        min_scale=section.min_scale,
+        max_scale=section.max_scale,
+    )
+
+
+def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
+    """`lr`: one per update."""
+    groups = tuple(
+        ParamGroup(pattern=group.pattern, lr_factor=group.lr_factor, weight_decay=group.weight_decay)
+        for group in section.groups
+    )
+    if section.name == "nag":
+        return NAG(lr=lr, momentum=section.momentum, weight_decay=section.weight_decay, groups=groups)
+    return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
+
+
+def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int) -> ShardedEngine:
+    """The engine of a job. Every rank must call it."""
+    dtype = DTYPES[config.precision.dtype]
+    table = lr_table(
+        optimizer_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        decay_style=config.lr_schedule.decay_style,
+        warmup_steps=config.lr_schedule.warmup_steps,
+        decay_steps=config.lr_schedule.decay_steps,
+        steps=config.training.steps,
+    )
+    return ShardedEngine(
+        model,
+        build_optimizer(config.optimizer, table),
+        Precision(
+            dtype, dtype if config.precision.grad_dtype == "half" else torch.float32, build_loss_scale(config.precision)
+        ),
+        Sharding(units=units, bucket_size=config.parallelism.bucket_size, overlap=config.parallelism.overlap),
+        clip_grad=config.optimizer.clip_grad,
+        grad_accum_steps=grad_accum_steps,
+        compile_update=config.optimizer.compile,
+    )

@@ -1,0 +1,109 @@
+"""A whole job on this rank: join the others, build model, data and engine, train, leave weights and a sample behind."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megamix.comm.topology import Topology, local_device, start_ranks
+from megamix.config import Config, grad_accum_steps
+from megamix.data.loader import BatchLoader
+from megamix.data.source import TokenFileSource
+from megamix.data.token_file import TokenFile
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.flops import dense_peak, flops_per_token, parameter_count
+from megamix.model.transformer import Transformer
+from megamix.train import run_folder
+from megamix.train.build import DTYPES, build_engine
+from megamix.train.console import Console
+from megamix.train.generate import sample_text
+from megamix.train.metrics import MetricsWriter
+from megamix.train.report import IntervalReport
+from megamix.train.trainer import VALIDATION_SEED, Trainer
+
+PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
+
+
+def run_job(config: Config) -> float | None:
+    """Returns the last validation loss. Every rank must call it; the first one writes."""
+    device = local_device()
+    topology = start_ranks(device)
+    try:
+        if topology.dp_group is not None:
+            dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
+        folder = run_folder.claim(config) if topology.dp_rank == 0 else Path(config.checkpoint.folder)
+        return _train(config, folder, topology, device)
+    finally:
+        if topology.dp_group is not None:
+            dist.destroy_process_group()
+
+
+def _train(config: Config, folder: Path, topology: Topology, device: torch.device) -> float | None:
+    # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.manual_seed(config.training.seed)
+    first = topology.dp_rank == 0
+    model = Transformer(config.model).to(device)
+    engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp_size))
+    console = Console(config.training.steps, speaks=first)
+    console.line(_describe(config, engine, device))
+    with ExitStack() as stack:
+        loader = stack.enter_context(_loader(config.data.train, config, config.training.seed, device))
+        validation = None
+        if config.data.valid is not None:
+            validation = stack.enter_context(_loader(config.data.valid, config, VALIDATION_SEED, device))
+        writer = None
+        if first:
+            writer = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
+        report = IntervalReport(
+            engine.clock,
+            config.training.global_batch_size * config.model.seq_len,
+            config.training.steps,
+            _mfu_per_token_rate(config, topology.dp_size, device),
+        )
+        valid_loss = Trainer(config, engine, loader, validation, report, console, writer).train()
+    weights = engine.full_weights()
+    if first:
+        run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
+        console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+        if config.data.tokenizer is not None:
+            tokenizer = Path(config.data.tokenizer)
+            text = sample_text(model, tokenizer, PROMPT, max_new_tokens=128, seed=config.training.seed)
+            run_folder.write_text(folder / run_folder.SAMPLE, text)
+            console.line(f"sample of text ({folder / run_folder.SAMPLE}):\n{text}")
+    return valid_loss
+
+
+def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:
+    source = TokenFileSource(TokenFile(Path(prefix)), seq_len=config.model.seq_len, seed=seed)
+    return BatchLoader(source, device)
+
+
+def _mfu_per_token_rate(config: Config, dp_size: int, device: torch.device) -> float | None:
+    """What one token per second adds to the share of the devices' peak; None where no peak is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    peak = dense_peak(name, DTYPES[config.precision.dtype])
+    return None if peak is None else flops_per_token(config.model) / (peak * dp_size)
+
+
+def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:
+    """One line that says what runs where, so that a log explains itself."""
+    topology = engine.collectives.topology
+    machine = "CPU, Gloo"
+    if device.type == "cuda":  # pragma: CUDA only
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
+    numel = parameter_count(config.model)
+    resident = engine.layout.resident_bytes(
+        engine.half_params.dtype.itemsize, engine.half_grads.flat[0].dtype.itemsize, len(engine.optimizer.state_names)
+    )
+    return (
+        f"megamix | {topology.dp_size} rank(s) on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
+        f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {resident / 2**20:.1f} MiB a rank | "
+        f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
+        f"accumulation {engine.grad_accum_steps} | update {engine.update_path}"
+    )

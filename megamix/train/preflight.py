@@ -1,0 +1,28 @@
+"""What can be wrong with a job besides its configuration, found before any time is spent. No torch here."""
+
+import importlib.util
+from pathlib import Path
+
+from megamix.config import Config, check_world_size
+from megamix.data.token_file import token_file_problems
+from megamix.train.run_folder import folder_problems
+
+
+def job_problems(config: Config, world_size: int) -> list[str]:
+    """Every problem of ranks, files and folder, one line each: field, value, fix."""
+    problems = check_world_size(config, world_size)
+    sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
+    problems += token_file_problems("data.train", config.data.train, **sizes)
+    if config.data.valid is not None:
+        problems += token_file_problems("data.valid", config.data.valid, **sizes)
+    if config.data.tokenizer is not None and not Path(config.data.tokenizer).is_file():
+        problems.append(
+            f"data.tokenizer: no file at {config.data.tokenizer}; write the path of the tokenizer.json that "
+            "`megamix prepare` made, or leave the key out"
+        )
+    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        problems.append(
+            "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
+            "pip install 'megamix[tensorboard]' or write tensorboard = false"
+        )
+    return [*problems, *folder_problems(config.checkpoint.folder)]

@@ -1,0 +1,74 @@
+"""What a run leaves behind, and that it never overwrites what another one left."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megamix.config import Config, config_to_toml, load_config
+from megamix.data.durable import sync_directory, sync_file, write_synced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS, SAMPLE = "config.toml", "weights.safetensors", "sample.txt"
+_MARKS = (CONFIG, WEIGHTS, "metrics.jsonl")  # a folder that holds one of these belongs to a run
+
+
+def folder_problems(folder: str) -> list[str]:
+    """Why a new run cannot write to `folder`, one line each."""
+    path = Path(folder)
+    held = [name for name in _MARKS if (path / name).exists()]
+    if held:
+        return [
+            f"checkpoint.folder: {folder} holds another run ({', '.join(held)}); write another folder or move that one"
+        ]
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [
+            f"checkpoint.folder: {folder} cannot be made, {existing} is no folder to write to; write another folder"
+        ]
+    return []
+
+
+def claim(config: Config) -> Path:
+    """Make the run's folder and write the effective configuration into it."""
+    folder = Path(config.checkpoint.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / CONFIG, config_to_toml(config))
+    return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside, flush to disk and rename: the file is whole or not there."""
+    aside = path.with_suffix(path.suffix + ".partial")
+    write_synced(aside, text)
+    aside.rename(path)
+    sync_directory(path.parent)
+
+
+def write_weights(path: Path, weights: "dict[str, Tensor]") -> None:
+    """FP32 weights as safetensors, each tensor once under its first name; whole or not there."""
+    from safetensors.torch import save_file
+
+    once: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        once.setdefault(id(tensor), (name, tensor))
+    aside = path.with_suffix(path.suffix + ".partial")
+    save_file(dict(once.values()), aside)
+    with aside.open("rb") as file:
+        sync_file(file)
+    aside.rename(path)
+    sync_directory(path.parent)
+
+
+def read_run(folder: Path) -> "tuple[Config, dict[str, Tensor]]":
+    """The configuration and FP32 weights that a finished run left.
+
+    Raises: ValueError naming what is missing.
+    """
+    from safetensors.torch import load_file
+
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(f"RUN: {folder} has no {name}; give the folder of a finished run")
+    return load_config(folder / CONFIG), load_file(folder / WEIGHTS)

@@ -1,0 +1,110 @@
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from megamix.train.metrics import TAGS, MetricsWriter, StepMetrics, format_line
+
+METRICS = StepMetrics(
+    loss=5.43215,
+    lr=3e-4,
+    grad_norm=0.8125,
+    loss_scale=65536.0,
+    skipped_steps=2,
+    tokens_per_s=12345.6,
+    mfu=0.4123,
+    memory_gib=1.5,
+    data_share=0.01,
+    forward_backward_share=0.8,
+    reduce_scatter_share=0.03,
+    update_share=0.1,
+    all_gather_share=0.02,
+    eta_s=3723.4,
+)
+
+
+def rows(folder: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_console_line_says_everything_in_plain_text() -> None:
+    assert format_line(20, 1000, METRICS) == (
+        "step   20/1000 | loss 5.4322 | lr 3.000e-04 | grad_norm 0.812 | loss_scale 2^16 | skipped 2 | "
+        "12,346 tokens/s | mfu 41.2% | memory 1.50 GiB | "
+        "data 1% fwd+bwd 80% reduce-scatter 3% update 10% all-gather 2% | eta 1:02:03"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mfu": None}, "| mfu n/a |"),
+        ({"loss_scale": None}, "| loss_scale off |"),
+        ({"loss_scale": 1.0}, "| loss_scale 2^0 |"),
+        ({"loss_scale": 0.5}, "| loss_scale 2^-1 |"),
+        ({"loss_scale": 1000.0}, "| loss_scale 1000 |"),
+        ({"grad_norm": math.inf}, "| grad_norm inf |"),
+        ({"loss": math.nan}, "| loss nan |"),
+        ({"eta_s": 59.7}, "| eta 0:01:00"),
+    ],
+)
+def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, float | None], words: str) -> None:
+    assert words in format_line(1, 10, dataclasses.replace(METRICS, **change))  # type: ignore[arg-type]
+
+
+def test_every_metric_has_a_tag_of_its_own() -> None:
+    assert METRICS.values().keys() <= TAGS.keys()
+    assert len(set(TAGS.values())) == len(TAGS)
+    assert all("/" in tag for tag in TAGS.values())
+
+
+def test_each_write_is_one_json_object_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as writer:
+        writer.write(10, METRICS.values())
+        assert rows(tmp_path / "run")[0]["train/loss"] == 5.43215  # read while the writer is open
+        writer.write(20, {"valid_loss": 4.5})
+    first, second = rows(tmp_path / "run")
+    assert first["step"] == 10
+    assert first["optim/loss_scale"] == 65536.0
+    assert first["time_share/exposed_reduce_scatter"] == 0.03
+    assert len(first) == 1 + len(METRICS.values())
+    assert second == {"step": 20, "valid/loss": 4.5}
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan])
+def test_what_json_has_no_word_for_is_null(tmp_path: Path, value: float | None) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write(1, {"grad_norm": value})
+    assert rows(tmp_path) == [{"step": 1, "optim/grad_norm": None}]
+
+
+def test_a_second_writer_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            writer.write(step, {"loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_gets_the_same_tags_and_values(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        for step in (10, 20):
+            writer.write(step, dataclasses.replace(METRICS, loss=1.0 / step, mfu=None).values())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {TAGS[name] for name in METRICS.values()} - {"throughput/mfu"}
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(10, pytest.approx(0.1, rel=1e-6)), (20, pytest.approx(0.05, rel=1e-6))]
+
+
+def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail
+    with pytest.raises(ValueError, match=r"metrics.tensorboard = true, .*pip install 'megamix\[tensorboard\]', or set"):
+        MetricsWriter(tmp_path / "run", tensorboard=True)
+    assert not (tmp_path / "run").exists()
