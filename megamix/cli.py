@@ -30,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     train = verbs.add_parser("train", help="train by a configuration file (many ranks: launch/pretrain.sh)")
     train.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
     train.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
     train.set_defaults(run=_train)
 
     prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
@@ -43,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.set_defaults(run=_prepare)
 
+    generate = verbs.add_parser("generate", help="continue a prompt with the model of a finished run")
+    generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder")
+    generate.add_argument("--prompt", metavar="TEXT", default="", help="the text to continue (none)")
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add (128)")
+    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
+    generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (0)")
+    generate.set_defaults(run=_generate)
+
     config = verbs.add_parser("config", help="show what a configuration comes to, or what it may hold")
     config.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
     config.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
@@ -55,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)
-    from megamix.train.main import run
+    from megamix.train.main import check, run
 
-    run(config)
+    (check if arguments.check else run)(config)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -72,6 +81,24 @@ def _prepare(arguments: argparse.Namespace) -> None:
     except ValueError as error:  # by the contract of both functions a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(prepared.summary())
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from megamix.train.generate import load_model, sample_text
+
+    try:
+        model, tokenizer = load_model(arguments.run_folder)
+        text = sample_text(
+            model,
+            tokenizer,
+            arguments.prompt,
+            max_new_tokens=arguments.max_new_tokens,
+            seed=arguments.seed,
+            temperature=arguments.temperature,
+        )
+    except ValueError as error:  # by the contract of both functions a mistake in the flags
+        raise ConfigError([str(error)], "flags") from error
+    print(text)
 
 
 def _config(arguments: argparse.Namespace) -> None:

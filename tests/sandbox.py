@@ -31,6 +31,12 @@ case "$1 $2" in
     ;;
   "-m megamix")
     [[ "$3" != prepare ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
+    if [[ "$3" == train ]]; then # with --check: the configuration is judged for real, the files as if they were there
+      echo "WORLD_SIZE=$WORLD_SIZE" >>"$BASE/checked"
+      arguments=("${@:4}")
+      unset "arguments[-1]"
+      exec "$REAL_PYTHON" -m megamix config "${arguments[@]}" --show >/dev/null
+    fi
     exec "$REAL_PYTHON" "$@"
     ;;
   "--version ") echo "Python 3.x stand-in" ;;

@@ -56,12 +56,16 @@ def test_only_rank_0_speaks_and_every_rank_fails(
 
 
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Config] = []
+    ran: list[Config] = []
+    checked: list[Config] = []
     trainer = ModuleType("megamix.train.main")
-    monkeypatch.setattr(trainer, "run", seen.append, raising=False)
+    monkeypatch.setattr(trainer, "run", ran.append, raising=False)
+    monkeypatch.setattr(trainer, "check", checked.append, raising=False)
     monkeypatch.setitem(sys.modules, "megamix.train.main", trainer)
-    assert main(["train", QUICKSTART, "training.steps=3", "lr_schedule.warmup_steps=1"]) == 0
-    assert [config.training.steps for config in seen] == [3]
+    assert main(["train", QUICKSTART, "training.steps=30", "--check"]) == 0
+    assert ([config.training.steps for config in checked], ran) == ([30], [])
+    assert main(["train", QUICKSTART, "training.steps=40"]) == 0
+    assert [config.training.steps for config in ran] == [40]
 
 
 def test_prepare_writes_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     ]
     threads = max(1, len(os.sched_getaffinity(0)) // want)
     malloc = "" if gpus else "4294967296"
+    assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
     assert sandbox.lines("environment") == [f"OMP_NUM_THREADS={threads} MALLOC={malloc}"]
 
 
@@ -57,6 +58,7 @@ def test_pretrain_on_many_nodes_meets_at_the_endpoint(sandbox: Sandbox) -> None:
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, NNODES="2", RDZV_ENDPOINT="node0:29500")
     assert done.returncode == 0, done.stderr
+    assert sandbox.lines("checked") == ["WORLD_SIZE=2"]
     assert torchrun(sandbox)[3:8] == [
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-id=megamix"),
         "--nproc-per-node=1",

@@ -128,8 +128,8 @@ class OptimizerConfig(Section):
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """AdamW's addend to the root of the second moment."""
-    momentum: Beta = 0.9
-    """NAG's momentum, in [0, 1)."""
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """NAG's momentum, between 0 and 1."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of parameters with two or more dimensions."""
     clip_grad: NonNegativeFloat = 1.0

@@ -6,14 +6,16 @@ from megamix.config import Config, ConfigError
 from megamix.train.preflight import job_problems
 
 
-def run(config: Config) -> None:
-    """Train by `config` on the ranks that torchrun started, or alone.
-
-    Raises: ConfigError with everything that is wrong with ranks, files and folder, and nothing is written then.
-    """
+def check(config: Config) -> None:
+    """Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE), files and folder; writes nothing."""
     problems = job_problems(config, int(os.environ.get("WORLD_SIZE", "1")))
     if problems:
         raise ConfigError(problems, "job")
+
+
+def run(config: Config) -> None:
+    """Train by `config` on the ranks that torchrun started, or alone, if `check` finds nothing."""
+    check(config)
     from megamix.train.job import run_job
 
     run_job(config)

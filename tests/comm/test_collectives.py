@@ -1,0 +1,151 @@
+"""The collectives of a step: fixed order of sums, one rounding, overflow to inf, and the identity where a rank is
+alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix.comm import collectives
+from megamix.comm.collectives import Collectives, GlooCollectives, make_collectives, sum_in_rank_order
+from megamix.comm.topology import Topology, local_device, start_ranks
+
+
+def _inputs(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
+    """Several reductions under way at once; the sums are those of one process, in rank order, bit for bit."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    device = torch.device("cpu")
+    ours = make_collectives(Topology.current(), max(numels) * size, dtype, device)
+    assert isinstance(ours, GlooCollectives)
+    pending, shards = [], []
+    for numel in numels:
+        flat = _inputs(rank, numel * size, dtype)
+        shards.append(flat.view(size, -1)[rank])
+        pending.append(ours.reduce_scatter(flat, shards[-1]))
+    for work in reversed(pending):
+        work.wait()
+        work.wait()
+    right = True
+    for numel, shard in zip(numels, shards, strict=True):
+        parts = torch.stack([_inputs(other, numel * size, dtype).view(size, -1)[rank] for other in range(size)])
+        total = torch.zeros(numel)
+        for part in parts:
+            total += part.float()
+        right &= torch.equal(shard, total.to(dtype))
+    return right
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reduce_scatter_sums_in_fp32_in_rank_order(run_ranks, size: int, dtype: torch.dtype) -> None:
+    assert all(run_ranks(_reduce_scatter, size, dtype, [64, 6400, 128]))
+
+
+def _sum_of_two_finite_halves() -> Tensor:
+    flat = torch.full((128,), 40_000.0, dtype=torch.float16)  # finite: FP16's largest number is 65,504
+    shard = flat.view(2, -1)[dist.get_rank()]
+    ours = make_collectives(Topology.current(), 128, torch.float16, flat.device)
+    ours.reduce_scatter(flat, shard).wait()
+    return shard
+
+
+def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
+    assert all(torch.isinf(shard).all() for shard in run_ranks(_sum_of_two_finite_halves, 2))
+
+
+def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch) -> None:
+    parts = torch.stack([_inputs(rank, 1000, torch.bfloat16) for rank in range(5)])
+    whole, pieces = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
+    sum_in_rank_order(parts, whole)
+    monkeypatch.setattr(collectives, "_SUM_CHUNK", 64)
+    sum_in_rank_order(parts, pieces)
+    assert torch.equal(whole, pieces)
+
+
+def _all_gather() -> bool:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ours = make_collectives(Topology.current(), 64 * size, torch.float16, torch.device("cpu"))
+    flats = [torch.full((size, 64), float("nan"), dtype=torch.float16) for _ in range(3)]
+    pending = []
+    for index, flat in enumerate(flats):
+        flat[rank] = 10 * index + rank
+        pending.append(ours.all_gather(flat.view(-1), flat[rank]))
+    for work in reversed(pending):
+        work.wait()
+    want = torch.arange(size, dtype=torch.float16).unsqueeze(1)
+    return all(torch.equal(flat, (want + 10 * index).expand(size, 64)) for index, flat in enumerate(flats))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size: int) -> None:
+    assert all(run_ranks(_all_gather, size))
+
+
+def _small_ones() -> tuple[Tensor, bool, bool, Tensor]:
+    rank = dist.get_rank()
+    ours = make_collectives(Topology.current(), 64, torch.float16, torch.device("cpu"))
+    flags = torch.tensor([rank == 0, True])
+    ours.broadcast(flags)
+    table = ours.table(torch.tensor([rank, rank / 2], dtype=torch.float64))
+    return table, ours.agree(True), ours.agree(rank == 0), flags
+
+
+def test_table_agreement_and_broadcast(run_ranks) -> None:
+    for table, all_agree, one_disagrees, flags in run_ranks(_small_ones, 2):
+        assert table.tolist() == [[0.0, 0.0], [1.0, 0.5]]
+        assert all_agree
+        assert not one_disagrees
+        assert flags.tolist() == [True, True]  # the first rank's
+
+
+def test_a_rank_alone_is_the_identity() -> None:
+    alone = make_collectives(Topology(), 64, torch.float16, torch.device("cpu"))
+    assert type(alone) is Collectives
+    flat = torch.arange(4.0)
+    alone.reduce_scatter(flat, flat).wait()
+    alone.all_gather(flat, flat).wait()
+    alone.broadcast(flat)
+    assert flat.tolist() == [0, 1, 2, 3]
+    assert alone.table(flat).tolist() == [[0, 1, 2, 3]]
+    assert (alone.agree(True), alone.agree(False)) == (True, False)
+
+
+def _group_of_one() -> bool:
+    group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    return Topology.current(group).dp_size == 1 and _reduce_scatter_in(group)
+
+
+def _reduce_scatter_in(group: dist.ProcessGroup) -> bool:
+    flat = torch.arange(64.0)
+    ours = make_collectives(Topology.current(group), 64, torch.float32, flat.device)
+    ours.reduce_scatter(flat, flat).wait()
+    ours.all_gather(flat, flat).wait()
+    return isinstance(ours, GlooCollectives) and torch.equal(flat, torch.arange(64.0))
+
+
+def test_a_group_of_one_rank_goes_through_the_backend(run_ranks) -> None:
+    assert run_ranks(_group_of_one, 2) == [True, True]
+
+
+def test_without_torchrun_a_process_is_alone(monkeypatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert start_ranks(local_device()) == Topology.current() == Topology()
+
+
+def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **kwargs: calls.append((backend, kwargs["timeout"]))
+    )
+    start_ranks(torch.device("cpu"), timeout_s=7.0)
+    ((backend, timeout),) = calls
+    assert (backend, timeout.total_seconds()) == ("gloo", 7.0)

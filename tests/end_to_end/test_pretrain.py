@@ -1,0 +1,54 @@
+"""The scripts a user calls, with real torchrun ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from megamix.config import config_to_toml
+from tests.train.jobs import tiny_job, write_data
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"MEGAMIX_PYTHON": sys.executable} | env
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = tmp_path / "job.toml"
+    config.write_text(config_to_toml(tiny_job(tmp_path)))
+    result = _call("launch/pretrain.sh", str(config), "training.steps=6", NPROC_PER_NODE="2")
+    assert result.returncode == 0, result.stderr
+    assert "2 rank(s)" in result.stdout
+    assert result.stdout.count("valid loss") == 2  # at step 5 and at the end, said by one rank
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 4, 6]
+    assert load_file(tmp_path / "run/weights.safetensors")
+
+    again = _call("launch/pretrain.sh", str(config), "training.steps=6", NPROC_PER_NODE="2")
+    assert again.returncode == 2
+    assert again.stderr.count("holds another run") == 1
+    assert "Traceback" not in again.stderr
+
+
+def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
+    # A shorter run in a folder of its own; data is prepared once per clone, beside the user's.
+    overrides = ["training.steps=30", "training.eval_batches=2", f'checkpoint.folder="{tmp_path / "run"}"']
+    result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    scales = [row["optim/loss_scale"] for row in rows if "optim/loss_scale" in row]
+    assert scales[0] == 2.0**24
+    assert scales[-1] < 2.0**22
+    assert rows[-1]["valid/loss"] < math.log(2048) - 1.2
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names >= {"metrics.jsonl", "config.toml", "weights.safetensors", "sample.txt", "tensorboard"}

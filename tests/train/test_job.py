@@ -1,0 +1,174 @@
+"""A whole job: what it leaves behind, that FP16 ends where FP32 does, and that ranks do not change the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from megamix.cli import main
+from megamix.comm import topology
+from megamix.config import Config, load_config
+from megamix.train import job
+from megamix.train.job import run_job
+from megamix.train.metrics import TAGS
+from tests.conftest import FULL
+from tests.train.jobs import BRANCHING, VOCAB, tiny_job, write_data
+
+
+def _rows(folder: Path) -> list[dict[str, float | None]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["train/loss"] for row in _rows(folder) if "train/loss" in row}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """The folder of a finished job of 20 steps with everything switched on, run in this process."""
+    folder = tmp_path_factory.mktemp("job")
+    write_data(folder / "data", tokenizer=True)
+    config = tiny_job(
+        folder,
+        model={"vocab_size": 280},
+        data={"tokenizer": str(folder / "data/tokenizer.json")},
+        training={"steps": 20},
+        profiling={"start_step": 3, "num_steps": 2},
+    )
+    run_job(config)
+    return folder
+
+
+def test_a_job_leaves_its_effective_configuration(finished) -> None:
+    config = load_config(finished / "run/config.toml")
+    assert (config.training.steps, config.precision.dtype) == (20, "fp16")
+
+
+def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None:
+    losses = _losses(finished)
+    assert list(losses) == [1, 4, 8, 12, 16, 20]
+    assert losses[1] == pytest.approx(math.log(280), abs=0.3)
+    assert losses[20] < losses[1] - 0.5
+    last = [row for row in _rows(finished) if "train/loss" in row][-1]
+    assert last.keys() == {"step", *TAGS.values()} - {TAGS["valid_loss"]}
+    shares = [
+        last[TAGS[f"{name}_share"]] for name in ("data", "forward_backward", "reduce_scatter", "update", "all_gather")
+    ]
+    assert all(share >= 0 for share in shares)
+    assert 0.3 < sum(shares) <= 1.001
+    assert last[TAGS["mfu"]] is None  # no published peak of this device is known
+    assert last[TAGS["tokens_per_s"]] > 0
+    assert last[TAGS["eta_s"]] == 0
+
+
+def test_a_job_starts_at_two_to_the_24_and_is_seen_to_back_off(finished) -> None:
+    overflows = [row for row in _rows(finished) if "optim/loss_scale" in row and "train/loss" not in row]
+    assert overflows[0] == {"step": 1, "optim/loss_scale": 2.0**24, "optim/skipped_steps": 1}
+    scales = [row["optim/loss_scale"] for row in _rows(finished) if row.get("optim/loss_scale")]
+    assert scales[-1] < 2.0**24
+
+
+def test_validation_runs_at_its_interval_and_at_the_end(finished) -> None:
+    steps = [row["step"] for row in _rows(finished) if "valid/loss" in row]
+    assert steps == [5, 10, 15, 20]
+
+
+def test_the_event_file_holds_what_metrics_jsonl_holds(finished) -> None:
+    events = EventAccumulator(str(finished / "run/tensorboard"))
+    events.Reload()
+    assert {event.step: pytest.approx(event.value) for event in events.Scalars("train/loss")} == _losses(finished)
+
+
+def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, capsys) -> None:
+    weights = load_file(finished / "run/weights.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in weights.values())
+    assert "embedding.weight" in weights
+    assert "head.weight" not in weights  # tied
+    args = ["generate", str(finished / "run"), "--prompt", "def ", "--max-new-tokens", "8"]
+    assert main(args) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("def ")
+    assert main(args) == 0
+    assert capsys.readouterr().out == first  # the same seed
+    assert (finished / "run/sample.txt").read_text().startswith("def ")
+
+
+def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
+    trace = json.loads((finished / "run/trace_rank0.json").read_text())
+    assert any("step" in str(event.get("name", "")) or event.get("cat") == "cpu_op" for event in trace["traceEvents"])
+
+
+def test_nothing_unfinished_is_left(finished) -> None:
+    assert not [path for path in (finished / "run").iterdir() if path.suffix == ".partial"]
+
+
+def test_generate_names_what_is_missing(tmp_path, finished, capsys) -> None:
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "has no config.toml; give the folder of a finished run" in capsys.readouterr().err
+    assert main(["generate", str(finished / "run"), "--temperature", "-1"]) == 2
+    assert "temperature must be 0" in capsys.readouterr().err
+
+
+def test_generate_refuses_weights_of_another_model(tmp_path, finished, capsys) -> None:
+    text = (finished / "run/config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("num_layers = 2", "num_layers = 1"))
+    (tmp_path / "weights.safetensors").write_bytes((finished / "run/weights.safetensors").read_bytes())
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "are not its config.toml's" in capsys.readouterr().err
+
+
+def test_generate_needs_a_tokenizer(tmp_path, capsys) -> None:
+    write_data(tmp_path / "data")
+    run_job(tiny_job(tmp_path, training={"steps": 3, "eval_interval": 0}, metrics={"tensorboard": False}))
+    assert main(["generate", str(tmp_path / "run")]) == 2
+    assert "data.tokenizer: the run in" in capsys.readouterr().err
+
+
+def _run(config: Config) -> float | None:
+    """`run_job` on ranks whose process group is up already."""
+    kept = job.start_ranks, dist.destroy_process_group
+    job.start_ranks = lambda device: topology.Topology.current()
+    dist.destroy_process_group = lambda: None
+    try:
+        return run_job(config)
+    finally:
+        job.start_ranks, dist.destroy_process_group = kept
+
+
+def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path) -> None:
+    ends = {}
+    for dtype in ("fp16", "fp32"):
+        folder = tmp_path / dtype
+        write_data(folder / "data")
+        steps = {"steps": 400 if FULL else 150, "global_batch_size": 32, "micro_batch_size": 16, "eval_interval": 0}
+        config = tiny_job(folder, precision={"dtype": dtype}, training=steps, metrics={"tensorboard": False})
+        ends[dtype] = run_ranks(_run, 2, config)
+    assert ends["fp16"][0] == ends["fp16"][1]
+    assert abs(ends["fp16"][0] - ends["fp32"][0]) < 0.05
+    assert math.log(BRANCHING) < ends["fp16"][0] < math.log(VOCAB) - 1.5
+
+
+def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
+    losses = {}
+    for ranks, micro_batch_size in ((1, 8), (2, 4), (4, 2), (2, 2)):
+        folder = tmp_path / f"{ranks}-{micro_batch_size}"
+        write_data(folder / "data")
+        training = {"steps": 6, "micro_batch_size": micro_batch_size, "eval_interval": 0}
+        config = tiny_job(
+            folder, training=training, precision={"dtype": "fp32"}, metrics={"log_interval": 1, "tensorboard": False}
+        )
+        if ranks == 1:
+            run_job(config)
+        else:
+            run_ranks(_run, ranks, config)
+        losses[ranks, micro_batch_size] = list(_losses(folder).values())
+    # The mean over eight sequences is taken in other groups: FP32 rounding at every sum, amplified over six updates.
+    for others in losses.values():
+        assert others == pytest.approx(losses[1, 8], abs=1e-4)
