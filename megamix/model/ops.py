@@ -1,0 +1,78 @@
+"""The operations a block is made of: torch's own, or wide.py's for half tensors on a CPU."""
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megamix.model import wide, wide_attention
+
+
+@functools.cache
+def cpu_multiplies_fp16() -> bool:
+    """Whether this CPU has FP16 arithmetic; without it torch's FP16 products take 10 to 100 times as long as FP32's."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(unit, False) for unit in ("avx512_fp16", "amx_fp16", "fp16_arith"))  # fp16_arith: Arm
+
+
+@dataclass(frozen=True)
+class Ops:
+    """What modules call instead of torch.nn.functional.
+
+    With `wide`, half tensors on a CPU are stored in half and computed in FP32: every operation in FP16 without
+    `fp16_units`; in BF16, which CPUs multiply well, those alone that would otherwise sum or keep statistics in half
+    (embedding, norms). `wide=False` is torch's own way, which FP32 tensors and tensors on a GPU always go.
+    """
+
+    wide: bool = True
+    fp16_units: bool = field(default_factory=cpu_multiplies_fp16)
+
+    def _sums_wide(self, x: Tensor) -> bool:
+        return self.wide and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
+
+    def _computes_wide(self, x: Tensor) -> bool:
+        return self._sums_wide(x) and x.dtype == torch.float16 and not self.fp16_units
+
+    def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Rows of weight. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
+        return wide.apply(wide.Embedding, tokens, weight) if self._sums_wide(weight) else F.embedding(tokens, weight)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return wide.apply(wide.Linear, x, weight, bias) if self._computes_wide(weight) else F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return (
+            wide.apply(wide.RMSNorm, x, weight, eps) if self._sums_wide(x) else F.rms_norm(x, weight.shape, weight, eps)
+        )
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        if self._sums_wide(x):
+            return wide.apply(wide.LayerNorm, x, weight, bias, eps)
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return wide.apply(wide.SwiGLU, gate, up) if self._computes_wide(gate) else F.silu(gate) * up
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return wide.apply(wide.GELU, x) if self._computes_wide(x) else F.gelu(x)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the pairs (i, i + head_dim / 2) of x (B, T, heads, head_dim); cos and sin FP32 (T, head_dim / 2)."""
+        if self._computes_wide(x):
+            return wide.apply(wide_attention.Rotary, x, cos, sin)
+        first, second = x.float().chunk(2, -1)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim)."""
+        if self._computes_wide(query):
+            return wide_attention.attention(query, key, value)
+        group = query.shape[1] // key.shape[1]
+        if group > 1 and query.dtype == torch.float32:
+            # The one fused kernel for FP32 on a GPU knows no groups; asked for them, torch makes all T * T scores.
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        grouped = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

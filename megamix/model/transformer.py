@@ -1,0 +1,147 @@
+"""A decoder-only transformer as a plain module: tokens in, logits or loss out."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megamix.config import ModelConfig
+from megamix.model import sizes
+from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
+from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable
+from megamix.model.ops import Ops
+
+RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, grouped-query when there are fewer key and value heads than query heads."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.head_dim, self.ops = sizes.head_dim(config), ops
+        kv_size = sizes.num_kv_heads(config) * self.head_dim
+        self.query = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
+        self.key = Linear(config.hidden_size, kv_size, config.bias, ops)
+        self.value = Linear(config.hidden_size, kv_size, config.bias, ops)
+        self.out = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
+
+    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+        query, key, value = (  # (B, T, heads, head_dim)
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
+        )
+        if rotary is not None:
+            query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
+        # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
+        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
+        gated = config.activation == "swiglu"
+        self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
+        self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
+        self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up: Tensor = self.up(x)
+        down: Tensor = self.down(self.ops.gelu(up) if self.gate is None else self.ops.swiglu(self.gate(x), up))
+        return down
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); the residual stream keeps the parameters' dtype."""
+
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config, ops)
+        self.attention = Attention(config, ops)
+        self.feed_forward_norm = _norm(config, ops)
+        self.feed_forward = FeedForward(config, ops)
+
+    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary)
+        x = x + self.feed_forward(self.feed_forward_norm(x))
+        return x
+
+
+def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.hidden_size, config.norm_eps, ops)
+    return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
+
+
+class Transformer(nn.Module):
+    """Token embedding, `blocks`, final norm and head.
+
+    Parameters may be cast or pointed at other storage after construction: nothing of them is cached.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops | None = None) -> None:
+        super().__init__()
+        self.config, ops = config, ops or Ops()
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
+        learned = config.position == "learned"
+        self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
+        self.rotary = None if learned else RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta)
+        self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
+        self.norm = _norm(config, ops)
+        self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
+        self.loss, self.is_compiled = cross_entropy, False
+        self.reset_parameters()
+        if config.compile:
+            self.compile_blocks()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
+        # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
+        branch_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif name.endswith("norm.weight"):
+                parameter.fill_(1)
+            elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+                parameter.normal_(0, branch_std)
+            else:
+                parameter.normal_(0, self.config.init_std)
+
+    def compile_blocks(self) -> None:
+        """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
+
+        Never the whole model: its gradients would all become ready at the very end of backward.
+        """
+        for block in self.blocks:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
+        self.is_compiled = True
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits in the parameters' dtype or, with targets, the mean cross entropy in FP32.
+
+        Shapes: tokens and targets INT64 (B, T) -> (B, T, vocab_size) or ().
+        Raises: ValueError if T exceeds seq_len.
+        """
+        num_positions = tokens.shape[-1]
+        if num_positions > self.config.seq_len:
+            raise ValueError(
+                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
+                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
+            )
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(torch.arange(num_positions, device=tokens.device))
+        rotary = None if self.rotary is None else self.rotary(num_positions)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else self.loss(logits, targets)

@@ -1,0 +1,51 @@
+"""What the tests of wide operations share: exact references in FP64 and the bound that one rounding to half allows."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megamix.model.ops import Ops
+
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+HALF_OF_SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150}
+U32 = UNIT[torch.float32]
+
+WIDE = Ops(fp16_units=False)
+NATIVE = Ops(wide=False)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rounds_once(got: Tensor, exact: Tensor, slack: Tensor) -> None:
+    """`got` is the nearest half of some value within `slack` (the error of the FP32 arithmetic) of FP64 `exact`."""
+    unit = UNIT[got.dtype]
+    bound = unit * exact.abs() + (1 + unit) * slack + HALF_OF_SMALLEST[got.dtype]
+    assert ((got.double() - exact).abs() <= bound).all()
+
+
+def forward_and_grads(fn: Callable[..., Tensor], inputs: list[Tensor], seed: int = 99) -> list[Tensor]:
+    """[output, gradient of each input] of fn for a random gradient of the output (the same for every dtype)."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = fn(*leaves)
+    grad = randn(*out.shape, seed=seed).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@contextmanager
+def saved_bytes() -> Iterator[dict[torch.dtype, int]]:
+    """Bytes of the tensors that autograd keeps for backward, by dtype, each storage counted once."""
+    kept: dict[torch.dtype, int] = {}
+    seen: set[int] = set()
+
+    def pack(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in seen:
+            seen.add(x.untyped_storage().data_ptr())
+            kept[x.dtype] = kept.get(x.dtype, 0) + x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield kept
