@@ -19,10 +19,10 @@ from megamix.mixed_precision.optimizers import Optimizer
 
 log = logging.getLogger("megamix")
 
-# Elements per piece without a compiler. A piece's FP32 gradient (1 MiB) stays in cache between the multiplication
+# Elements per piece without a compiler. A piece's FP32 gradient (4 MiB) stays in cache between the multiplication
 # and the library's kernel. A multiple of ROW, so that no piece ends in the kernel's scalar tail, which rounds
 # otherwise.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 
 
 class StepScalars(NamedTuple):
@@ -133,7 +133,9 @@ def choose_update(
     compiled = CompiledUpdate(optimizer, groups, half.device), torch.compile(shard_stats, dynamic=True, fullgraph=True)
     reason = "another rank has no compiler"
     try:
-        _try_out(optimizer, *compiled, half.new_zeros(2 * ROW), grad.new_zeros(2 * ROW))
+        # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
+        with torch._dynamo.config.patch(specialize_float=True):
+            _try_out(optimizer, *compiled, half.new_zeros(2 * ROW), grad.new_zeros(2 * ROW))
         compiles = True
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = (

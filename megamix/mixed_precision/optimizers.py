@@ -109,7 +109,10 @@ class AdamW(Optimizer):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
 
     def coefficients(self, update: Tensor) -> tuple[Tensor, ...]:
-        return tuple((1 - beta**update).float() for beta in self.betas)
+        # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
+        # 1 / sqrt(1 - beta2^t), rounded once.
+        correction1, correction2 = (1 - beta**update for beta in self.betas)
+        return correction1.reciprocal().float(), correction2.rsqrt().float()
 
     def equation(
         self,
@@ -120,12 +123,12 @@ class AdamW(Optimizer):
         weight_decay: Tensor,
         coefficients: tuple[Tensor, ...],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (exp_avg, exp_avg_sq), (bias_correction1, bias_correction2) = states, coefficients
+        (exp_avg, exp_avg_sq), (debias1, debias2) = states, coefficients
         exp_avg = torch.lerp(exp_avg, grad, 1 - self.betas[0])
         exp_avg_sq = torch.lerp(exp_avg_sq, grad.square(), 1 - self.betas[1])
-        denom = (exp_avg_sq / bias_correction2).sqrt() + self.eps
+        denom = exp_avg_sq.sqrt() * debias2 + self.eps
         master = master - lr * weight_decay * master
-        master = master - (lr / bias_correction1) * (exp_avg / denom)
+        master = master - lr * debias1 * (exp_avg / denom)
         return master, (exp_avg, exp_avg_sq)
 
     def library_update_(

@@ -1,0 +1,36 @@
+"""The README's example runs as it stands, and its table of stages names files that exist, in the package's own order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+import megamix.mixed_precision
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_library_example_learns() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    torch.manual_seed(0)
+    scope: dict[str, object] = {}
+    exec(code, scope)  # the promise is that a reader can paste it
+    assert float(scope["loss"]) < 4.5  # ln(256) is 5.55
+    assert not bool(scope["result"].found_inf)
+
+
+def test_every_stage_in_the_table_is_a_file() -> None:
+    rows = re.findall(r"^\| [^|]+ \| ((?:`\w+`(?:, )?)+) \|", README, flags=re.MULTILINE)
+    stages = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(stages) >= 10
+    listed = re.findall(r"^(\w+)  ", megamix.mixed_precision.__doc__ or "", flags=re.MULTILINE)
+    for name in {*stages, *listed}:
+        assert (ROOT / "megamix/mixed_precision" / f"{name}.py").is_file(), name
+
+
+def test_every_linked_page_exists() -> None:
+    for page in re.findall(r"\]\(([\w/]+\.md)\)", README):
+        assert (ROOT / page).is_file(), page
