@@ -1,0 +1,66 @@
+"""Each section of the configuration becomes the object it describes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, StaticLossScale
+from megamix.config import PrecisionConfig
+from megamix.train.build import build_engine, build_loss_scale, build_optimizer
+from tests.train.jobs import tiny_job
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"),
+    [
+        ({"dtype": "fp16"}, DynamicLossScale),
+        ({"dtype": "bf16"}, None),
+        ({"dtype": "fp32"}, None),
+        ({"dtype": "bf16", "loss_scale": "dynamic"}, DynamicLossScale),
+        ({"dtype": "bf16", "loss_scale": "off"}, None),
+        ({"dtype": "fp16", "loss_scale": 1024.0}, StaticLossScale),
+    ],
+)
+def test_the_loss_scale_of_a_precision_section(section, kind) -> None:
+    scale = build_loss_scale(PrecisionConfig(**section))
+    assert (None if scale is None else type(scale)) == kind
+
+
+def test_every_setting_of_the_dynamic_scale_arrives() -> None:
+    settings = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
+    settings |= {"hysteresis": 3, "min_scale": 2.0, "max_scale": 2.0**20}
+    scale = build_loss_scale(PrecisionConfig(dtype="fp16", **settings))
+    assert float(scale.loss_scale) == settings.pop("init_scale")
+    assert {name: getattr(scale, name) for name in settings} == settings
+
+
+def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
+    groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
+    keys = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2, "momentum": 0.7, "groups": groups}
+    section = tiny_job(tmp_path, optimizer=keys).optimizer
+    group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
+    assert build_optimizer(section, [0.1]) == AdamW(
+        lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
+    )
+    section = tiny_job(tmp_path, optimizer=keys | {"name": "nag"}).optimizer
+    assert build_optimizer(section, [0.1]) == NAG(lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group)
+
+
+@pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])
+def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dtype) -> None:
+    config = tiny_job(
+        tmp_path,
+        precision={"grad_dtype": grad_dtype},
+        optimizer={"clip_grad": 0.5},
+        parallelism={"bucket_size": 10, "overlap": False},
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = build_engine(config, model, [*model], grad_accum_steps=3)
+    assert (engine.half_params.dtype, engine.half_grads.flat[0].dtype) == (torch.float16, want)
+    assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 3, "library")
+    assert len(engine.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one
+    assert not engine.grad_reduce._overlap
+    assert engine._lr_table.numel() == config.training.steps
+    assert float(engine._lr_table[1]) == pytest.approx(config.optimizer.lr)

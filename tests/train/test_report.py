@@ -1,0 +1,135 @@
+"""What a log line says: rates of the interval, shares of its wall time, validation left out; the bar only on a
+terminal.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+
+import pytest
+import torch
+
+from megamix import clock as clock_module
+from megamix.clock import Clock
+from megamix.train import report as report_module
+from megamix.train.console import Console
+from megamix.train.readout import LAG, Readout, StepValues
+from megamix.train.report import IntervalReport, peak_memory_gib
+
+CPU = torch.device("cpu")
+VALUES = StepValues(loss=2.0, grad_norm=1.0, loss_scale=8.0, lr=0.1, found_inf=False, skipped_steps=3)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Seconds that the test moves by hand."""
+    time = {"s": 100.0}
+    for module in (clock_module, report_module):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: time["s"])
+    return time
+
+
+def _spend(clock: Clock, now, name: str, seconds: float) -> None:
+    with clock.span(name):
+        now["s"] += seconds
+
+
+def test_rates_and_shares_of_an_interval(now) -> None:
+    clock = Clock(CPU)
+    report = IntervalReport(clock, tokens_per_step=100, steps=10, mfu_per_token_rate=0.001)
+    for name, seconds in (("data", 0.5), ("forward_backward", 6.0), ("exposed_reduce_scatter", 1.0), ("update", 2.0)):
+        _spend(clock, now, name, seconds)
+    now["s"] += 0.5
+    metrics = report.metrics(4, VALUES, scaled=True, device=CPU)
+    assert metrics.tokens_per_s == pytest.approx(40.0)
+    assert metrics.mfu == pytest.approx(0.04)
+    assert metrics.eta_s == pytest.approx(15.0)
+    shares = (metrics.data_share, metrics.forward_backward_share, metrics.reduce_scatter_share, metrics.update_share)
+    assert shares == pytest.approx((0.05, 0.6, 0.1, 0.2))
+    assert metrics.all_gather_share == 0
+    assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale) == (2.0, 3, 8.0)
+
+
+def test_a_validation_is_left_out_of_the_interval(now) -> None:
+    clock = Clock(CPU)
+    report = IntervalReport(clock, tokens_per_step=100, steps=10, mfu_per_token_rate=None)
+    _spend(clock, now, "forward_backward", 1.0)
+    report.pause()
+    _spend(clock, now, "exposed_all_gather", 50.0)
+    report.resume()
+    _spend(clock, now, "forward_backward", 1.0)
+    metrics = report.metrics(2, VALUES, scaled=False, device=CPU)
+    assert metrics.tokens_per_s == pytest.approx(100.0)
+    assert (metrics.forward_backward_share, metrics.all_gather_share) == (1.0, 0.0)
+    assert (metrics.mfu, metrics.loss_scale) == (None, None)
+
+
+def test_two_lines_due_at_once_share_their_rates(now) -> None:
+    report = IntervalReport(Clock(CPU), tokens_per_step=100, steps=4, mfu_per_token_rate=None)
+    now["s"] += 2.0
+    rates = [report.metrics(4, VALUES, scaled=False, device=CPU).tokens_per_s for _ in range(2)]
+    assert rates == [200.0, 200.0]
+
+
+def test_peak_memory_counts_what_was_once_held() -> None:
+    before = peak_memory_gib(CPU)
+    block = torch.ones(256 * 2**20 // 4)
+    del block
+    assert peak_memory_gib(CPU) >= max(before, 0.25)
+
+
+def test_a_slot_keeps_its_step_until_it_is_read() -> None:
+    readout = Readout(CPU)
+    live = torch.zeros(())
+    for step in range(10):
+        live.fill_(step)
+        readout.write(step, live, live, live, live, live > 4, live)
+        live.fill_(-1)  # a live tensor in the slot would show this
+        if step >= LAG:
+            past = float(step - LAG)
+            assert readout.read(step - LAG) == StepValues(past, past, past, past, past > 4, int(past))
+
+
+def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:
+    console = Console(10, speaks=True)
+    console.line("hello")
+    console.advance()
+    console.close()
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("hello\n", "")
+
+
+def test_other_ranks_are_silent(capsys) -> None:
+    console = Console(10, speaks=False)
+    console.line("hello")
+    console.advance()
+    console.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_lines_above_a_bar(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    console = Console(10, speaks=True)
+    console.line("hello")
+    for _ in range(10):
+        console.advance()
+    console.close()
+    captured = capsys.readouterr()
+    assert "hello\n" in captured.out
+    assert "/10" in captured.err
+
+
+def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch) -> None:
+    real_import = builtins.__import__
+
+    def no_tqdm(name, *args, **kwargs):
+        if name == "tqdm":
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_tqdm)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    console = Console(10, speaks=True)
+    console.line("hello")
+    assert capsys.readouterr().out == "hello\n"
