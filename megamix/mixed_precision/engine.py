@@ -120,6 +120,12 @@ class ShardedEngine:
         self.half_grads.open(self.grad_reduce.bucket_full if last else None)
         try:
             (loss.float() * self._scale_used).backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
+            self.half_grads.discard()
+            self.grad_reduce.reset()
+            self._micro_batches = 0
+            raise
         finally:
             self.half_grads.close()
         self._micro_batches += 1

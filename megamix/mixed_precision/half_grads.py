@@ -54,6 +54,10 @@ class HalfGrads:
         """The micro-batch's backward has returned, or failed."""
         self._inside_backward, self._on_full = False, None
 
+    def discard(self) -> None:
+        """Forget this step's gradients."""
+        self._touched = [[False] * len(views) for views in self._views]
+
     def fill_missing(self) -> None:
         """After the step's last micro-batch: a parameter that got no gradient counts as zeros, and is named once in
         the log.

@@ -182,6 +182,38 @@ def test_loss_backward_outside_the_engine_is_refused() -> None:
     assert _train(engine) == _train(_engine())
 
 
+class _Planted(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+
+@pytest.mark.parametrize("fails_in", [0, 1])
+def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -> None:
+    def run(fail: bool) -> Tensor:
+        engine = _engine(grad_accum_steps=2)
+        if fail:
+            for micro_batch in range(fails_in):
+                engine.backward(loss_of(engine.module, make_batch(9, 0, micro_batch)))
+            hook = engine.module.blocks[1].register_forward_hook(lambda module, args, out: _Planted.apply(out))
+            with pytest.raises(ValueError, match="planted"):
+                engine.backward(loss_of(engine.module, make_batch(9, 0, fails_in)))
+            hook.remove()
+        for step in range(2):
+            for micro_batch in range(2):
+                engine.backward(loss_of(engine.module, make_batch(step, 0, micro_batch)))
+            engine.step()
+        return engine.master_shard.master[0]
+
+    assert torch.equal(run(fail=True), run(fail=False))
+
+
 def test_a_sparse_gradient_is_refused() -> None:
     model = nn.Embedding(10, 4, sparse=True)
     engine = _engine(model)
