@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its table of stages names files that exist, in the package's own order."""
+"""The README's example runs as it stands, and what it names exists."""
 
 from __future__ import annotations
 
