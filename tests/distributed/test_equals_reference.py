@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
@@ -82,14 +83,16 @@ def _cases(dp_size: int, count: int) -> list[Case]:
     return cases
 
 
-def run_engine(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, list[list[float]], list[float]]:
+def run_engine(
+    case: Case, compile_update: bool = False, group: dist.ProcessGroup | None = None
+) -> tuple[ShardedEngine, list[list[float]], list[float]]:
     model = make_model(case.tied, case.recompute)
     scale = StaticLossScale(case.loss_scale)
     engine = ShardedEngine(
         model,
         OPTIMIZERS[case.optimizer],
         Precision(case.dtype, case.grad_dtype, scale),
-        Sharding(units=[*model.blocks] if case.units else [], bucket_size=case.bucket_size, overlap=case.overlap),
+        Sharding([*model.blocks] if case.units else [], group, case.bucket_size, case.overlap),
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
@@ -153,3 +156,13 @@ def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size: int) -> None:
 def test_one_process_equals_the_plain_loop() -> None:
     wrong = _check_cases(_cases(1, 200 if FULL else 12))
     assert not wrong, "\n".join(wrong[:5])
+
+
+def _two_groups_of_two() -> list[str]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    case = Case(torch.float16, torch.float16, dp_size=2, bucket_size=1111, clip_grad=0.05)
+    return differences(case, *run_engine(case, group=groups[dist.get_rank() // 2]))
+
+
+def test_a_group_of_some_ranks_trains_like_a_world_of_its_own(run_ranks) -> None:
+    assert run_ranks(_two_groups_of_two, 4) == [[], [], [], []]
