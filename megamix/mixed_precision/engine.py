@@ -16,7 +16,7 @@ from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, Group, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.grad_stats import agree, clip_coefficient
-from megamix.mixed_precision.half_grads import HalfGrads
+from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard
@@ -51,6 +51,7 @@ class ShardedEngine:
     ):
         precision, sharding = precision or Precision(), sharding or Sharding()
         check_settings(precision, clip_grad, grad_accum_steps)
+        refuse_second_engine(model)
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
         device = _single_device(model)
@@ -134,8 +135,9 @@ class ShardedEngine:
             self.grad_reduce.launch_rest()
 
     def step(self) -> StepResult:
-        """Agree, update and send out. Never reads the device; if any gradient on any rank is not finite, nothing
-        changes anywhere.
+        """Agree, update and send out; the host never waits for the device.
+
+        If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
         if self._micro_batches != self.grad_accum_steps:
             raise RuntimeError(
@@ -178,9 +180,8 @@ class ShardedEngine:
 
     def _lr(self) -> Tensor:
         """The learning rate of the next update. Past the table's end its last entry holds."""
-        return self._lr_table.index_select(0, self.applied_updates.clamp(max=self._lr_table.numel() - 1).view(1)).view(
-            ()
-        )
+        update = self.applied_updates.clamp(max=self._lr_table.numel() - 1)
+        return self._lr_table.index_select(0, update.view(1)).view(())
 
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""

@@ -46,8 +46,9 @@ class Update(Protocol):
     def __call__(
         self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
     ) -> None:
-        """Update one run in place. Shapes: grad and half in half precision, master and states FP32, all (n,), n % 64
-        == 0.
+        """Update one run in place.
+
+        Shapes: grad and half in half precision, master and states FP32, all (n,) with n a multiple of 64.
         """
 
 
@@ -131,17 +132,13 @@ def choose_update(
     if not try_compiler:
         return library
     compiled = CompiledUpdate(optimizer, groups, half.device), torch.compile(shard_stats, dynamic=True, fullgraph=True)
-    reason = "another rank has no compiler"
+    compiles, reason = True, "another rank has no compiler"
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
             _try_out(optimizer, *compiled, half.new_zeros(2 * ROW), grad.new_zeros(2 * ROW))
-        compiles = True
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
-        compiles, reason = (
-            False,
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-        )
+        compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):
         return compiled
     log.warning("the update cannot be compiled here (%s): using torch's fused kernels", reason)

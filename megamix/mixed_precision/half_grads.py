@@ -43,9 +43,7 @@ class HalfGrads:
         self._on_full: Callable[[int], None] | None = None
 
     def open(self, on_full: Callable[[int], None] | None) -> None:
-        """Expect the gradients of one micro-batch; of the last one, call `on_full(bucket)` as soon as a bucket is
-        complete.
-        """
+        """Expect the gradients of one micro-batch; in the last one, call `on_full(bucket)` for each full bucket."""
         self._inside_backward, self._on_full = True, on_full
         self._ready = [[False] * len(views) for views in self._views]
         self._missing = [len(views) for views in self._views]
@@ -59,9 +57,7 @@ class HalfGrads:
         self._touched = [[False] * len(views) for views in self._views]
 
     def fill_missing(self) -> None:
-        """After the step's last micro-batch: a parameter that got no gradient counts as zeros, and is named once in
-        the log.
-        """
+        """Backward is over: a parameter that got no gradient counts as zeros, and is named once in the log."""
         silent = []
         for views, touched, names in zip(self._views, self._touched, self._names, strict=True):
             for index, view in enumerate(views):
@@ -105,3 +101,11 @@ class HalfGrads:
                     self._on_full(bucket)
 
         return accumulate
+
+
+def refuse_second_engine(model: nn.Module) -> None:
+    """Raises: ValueError if another engine's hooks sit on the model: the first to run would rob the other."""
+    for name, param in model.named_parameters():
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            if getattr(hook, "__module__", None) == __name__:
+                raise ValueError(f"parameter {name} belongs to another engine already; give a new engine a new model")

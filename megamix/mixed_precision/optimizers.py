@@ -49,7 +49,7 @@ class Optimizer:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
 
     def lr_table(self) -> list[float]:
-        return list(self.lr) if isinstance(self.lr, Sequence) else [self.lr]
+        return [self.lr] if isinstance(self.lr, int | float) else [float(lr) for lr in self.lr]
 
     def hyperparameters(self, name: str, num_dims: int) -> tuple[float, float]:
         """(lr factor, weight decay) of one parameter; parameters with equal ones form a group."""

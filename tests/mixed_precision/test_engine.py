@@ -295,6 +295,14 @@ def test_a_wrong_setting_is_named(build, message: str) -> None:
         build()
 
 
+def test_a_second_engine_on_the_same_model_is_refused() -> None:
+    model = make_model()
+    first = _engine(model)
+    with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine already"):
+        _engine(model)
+    assert _train(first) == _train(_engine())  # the first one is as it was
+
+
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
     import megamix
 
