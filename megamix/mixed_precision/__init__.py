@@ -1,5 +1,6 @@
 """The mixed-precision step, one stage per file, listed in the order in which the data flows.
 
+settings       what a user chooses, and what a step tells
 flat_layout    where parameters lie: buckets, optimizer runs, owners (arithmetic only)
 master_shard   the FP32 truth: each rank's share of master weights and optimizer states
 half_params    the half-precision working copy, of which the module's Parameters are views
@@ -7,7 +8,9 @@ loss_scale     the power of two that keeps small gradients representable
 half_grads     gradients of backward, summed over micro-batches in flat buffers
 grad_reduce    reduce-scatter to the owners while backward runs
 grad_stats     one read: sum of squares and max abs; one agreement of all ranks
-fused_update   one write: unscale, clip, the optimizer's equation (optimizers), cast to half
+optimizers     the settings and pure equations of AdamW and Nesterov
+fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 param_gather   all-gather of half parameters while the next forward runs
+weights        full FP32 weights by the module's own names, out of the masters and back
 engine         the conductor
 """

@@ -13,7 +13,7 @@ from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, Group, StepScalars, choose_update
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.grad_stats import agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
@@ -85,8 +85,7 @@ class ShardedEngine:
             model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
         )
         self._update, self._shard_stats = choose_update(
-            optimizer, [Group(*group) for group in groups],
-            self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
+            optimizer, groups, self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
         )  # fmt: skip
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)

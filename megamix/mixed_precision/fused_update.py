@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.grad_stats import chunked_shard_stats, shard_stats
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optimizers import Group, LibraryScalars, Optimizer, Tensors, UpdateScalars
 
 log = logging.getLogger("megamix")
 
@@ -23,6 +22,10 @@ log = logging.getLogger("megamix")
 # and the library's kernel. A multiple of ROW, so that no piece ends in the kernel's scalar tail, which rounds
 # otherwise.
 _CHUNK = 1 << 20
+
+# Elements of the trial run. The compiler takes the first length it meets as typical: from a short one it would build
+# loops for one thread.
+_TRIAL = 1 << 20
 
 
 class StepScalars(NamedTuple):
@@ -32,19 +35,12 @@ class StepScalars(NamedTuple):
     found_inf: Tensor  # bool (): nothing may change
     lr: Tensor  # FP32 (), before a group's factor
     update: Tensor  # FP32 (): the number of this update, 1 for the first
-    coefficients: tuple[Tensor, ...]  # FP32 (): the optimizer's, e.g. its bias corrections
-
-
-class Group(NamedTuple):
-    """One optimizer group's hyperparameters."""
-
-    lr_factor: float
-    weight_decay: float
+    coefficients: Tensors  # FP32 (): the optimizer's, e.g. its bias corrections
 
 
 class Update(Protocol):
     def __call__(
-        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
     ) -> None:
         """Update one run in place.
 
@@ -65,22 +61,20 @@ class CompiledUpdate:
         self._update_ = torch.compile(gated_update(optimizer), dynamic=True, fullgraph=True)
 
     def __call__(
-        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
     ) -> None:
-        lr = step.lr * self._lr_factors[group]
-        scalars = (step.multiplier, step.found_inf, lr, self._weight_decays[group], step.coefficients)
-        self._update_(grad, master, states, half, *scalars)
+        at = UpdateScalars(step.lr * self._lr_factors[group], self._weight_decays[group], step.coefficients)
+        self._update_(grad, master, states, half, step.multiplier, step.found_inf, at)
 
 
 def gated_update(optimizer: Optimizer) -> Callable[..., None]:
     """The update of a run as plain tensor operations, for the compiler to fuse (run eagerly it is right, and slow)."""
 
     def update_(
-        grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor,
-        multiplier: Tensor, found_inf: Tensor, lr: Tensor, weight_decay: Tensor, coefficients: tuple[Tensor, ...],
+        grad: Tensor, master: Tensor, states: Tensors, half: Tensor,
+        multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
-        unscaled = grad.float() * multiplier
-        new_master, new_states = optimizer.equation(unscaled, master, states, lr, weight_decay, coefficients)
+        new_master, new_states = optimizer.equation(grad.float() * multiplier, master, states, at)
         # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
         new_master = torch.where(found_inf, master, new_master)
         half.copy_(new_master)
@@ -101,16 +95,16 @@ class LibraryUpdate:
         self._optimizer, self._groups = optimizer, groups
 
     def __call__(
-        self, grad: Tensor, master: Tensor, states: tuple[Tensor, ...], half: Tensor, group: int, step: StepScalars
+        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
     ) -> None:
         lr_factor, weight_decay = self._groups[group]
-        lr, gate = step.lr * lr_factor, (step.update, step.found_inf.float())
+        at = LibraryScalars(step.lr * lr_factor, weight_decay, step.update, step.found_inf.float())
         unscaled = torch.empty(min(_CHUNK, grad.numel()), dtype=torch.float32, device=grad.device)
         for start in range(0, grad.numel(), _CHUNK):
             piece = slice(start, min(start + _CHUNK, grad.numel()))
             piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
             piece_states = tuple(state[piece] for state in states)
-            self._optimizer.library_update_(piece_grad, master[piece], piece_states, lr, weight_decay, gate)
+            self._optimizer.library_update_(piece_grad, master[piece], piece_states, at)
             half[piece].copy_(master[piece])
 
 
@@ -136,7 +130,7 @@ def choose_update(
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
-            _try_out(optimizer, *compiled, half.new_zeros(2 * ROW), grad.new_zeros(2 * ROW))
+            _try_out(optimizer, *compiled, half.new_zeros(_TRIAL), grad.new_zeros(_TRIAL))
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):

@@ -41,7 +41,7 @@ class GradStats:
     """What every rank knows of this step's gradients, all of it still on the device."""
 
     by_rank: Tensor  # FP64 (dp_size, 2): each rank's sum of squares and max abs, times the divisor of the sums
-    sum_of_squares: Tensor  # FP64 (): summed in rank order, so equal on every rank
+    sum_of_squares: Tensor  # FP64 (): of the same table by the same operation, so equal on every rank
     max_abs: Tensor  # FP64 ()
     found_inf: Tensor  # bool ()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optimizers import Group, Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class _Installed:
     name: str
 
 
-def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamSpec], list[tuple[float, float]]]:
-    """(specs of the trainable parameters in registration order, hyperparameters of each optimizer group).
+def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamSpec], list[Group]]:
+    """(specs of the trainable parameters in registration order, the optimizer groups that their indices mean).
 
     A shared parameter is described once, under its first name; frozen and empty parameters are not described.
     """
@@ -33,14 +33,14 @@ def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamS
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
-    groups: dict[tuple[float, float], int] = {}
+    groups: dict[Group, int] = {}
     specs = []
     for param, (name, *aliases) in names.items():
         if not param.is_floating_point():
             raise ValueError(
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
-        group = groups.setdefault(optimizer.hyperparameters(name, param.dim()), len(groups))
+        group = groups.setdefault(optimizer.group_of(name, param.dim()), len(groups))
         specs.append(ParamSpec(name=name, shape=tuple(param.shape), group=group, aliases=tuple(aliases)))
     return specs, list(groups)
 

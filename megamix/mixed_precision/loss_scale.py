@@ -87,7 +87,8 @@ class DynamicLossScale(StaticLossScale):
     def update_(self, found_inf: Tensor) -> None:
         clean_steps = torch.where(found_inf, 0, self.clean_steps + 1)
         overflows = torch.where(found_inf, self.overflows + 1, 0)
-        grow = clean_steps >= self.growth_interval
+        # At the ceiling there is nothing to probe: a growth to the same scale would only unlearn that it works.
+        grow = (clean_steps >= self.growth_interval) & (self.loss_scale < self.max_scale)
         back_off = found_inf & ((overflows >= self.hysteresis) | ~self.proven)
         changed = grow | back_off
 

@@ -9,10 +9,36 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+class Group(NamedTuple):
+    """An optimizer group: the parameters that share these."""
+
+    lr_factor: float
+    weight_decay: float
+
+
+class UpdateScalars(NamedTuple):
+    """What the equation needs besides tensors: FP32 () on the device, so that no value is baked into compiled code."""
+
+    lr: Tensor  # with the group's factor
+    weight_decay: Tensor
+    coefficients: Tensors  # the optimizer's own
+
+
+class LibraryScalars(NamedTuple):
+    """What torch's fused kernels need besides tensors; FP32 () on the device where not a number."""
+
+    lr: Tensor
+    weight_decay: float
+    update: Tensor  # the number of this update, 1 for the first
+    found_inf: Tensor  # 1.0: change nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,45 +77,24 @@ class Optimizer:
     def lr_table(self) -> list[float]:
         return [self.lr] if isinstance(self.lr, int | float) else [float(lr) for lr in self.lr]
 
-    def hyperparameters(self, name: str, num_dims: int) -> tuple[float, float]:
-        """(lr factor, weight decay) of one parameter; parameters with equal ones form a group."""
+    def group_of(self, name: str, num_dims: int) -> Group:
+        """The group of one parameter."""
         default_decay = self.weight_decay if num_dims > 1 else 0.0
         for group in self.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
-                return group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay
-        return 1.0, default_decay
+                return Group(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
+        return Group(1.0, default_decay)
 
-    def coefficients(self, update: Tensor) -> tuple[Tensor, ...]:
+    def coefficients(self, update: Tensor) -> Tensors:
         """What the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
         return ()
 
-    def equation(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: Tensor,
-        coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One update. Shapes: grad, master and each state FP32 (n,); the rest FP32 (). Returns the new master and
-        states.
-        """
+    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
+        """The new master and states. Shapes: grad, master and each state FP32 (n,)."""
         raise NotImplementedError
 
-    def library_update_(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: float,
-        gate: tuple[Tensor, Tensor],
-    ) -> None:
-        """The same in place by torch's own fused kernel, for machines without a compiler.
-
-        `gate`: the number of this update and found_inf (1.0: change nothing), FP32 () each.
-        """
+    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
+        """The same in place by torch's own fused kernel, for machines without a compiler."""
         raise NotImplementedError
 
 
@@ -108,43 +113,27 @@ class AdamW(Optimizer):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
 
-    def coefficients(self, update: Tensor) -> tuple[Tensor, ...]:
+    def coefficients(self, update: Tensor) -> Tensors:
         # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
         # 1 / sqrt(1 - beta2^t), rounded once.
         correction1, correction2 = (1 - beta**update for beta in self.betas)
         return correction1.reciprocal().float(), correction2.rsqrt().float()
 
-    def equation(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: Tensor,
-        coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        (exp_avg, exp_avg_sq), (debias1, debias2) = states, coefficients
+    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
+        (exp_avg, exp_avg_sq), (debias1, debias2) = states, at.coefficients
         exp_avg = torch.lerp(exp_avg, grad, 1 - self.betas[0])
         exp_avg_sq = torch.lerp(exp_avg_sq, grad.square(), 1 - self.betas[1])
         denom = exp_avg_sq.sqrt() * debias2 + self.eps
-        master = master - lr * weight_decay * master
-        master = master - lr * debias1 * (exp_avg / denom)
+        master = master - at.lr * at.weight_decay * master
+        master = master - at.lr * debias1 * (exp_avg / denom)
         return master, (exp_avg, exp_avg_sq)
 
-    def library_update_(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: float,
-        gate: tuple[Tensor, Tensor],
-    ) -> None:
-        (exp_avg, exp_avg_sq), (update, found_inf) = states, gate
+    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
+        exp_avg, exp_avg_sq = states
         torch._fused_adamw_(
-            [master], [grad], [exp_avg], [exp_avg_sq], [], [update],
-            lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, found_inf=found_inf,
+            [master], [grad], [exp_avg], [exp_avg_sq], [], [at.update],
+            lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=at.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False, found_inf=at.found_inf,
         )  # fmt: skip
 
 
@@ -163,32 +152,16 @@ class NAG(Optimizer):
         if not 0 < self.momentum < 1:
             raise ValueError(f"momentum must lie in (0, 1), got {self.momentum}")
 
-    def equation(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: Tensor,
-        coefficients: tuple[Tensor, ...],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
         (momentum_buffer,) = states
-        grad = grad + weight_decay * master
+        grad = grad + at.weight_decay * master
         momentum_buffer = self.momentum * momentum_buffer + grad
-        master = master - lr * (grad + self.momentum * momentum_buffer)
+        master = master - at.lr * (grad + self.momentum * momentum_buffer)
         return master, (momentum_buffer,)
 
-    def library_update_(
-        self,
-        grad: Tensor,
-        master: Tensor,
-        states: tuple[Tensor, ...],
-        lr: Tensor,
-        weight_decay: float,
-        gate: tuple[Tensor, Tensor],
-    ) -> None:
+    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
         torch._fused_sgd_(
             [master], [grad], [states[0]],
-            weight_decay=weight_decay, momentum=self.momentum, lr=lr, dampening=0.0,
-            nesterov=True, maximize=False, is_first_step=False, found_inf=gate[1],
+            weight_decay=at.weight_decay, momentum=self.momentum, lr=at.lr, dampening=0.0,
+            nesterov=True, maximize=False, is_first_step=False, found_inf=at.found_inf,
         )  # fmt: skip

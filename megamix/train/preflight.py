@@ -1,6 +1,7 @@
 """What can be wrong with a job besides its configuration, found before any time is spent. No torch here."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 from megamix.config import Config, check_world_size
@@ -15,14 +16,31 @@ def job_problems(config: Config, world_size: int) -> list[str]:
     problems += token_file_problems("data.train", config.data.train, **sizes)
     if config.data.valid is not None:
         problems += token_file_problems("data.valid", config.data.valid, **sizes)
-    if config.data.tokenizer is not None and not Path(config.data.tokenizer).is_file():
-        problems.append(
-            f"data.tokenizer: no file at {config.data.tokenizer}; write the path of the tokenizer.json that "
-            "`megamix prepare` made, or leave the key out"
-        )
+    if config.data.tokenizer is not None:
+        problems += _tokenizer_problems(config.data.tokenizer)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append(
             "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
             "pip install 'megamix[tensorboard]' or write tensorboard = false"
         )
     return [*problems, *folder_problems(config.checkpoint.folder)]
+
+
+def _tokenizer_problems(path: str) -> list[str]:
+    # Needed only for the sample at the end: a run must not train for days to fail there.
+    problems = []
+    try:
+        json.loads(Path(path).read_bytes())
+    except OSError:
+        problems.append(
+            f"data.tokenizer: no file at {path}; write the path of the tokenizer.json that `megamix prepare` made, "
+            "or leave the key out"
+        )
+    except ValueError:
+        problems.append(f"data.tokenizer: {path} is no JSON; write the path of a tokenizer.json")
+    if importlib.util.find_spec("tokenizers") is None:
+        problems.append(
+            "data.tokenizer: is set, but the package tokenizers is not installed; run "
+            "pip install 'megamix[tokenizers]' or leave the key out"
+        )
+    return problems

@@ -14,7 +14,7 @@ LAG = 2
 class StepValues(NamedTuple):
     """One step, on the host."""
 
-    loss: float  # this rank's mean over the step's micro-batches, nats per token
+    loss: float  # nats per token; of a logged step the mean over ranks and interval, else of no meaning
     grad_norm: float
     loss_scale: float
     lr: float

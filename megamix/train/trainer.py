@@ -14,6 +14,7 @@ from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import micro_batches
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.build import build_loss_scale
 from megamix.train.console import Console
 from megamix.train.metrics import MetricsWriter, format_line, format_scale
 from megamix.train.readout import LAG, Readout, StepValues
@@ -44,6 +45,7 @@ class Trainer:
         self.readout = Readout(self.device)
         self._interval_loss = torch.zeros((), device=self.device)
         self._interval_steps = 0
+        self._scaled = build_loss_scale(config.precision) is not None
 
     def train(self) -> float | None:
         """All steps and the validations. Returns the last validation loss (nats per token), if there is validation
@@ -92,12 +94,11 @@ class Trainer:
 
     def _log(self, step: int, done: int) -> None:
         values = self.readout.read(step)
-        scaled = self.config.precision.loss_scale != "off" and self.config.precision.dtype == "fp16"
         steps = self.config.training.steps
         if values.found_inf:
             self._report_overflow(step, values)
         if self._is_logged(step):
-            metrics = self.report.metrics(done, values, scaled=scaled, device=self.device)
+            metrics = self.report.metrics(done, values, scaled=self._scaled, device=self.device)
             self.console.line(format_line(step + 1, steps, metrics))
             if self.writer is not None:
                 self.writer.write(step + 1, metrics.values())
@@ -167,6 +168,8 @@ class Trainer:
             self._profiler.start()
         yield
         if section.num_steps and step == section.start_step + section.num_steps - 1:
+            # Sends and receives of Gloo that began under the profiler and end after it crash the process.
+            self.engine.param_gather.wait_all()
             self._profiler.stop()
             rank = self.engine.collectives.topology.dp_rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"

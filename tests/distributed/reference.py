@@ -79,7 +79,7 @@ def train_reference(
 def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], masters: dict[str, Tensor]) -> Any:
     groups = []
     for name, param in params.items():
-        lr_factor, weight_decay = optimizer.hyperparameters(name, param.dim())
+        lr_factor, weight_decay = optimizer.group_of(name, param.dim())
         lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
         groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
     if isinstance(optimizer, NAG):

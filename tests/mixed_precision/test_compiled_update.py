@@ -18,8 +18,9 @@ from megamix import NAG, AdamW
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.fused_update import Group, LibraryUpdate, StepScalars, choose_update, gated_update
+from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars, choose_update, gated_update
 from megamix.mixed_precision.grad_stats import chunked_shard_stats, shard_stats
+from megamix.mixed_precision.optimizers import Group, UpdateScalars
 
 EPS = 2.0**-23
 GROUPS = [Group(1.0, 0.1), Group(0.5, 0.0)]
@@ -140,13 +141,13 @@ def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
     step = _step(optimizer)
     grad, *ours = _tensors(optimizer, dtype)
     _, *theirs = _tensors(optimizer, dtype)
-    scalars = (step.multiplier, step.found_inf, step.lr, torch.tensor(0.1), step.coefficients)
-    gated_update(optimizer)(grad, *ours, *scalars)
+    at = UpdateScalars(step.lr, torch.tensor(0.1), step.coefficients)
+    gated_update(optimizer)(grad, *ours, step.multiplier, step.found_inf, at)
     LibraryUpdate(optimizer, GROUPS)(grad, *theirs, 0, step)
     assert torch.allclose(ours[0], theirs[0], rtol=4 * EPS, atol=8 * EPS)
     assert all(torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS) for a, b in zip(ours[1], theirs[1], strict=True))
     before = [ours[0].clone(), *(state.clone() for state in ours[1])]
-    gated_update(optimizer)(grad * float("inf"), *ours, step.multiplier, torch.tensor(True), *scalars[2:])
+    gated_update(optimizer)(grad * float("inf"), *ours, step.multiplier, torch.tensor(True), at)
     assert all(map(torch.equal, before, (ours[0], *ours[1])))
 
 

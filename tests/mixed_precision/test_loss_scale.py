@@ -33,6 +33,7 @@ STORIES = [
     (2, ".x.x.xx", [8, 8, 8, 8, 8, 8, 4]),  # a clean step forgives
     (2, "...x", [8, 8, 16, 8]),  # hysteresis never guards a growth probe
     (2, "....xx", [8, 8, 16, 16, 16, 8]),  # ... but does guard it once it has worked
+    (2, "...............x", [8, 8, 16, 16, 16, 32, 32, 32, 64, *[64] * 7]),  # the ceiling is proven once, and stays so
     (3, ".xx.xxx", [8, 8, 8, 8, 8, 8, 4]),
     (2, ".xxx", [8, 8, 4, 2]),  # after a back-off the lower scale is unproven again
     (2, ".x...", [8, 8, 8, 8, 16]),  # a guarded overflow still restarts the count of clean steps

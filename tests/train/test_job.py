@@ -105,6 +105,20 @@ def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
     assert any("step" in str(event.get("name", "")) or event.get("cat") == "cpu_op" for event in trace["traceEvents"])
 
 
+def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(tmp_path, profiling={"start_step": 2, "num_steps": 3}, metrics={"tensorboard": False})
+    losses = run_ranks(_run, 2, config)
+    assert losses[0] == losses[1]
+    assert {path.name for path in (tmp_path / "run").glob("trace_*")} == {"trace_rank0.json", "trace_rank1.json"}
+
+
+def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    run_job(tiny_job(tmp_path, precision={"dtype": "bf16", "loss_scale": 64.0}, metrics={"tensorboard": False}))
+    assert [row["optim/loss_scale"] for row in _rows(tmp_path) if "train/loss" in row] == [64.0] * 4
+
+
 def test_nothing_unfinished_is_left(finished) -> None:
     assert not [path for path in (finished / "run").iterdir() if path.suffix == ".partial"]
 

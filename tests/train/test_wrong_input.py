@@ -142,6 +142,16 @@ def test_tensorboard_that_is_not_installed_is_reported_before_the_run(job, monke
     )
 
 
+def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
+    folder, config = job
+    (folder / "tokenizer.json").write_text("no JSON")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tokenizers" else name)
+    assert main(["train", str(config), f'data.tokenizer="{folder / "tokenizer.json"}"']) == 2
+    error = capsys.readouterr().err
+    assert "is no JSON; write the path of a tokenizer.json" in error
+    assert "data.tokenizer: is set, but the package tokenizers is not installed; run pip" in error
+
+
 def test_mistakes_are_found_without_importing_torch(job) -> None:
     _, config = job
     code = (

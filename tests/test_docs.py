@@ -1,0 +1,55 @@
+"""The pages under docs/ name what exists: paths, links, tests, stages and tags."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megamix.mixed_precision
+from megamix.train.metrics import TAGS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def _text(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_path_on_a_page_exists(page: Path) -> None:
+    paths = re.findall(r"\b(?:megamix|tests|docs|launch|configs)/[\w./]*\w", page.read_text(encoding="utf-8"))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_every_test_file_has_its_promise_named() -> None:
+    named = set(re.findall(r"\btests/[\w/]+\.py", _text("testing.md").partition("## The reference")[0]))
+    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert (sorted(named - there), sorted(there - named)) == ([], [])
+
+
+def test_the_log_s_table_has_exactly_the_tags_that_are_written() -> None:
+    tags = re.findall(r"^\| [^|`]+ \| `([^`]+)` \| ", _text("operations.md"), flags=re.MULTILINE)
+    assert sorted(tags) == sorted(TAGS.values())
+
+
+def test_the_tags_in_the_text_are_written_too() -> None:
+    rooms = "|".join(sorted({tag.partition("/")[0] for tag in TAGS.values()}))
+    named = re.findall(rf"`((?:{rooms})/\w+)`", _text("operations.md"))
+    assert set(named) == set(TAGS.values())
+
+
+def test_the_package_lists_every_stage() -> None:
+    listed = re.findall(r"^(\w+)  ", megamix.mixed_precision.__doc__ or "", flags=re.MULTILINE)
+    folder = ROOT / "megamix/mixed_precision"
+    assert sorted(listed) == sorted(path.stem for path in folder.glob("*.py") if path.stem != "__init__")
