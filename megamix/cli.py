@@ -52,6 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (0)")
     generate.set_defaults(run=_generate)
 
+    bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
+    bench.add_argument("what", choices=["update", "train", "fp16", "overlap", "startup", "all"], help="what to measure")
+    bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
+    bench.add_argument(
+        "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
+        help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
+    )  # fmt: skip
+    bench.set_defaults(run=_bench)
+
     config = verbs.add_parser("config", help="show what a configuration comes to, or what it may hold")
     config.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
     config.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
@@ -99,6 +108,26 @@ def _generate(arguments: argparse.Namespace) -> None:
     except ValueError as error:  # by the contract of both functions a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(text)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    problems = []
+    if arguments.rounds < 1:
+        problems.append(f"--rounds: got {arguments.rounds}, must be at least 1; write --rounds 15")
+    if arguments.output.is_dir() or not _can_hold(arguments.output.parent):
+        problems.append(f"--output: got {arguments.output}, which cannot be written; name a file in a folder of yours")
+    if problems:
+        raise ConfigError(problems, "flags")
+    from megamix.bench.run import run
+
+    run(arguments.what, arguments.rounds, arguments.output)
+
+
+def _can_hold(folder: Path) -> bool:
+    """Whether a file can be written there, once the folders that are missing on the way are made."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _config(arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
 
@@ -30,6 +30,10 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            # A DTensor's own storage is a pretence as large as the whole tensor: let it call the operations on its
+            # local tensors, which come here in their turn.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, result)):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
@@ -37,12 +41,27 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or not storage.nbytes():
-            return
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes()
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            ref, known = self._known[key]
+            if size == known:
+                return
+            self._known[key] = ref, size
+            self.live_bytes += size - known
+        elif size:
+            self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+            self.live_bytes += size
+        if self.live_bytes > self.peak_bytes:
+            self._recount()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _recount(self) -> None:
+        # FSDP frees a storage by resizing it to nothing, which is no operation: a peak counts only after a look.
+        for key, (ref, _) in list(self._known.items()):
+            storage = ref()
+            if storage is not None:
+                self._known[key] = ref, storage.nbytes()
+        self.live_bytes = sum(size for _, size in self._known.values())
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._known.pop(key)[1]

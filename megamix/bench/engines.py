@@ -1,0 +1,107 @@
+"""The sides of a comparison behind one small interface: ours, and forward and backward alone (others: peers.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megamix.config import ModelConfig
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.optimizers import AdamW
+from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every side trains, and by which rules."""
+
+    model: ModelConfig
+    micro_batch_size: int = 4  # sequences on each rank, one micro-batch a step
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of parameters with two dims; norms have none
+    clip_grad: float = 1.0
+    compile_update: bool = True  # ours; no side compiles its model
+
+
+class Engine(Protocol):
+    """One side on one rank."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """One micro-batch; its loss, FP32 (). Shapes: INT64 (micro_batch_size, seq_len)."""
+
+    def optimize(self) -> None:
+        """All that follows backward: what is left of the reduction, clipping, the update, sending weights out."""
+
+    def finish(self) -> None:
+        """Wait for what a step has left under way."""
+
+    def details_ms(self) -> dict[str, float]:
+        """Parts of the time since the last call, by name, where the side can tell them apart."""
+
+
+def make_model(work: Work, *, wide: bool = True) -> Transformer:
+    """The same weights on every side and rank."""
+    torch.manual_seed(1234)
+    return Transformer(work.model, Ops(wide=wide))
+
+
+class Ours:
+    """megamix. `wide`: half products computed in FP32 on a CPU without FP16 units."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, wide: bool = True, overlap: bool = True):
+        model = make_model(work, wide=wide)
+        # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
+        loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
+        self.engine = ShardedEngine(
+            model,
+            AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
+            Precision(dtype, loss_scale=loss_scale),
+            Sharding(units=[*model.blocks], overlap=overlap),
+            clip_grad=work.clip_grad,
+            compile_update=work.compile_update,
+        )
+        self.engine.clock.enabled = True
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def optimize(self) -> None:
+        self.engine.step()
+
+    def finish(self) -> None:
+        self.engine.param_gather.wait_all()
+
+    def details_ms(self) -> dict[str, float]:
+        return {name: 1e3 * seconds for name, seconds in self.engine.clock.read().items()}
+
+
+class ForwardBackward:
+    """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self.model = make_model(work).to(dtype)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def optimize(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def details_ms(self) -> dict[str, float]:
+        return {}

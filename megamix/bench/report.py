@@ -1,0 +1,115 @@
+"""What a bench hands back, how it prints, and the line of JSON it leaves behind."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamix.bench.spread import Spread
+from megamix.model.ops import cpu_multiplies_fp16
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that was promised beforehand, and the figure that was measured."""
+
+    text: str
+    value: float
+    bound: float
+    at_least: bool = True  # False: at most
+    spread: Spread | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.bound if self.at_least else self.value <= self.bound
+
+    def line(self) -> str:
+        quartiles = "" if self.spread is None else f" [{self.spread.low:.3f}, {self.spread.high:.3f}]"
+        verdict, sign = "met" if self.met else "MISSED", ">=" if self.at_least else "<="
+        return f"{verdict:<6} {self.value:.3f}{quartiles} {sign} {self.bound:g}  {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One bench."""
+
+    bench: str
+    settings: dict[str, Any]
+    raw: dict[str, Any]  # every round
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        lines = [f"megamix bench {self.bench}", *table(self.columns, self.rows)]
+        return "\n".join([*lines, *(goal.line() for goal in self.goals), *self.notes])
+
+    def json_line(self, machine: dict[str, Any]) -> str:
+        goals = [
+            {"text": goal.text, "value": goal.value, "bound": goal.bound, "at_least": goal.at_least, "met": goal.met}
+            for goal in self.goals
+        ]
+        return json.dumps(
+            {"bench": self.bench, "machine": machine, "settings": self.settings, "raw": self.raw}
+            | {"columns": self.columns, "rows": self.rows, "goals": goals, "notes": self.notes}
+        )
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of aligned columns; all but the first are numbers and stand to the right."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        )
+        for line in (columns, *rows)
+    ]
+
+
+def show(spread: Spread, digits: int = 0) -> str:
+    return f"{spread.median:.{digits}f} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Where and when a bench ran. The load says whether others were using the machine too."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "fp16_units": cpu_multiplies_fp16(),
+        "load": os.getloadavg()[0],
+        "megamix": importlib.metadata.version("megamix"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def append_line(file: Path, line: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(line + "\n")
+
+
+def progress(text: str) -> None:
+    """One line for whoever waits; the report itself goes to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _cpu_name() -> str:
+    info = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
+    return names[0] if names else platform.processor()

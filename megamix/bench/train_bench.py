@@ -1,0 +1,197 @@
+"""Whole training steps on two ranks, the sides in turns: torch's own ways beside ours, FP16, overlap off."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megamix.bench.engines import ForwardBackward, Ours, Work
+from megamix.bench.peers import Ddp, Fsdp, Zero
+from megamix.bench.processes import Ranks
+from megamix.bench.report import Goal, Result, progress, show
+from megamix.bench.spread import Spread, paired_ratio, spread
+from megamix.bench.train_rank import Side, TrainRank, Turn
+from megamix.config import ModelConfig
+from megamix.model.flops import parameter_count
+from megamix.model.ops import cpu_multiplies_fp16
+
+GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """How much of what is measured."""
+
+    work: Work = field(default_factory=lambda: Work(model=GPT_12M))
+    rounds: int = 15
+    ranks: int = 2
+    memory_steps: int = 2  # states exist from the first update on, so the second step has the peak
+
+
+class Measured(NamedTuple):
+    """One side's rounds."""
+
+    tokens_per_s: list[float]  # of all ranks
+    optimizer_ms: list[float]  # a step's, on the slowest rank
+    busy: list[float]  # cores that a rank kept busy, the mean over the ranks
+    details_ms: list[dict[str, float]]  # a step's, on the first rank
+    max_rss_bytes: int  # of the largest rank
+    peak_live_bytes: int  # of the largest rank, in a run of its own
+
+
+def train(settings: TrainSettings) -> Result:
+    """Ours against torch's three ways and against forward and backward alone, in BF16."""
+    peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
+    measured = measure([Side("ours", Ours), *peers, Side("forward and backward", ForwardBackward)], settings)
+    ours = measured["ours"]
+    ratios = {peer.name: _speed_up(ours, measured[peer.name]) for peer in peers}
+    best = min(ratios, key=lambda name: ratios[name].median)
+    ceiling = _speed_up(ours, measured["forward and backward"])
+    goals = [
+        Goal(f"tokens/s over the best of the three ({best})", ratios[best].median, 1.05, spread=ratios[best]),
+        Goal("tokens/s over forward and backward alone", ceiling.median, 0.85, spread=ceiling),
+        *(
+            Goal(f"peak live bytes over {name}'s", _memory(ours, measured[name]), 1.0, at_least=False)
+            for name in ("ddp", "zero")
+        ),
+    ]
+    return _result("train", settings, measured, goals, _exposed(measured))
+
+
+def fp16(settings: TrainSettings) -> Result:
+    """FP16 stored narrow and computed wide, against native half products and against FP32."""
+    if cpu_multiplies_fp16():
+        note = "this CPU has FP16 units: half products are native here, so there is nothing to compare"
+        return Result("fp16", _settings(settings), {}, ("side",), [], notes=[note])
+    sides = [
+        Side("fp16", partial(Ours, dtype=torch.float16)),
+        # Some twenty times slower: one step a turn, and none before it.
+        Side("fp16 native", partial(Ours, dtype=torch.float16, wide=False), steps=1, warm_up_steps=0),
+        Side("fp32", partial(Ours, dtype=torch.float32)),
+    ]
+    measured = measure(sides, settings)
+    ours, native = measured["fp16"], measured["fp16 native"]
+    over_native, over_fp32 = _speed_up(ours, native), _speed_up(ours, measured["fp32"])
+    goals = [
+        Goal("tokens/s over native half products", over_native.median, 10.0, spread=over_native),
+        Goal("tokens/s over FP32", over_fp32.median, 0.9, spread=over_fp32),
+        Goal("peak live bytes over native's", _memory(ours, native), 1.05, at_least=False),
+    ]
+    return _result("fp16", settings, measured, goals, [])
+
+
+def overlap(settings: TrainSettings) -> Result:
+    """Ours with collectives hidden behind compute, and with each awaited at once."""
+    sides = [Side("overlap on", Ours), Side("overlap off", partial(Ours, overlap=False))]
+    measured = measure(sides, settings)
+    gain = _speed_up(measured["overlap on"], measured["overlap off"])
+    goals = [Goal("tokens/s with overlap over without", gain.median, 1.03, spread=gain)]
+    return _result("overlap", settings, measured, goals, _exposed(measured))
+
+
+def measure(sides: Sequence[Side], settings: TrainSettings) -> dict[str, Measured]:
+    """Each side's memory in a run of its own, then all sides' turns, round by round in rotated order."""
+    peaks = {side.name: _peak_live_bytes(side, settings) for side in sides}
+    turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
+    with ExitStack() as stack:
+        ranks = {
+            side.name: stack.enter_context(Ranks(side.name, TrainRank, side, settings.work, world_size=settings.ranks))
+            for side in sides
+        }
+        for name in ranks:
+            progress(f"first steps of {name}")
+            ranks[name].call("turn")
+        for number in range(settings.rounds):
+            progress(f"round {number + 1} of {settings.rounds}")
+            first = number % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                turns[side.name].append(ranks[side.name].call("turn"))
+        rss = {side.name: max(ranks[side.name].call("max_rss_bytes")) for side in sides}
+    return {side.name: _measured(turns[side.name], rss[side.name], peaks[side.name], settings) for side in sides}
+
+
+def _peak_live_bytes(side: Side, settings: TrainSettings) -> int:
+    progress(f"memory of {side.name}")
+    with Ranks(side.name, TrainRank, side, settings.work, world_size=settings.ranks) as ranks:
+        peaks: list[int] = ranks.call("peak_live_bytes", settings.memory_steps)
+    return max(peaks)
+
+
+def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: TrainSettings) -> Measured:
+    tokens = settings.ranks * settings.work.micro_batch_size * settings.work.model.seq_len
+    return Measured(
+        [tokens / max(turn.seconds for turn in turns) for turns in rounds],
+        [max(turn.optimizer_ms for turn in turns) for turns in rounds],
+        [statistics.mean(turn.busy for turn in turns) for turns in rounds],
+        [turns[0].details_ms for turns in rounds],
+        rss,
+        peak,
+    )
+
+
+def _speed_up(ours: Measured, other: Measured) -> Spread:
+    return paired_ratio(ours.tokens_per_s, other.tokens_per_s)
+
+
+def _memory(ours: Measured, other: Measured) -> float:
+    return ours.peak_live_bytes / other.peak_live_bytes
+
+
+def _exposed(measured: dict[str, Measured]) -> list[str]:
+    """Where the step of each side spends what is not forward and backward, as far as the side can tell."""
+    lines = []
+    for name, side in measured.items():
+        names = sorted({key for details in side.details_ms for key in details})
+        parts = [f"{key} {show(spread([details.get(key, 0.0) for details in side.details_ms]), 1)}" for key in names]
+        if parts:
+            lines.append(f"{name}, ms a step on rank 0: {', '.join(parts)}")
+    return lines
+
+
+def _settings(settings: TrainSettings) -> dict[str, Any]:
+    work = settings.work
+    return {
+        "rounds": settings.rounds,
+        "ranks": settings.ranks,
+        "threads": 1,
+        "parameters": parameter_count(work.model),
+        "model": work.model.model_dump(),
+        "micro_batch_size": work.micro_batch_size,
+        "lr": work.lr,
+        "clip_grad": work.clip_grad,
+    }
+
+
+def _result(
+    bench: str, settings: TrainSettings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
+) -> Result:
+    first = next(iter(measured.values()))
+    rows = [
+        (
+            name,
+            show(spread(side.tokens_per_s)),
+            show(_speed_up(first, side), 3),
+            show(spread(side.optimizer_ms), 1),
+            show(spread(side.busy), 2),
+            f"{side.peak_live_bytes / 1e6:.1f}",
+            f"{side.max_rss_bytes / 1e6:.0f}",
+        )
+        for name, side in measured.items()
+    ]
+    columns = (
+        "side",
+        "tokens/s",
+        f"{next(iter(measured))} / side",
+        "optimizer ms",
+        "cores a rank",
+        "peak live MB",
+        "ru_maxrss MB",
+    )
+    raw = {name: side._asdict() for name, side in measured.items()}
+    return Result(bench, _settings(settings), raw, columns, rows, goals, notes)

@@ -1,0 +1,181 @@
+"""The benches: their goals by made-up figures, and each from end to end at a tiny size."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamix.bench import run, startup_bench, train_bench, update_bench
+from megamix.bench.report import Goal, Result
+from megamix.bench.startup_bench import StartupSettings, startup
+from megamix.bench.train_bench import Measured, TrainSettings, fp16, overlap, train
+from megamix.bench.train_rank import Turn
+from megamix.bench.update_bench import UpdateSettings, update
+from megamix.bench.update_rank import CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, UpdateWork
+from megamix.cli import main
+from tests.bench.tiny import MODEL, WORK
+
+TINY = TrainSettings(work=WORK, rounds=1, ranks=1)
+
+
+def _measured(tokens_per_s: list[float], peak_live_bytes: int = 100) -> Measured:
+    return Measured(
+        tokens_per_s,
+        [1.0] * len(tokens_per_s),
+        [1.0] * len(tokens_per_s),
+        [{}] * len(tokens_per_s),
+        10**8,
+        peak_live_bytes,
+    )
+
+
+def _figures(goals: list[Goal]) -> list[tuple[str, float, bool]]:
+    return [(goal.text, round(goal.value, 4), goal.met) for goal in goals]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    rounds = [[Turn(0.5, 3.0, 0.5, {"update": 1.0}), Turn(0.25, 4.0, 1.0, {"update": 2.0})]]
+    settings = replace(TINY, ranks=2)
+    measured = train_bench._measured(rounds, 7, 8, settings)
+    # 2 ranks x 2 sequences x 16 tokens in half a second
+    assert measured == Measured([128.0], [4.0], [0.75], [{"update": 1.0}], 7, 8)
+
+
+def test_train_compares_with_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {
+        "ours": _measured([110.0, 100.0, 120.0], 90),
+        "ddp": _measured([100.0, 100.0, 100.0], 180),
+        "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
+        "fsdp2": _measured([50.0, 50.0, 50.0], 60),
+        "forward and backward": _measured([125.0, 125.0, 150.0], 50),
+    }
+    monkeypatch.setattr(
+        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
+    )
+    assert _figures(train(TINY).goals) == [
+        ("tokens/s over the best of the three (ddp)", 1.1, True),
+        ("tokens/s over forward and backward alone", 0.8, False),
+        ("peak live bytes over ddp's", 0.5, True),
+        ("peak live bytes over zero's", 1.125, False),
+    ]
+
+
+def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {
+        "fp16": _measured([95.0, 95.0], 105),
+        "fp16 native": _measured([5.0, 5.0], 100),
+        "fp32": _measured([100.0, 100.0], 150),
+        "overlap on": _measured([102.0, 102.0]),
+        "overlap off": _measured([100.0, 100.0]),
+    }
+    monkeypatch.setattr(
+        train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
+    )
+    monkeypatch.setattr(train_bench, "cpu_multiplies_fp16", lambda: False)
+    assert _figures(fp16(TINY).goals) == [
+        ("tokens/s over native half products", 19.0, True),
+        ("tokens/s over FP32", 0.95, True),
+        ("peak live bytes over native's", 1.05, True),
+    ]
+    assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+
+
+def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_bench, "cpu_multiplies_fp16", lambda: True)
+    result = fp16(TINY)
+    assert (result.raw, result.goals) == ({}, [])
+    assert "this CPU has FP16 units" in result.text()
+
+
+def test_benches_run_from_end_to_end_and_leave_lines_of_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "bench.jsonl"
+    settings = UpdateSettings(model=MODEL, rounds=1, threads=(1,), calls=1, try_compiler=False)
+    run.report([lambda: update(settings), lambda: overlap(TINY)], output)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["bench"] for line in lines] == ["update", "overlap"]
+    assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
+    turns = lines[1]["raw"]["overlap off"]
+    assert [len(turns[name]) for name in ("tokens_per_s", "optimizer_ms", "details_ms")] == [1, 1, 1]
+    assert turns["peak_live_bytes"] > 0
+    printed = capsys.readouterr().out
+    assert "megamix bench update" in printed
+    assert "overlap on, ms a step on rank 0: exposed_all_gather" in printed
+
+
+def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = startup_bench._seconds_to_first_step, []
+
+    def seconds(start: Any, world_size: int) -> float:
+        starts.append(start)
+        return real(start, world_size) if start.side.name == "ddp" else 10.0
+
+    monkeypatch.setattr(startup_bench, "_seconds_to_first_step", seconds)
+    monkeypatch.setattr(startup_bench, "MAX_ROUNDS", 1)
+    result = startup(StartupSettings(work=replace(WORK, compile_update=True), rounds=9))
+    assert [*result.raw] == ["ours, compile cache cold", "ours, compile cache warm", "ours, no compiler", "ddp"]
+    assert [len(values) for values in result.raw.values()] == [1, 1, 1, 1]
+    assert 0.5 < result.raw["ddp"][0] < 120
+    cold, warm, uncompiled, _ = starts
+    assert cold == warm
+    assert (cold.work.compile_update, uncompiled.work.compile_update) == (True, False)
+    assert not Path(cold.environment["TORCHINDUCTOR_CACHE_DIR"]).exists()  # it was the bench's own
+
+
+def test_update_goals_are_ratios_of_rates() -> None:
+    seconds = {COPY: [9.0, 9.0], COMPILED: [10.0, 10.0], CASTS: [13.0, 13.0], STATS: [4.0, 4.0], LIBRARY: [12.0, 12.0]}
+    assert _figures([*update_bench._goals((1, "bf16"), seconds)]) == [
+        ("compiled update's rate over the copy's (bf16, 1 thread(s))", 0.9, True),
+        ("compiled update's speed over cast + AdamW(fused) + cast (bf16, 1 thread(s))", 1.3, True),
+        ("compiled statistics' time over the compiled update's (bf16, 1 thread(s))", 0.4, False),
+        ("update's rate without a compiler over the copy's (bf16, 1 thread(s))", 0.75, False),
+    ]
+
+
+def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its timing is at stake here, not its speed
+    rank = UpdateRank(UpdateWork(model=MODEL, dtype=torch.bfloat16, calls=1))
+    before = [master.clone() for master in rank._shard.master]
+    seconds = rank.seconds(3)
+    assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]
+    assert {COMPILED, STATS, LIBRARY, CASTS, COPY} <= set(seconds)
+    assert rank.num_params() == sum(master.numel() for master in before)
+    for name in (COMPILED, LIBRARY, CASTS):
+        before = [master.clone() for master in rank._shard.master]
+        rank.variants[name]()
+        assert not all(map(torch.equal, before, rank._shard.master)), name
+        assert all(torch.equal(half, m.bfloat16()) for half, m in zip(rank._half, rank._shard.master, strict=True)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("what", ["fp16", "all"])
+def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, int]] = []
+    for name in ("update", "train", "fp16", "overlap", "startup"):
+
+        def bench(settings: Any, name: str = name) -> Result:
+            ran.append((name, settings.rounds))
+            return Result(name, {}, {}, ("side",), [])
+
+        monkeypatch.setattr(run, name, bench)
+    output = tmp_path / "lines.jsonl"
+    assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
+    want = ["update", "train", "fp16", "overlap", "startup"] if what == "all" else ["fp16"]
+    assert ran == [(name, 3) for name in want]
+    assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
+
+
+def test_wrong_flags_are_named_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for output in (tmp_path, tmp_path / "file" / "below.jsonl"):
+        assert main(["bench", "all", "--rounds", "0", "--output", str(output)]) == 2
+        assert capsys.readouterr().err.splitlines() == [
+            "megamix bench: flags: 2 problems",
+            "  --rounds: got 0, must be at least 1; write --rounds 15",
+            f"  --output: got {output}, which cannot be written; name a file in a folder of yours",
+        ]

@@ -1,0 +1,110 @@
+"""Every side of a comparison trains, and trains the same thing."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamix.bench.engines import ForwardBackward, Ours
+from megamix.bench.peers import Ddp, Fsdp, Zero
+from megamix.bench.train_rank import Side, TrainRank
+from tests.bench.tiny import WORK
+
+FP32 = {
+    "ours": partial(Ours, dtype=torch.float32),
+    "ours, no overlap": partial(Ours, dtype=torch.float32, overlap=False),
+    "ddp": partial(Ddp, dtype=torch.float32),
+    "zero": partial(Zero, dtype=torch.float32),
+    "fsdp2": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32),
+}
+HALF = {
+    "ours": Ours,
+    "fp16": partial(Ours, dtype=torch.float16),
+    "fp16 native": partial(Ours, dtype=torch.float16, wide=False),
+    "ddp": Ddp,
+    "zero": Zero,
+    "fsdp2": Fsdp,
+}
+
+
+def _losses(builds: dict[str, Any], steps: int) -> dict[str, list[float]]:
+    """The mean over the ranks, which is what all of them minimise."""
+    traces = {}
+    for name, build in builds.items():
+        losses = torch.tensor(TrainRank(Side(name, build), WORK).losses(steps), dtype=torch.float64)
+        dist.all_reduce(losses)
+        traces[name] = (losses / dist.get_world_size()).tolist()
+    return traces
+
+
+def test_all_sides_agree_on_the_losses_in_fp32(run_ranks) -> None:
+    traces, other = run_ranks(_losses, 2, FP32, 4)
+    assert traces == other
+    for name, losses in traces.items():
+        assert losses == pytest.approx(traces["ours"], abs=1e-5), name
+    assert abs(traces["ours"][3] - traces["ours"][0]) > 1e-3  # else a side that never updates would agree as well
+
+
+def test_all_sides_train_in_half_precision_to_nearly_the_same_losses(run_ranks) -> None:
+    truth = run_ranks(_losses, 2, {"ours": FP32["ours"]}, 3)[0]["ours"]
+    for name, losses in run_ranks(_losses, 2, HALF, 3)[0].items():
+        assert losses == pytest.approx(truth, abs=2e-2), name
+
+
+def _turns() -> list[Any]:
+    ours = TrainRank(Side("ours", Ours, steps=2), WORK)
+    alone = TrainRank(Side("alone", ForwardBackward, steps=2, warm_up_steps=0), WORK)
+    turns = [ours.turn(), alone.turn()]
+    grads = {param.grad for param in alone._built().model.parameters()}
+    return [*turns, ours._step, alone._step, grads, ours.max_rss_bytes()]
+
+
+def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
+    ours, alone, ours_steps, alone_steps, grads, rss = run_ranks(_turns, 2)[0]
+    assert (ours_steps, alone_steps) == (3, 2)
+    assert {"update", "exposed_reduce_scatter"} <= set(ours.details_ms)
+    assert 0 < ours.details_ms["update"] < ours.optimizer_ms < 1e3 * ours.seconds
+    assert 0.1 < alone.busy < 2
+    assert alone.details_ms == {}
+    assert alone.optimizer_ms < 1e3 * alone.seconds
+    assert grads == {None}
+    assert rss > 50e6  # torch alone is larger
+
+
+def _under_way(overlap: bool) -> tuple[int, int]:
+    """Gathers that nobody has awaited yet: after a step, and after a turn."""
+    rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
+    engine = rank._built()
+    rank._train_step(engine)
+    pending = engine.engine.param_gather._pending
+    after_step = len(pending)
+    rank.turn()
+    return after_step, len(pending)
+
+
+def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks) -> None:
+    assert run_ranks(_under_way, 2, True) == [(1, 0), (1, 0)]
+    assert run_ranks(_under_way, 2, False) == [(0, 0), (0, 0)]
+
+
+def _peaks() -> dict[str, int]:
+    rank = {name: TrainRank(Side(name, build), replace(WORK, compile_update=True)) for name, build in PEAKS.items()}
+    return {name: rank[name].peak_live_bytes(2) for name in rank}
+
+
+PEAKS = {"ours": Ours, "ddp": Ddp, "zero": Zero, "fsdp2": Fsdp, "alone": ForwardBackward}
+
+
+def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
+    params = sum(param.numel() for param in ForwardBackward(WORK).model.parameters())
+    for peaks in run_ranks(_peaks, 2):
+        assert peaks["alone"] > 4 * params  # half weights and gradients
+        assert peaks["ddp"] > 16 * params  # FP32 weights, gradients and two states
+        assert peaks["ddp"] > peaks["zero"] > 12 * params
+        assert (
+            peaks["fsdp2"] > 8 * params
+        )  # no more can be said: its first use in a process makes some 400 kB of its own
+        assert peaks["ours"] > 10 * params
