@@ -26,7 +26,7 @@ class Ddp:
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self._clip_grad, self._dtype = work.clip_grad, dtype
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
-        self.model = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
+        self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
         self.optimizer = self._make_optimizer(_groups(self.model, work), work)
 
     def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
@@ -63,7 +63,7 @@ class Zero(Ddp):
         return optimizer
 
 
-class Fsdp:
+class Fsdp(Ddp):
     """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16):
@@ -77,22 +77,9 @@ class Fsdp:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.optimizer = torch.optim.AdamW(
-            _groups(self.model, work), lr=work.lr, betas=work.betas, eps=work.eps, fused=True
-        )
+        self.optimizer = self._make_optimizer(_groups(self.model, work), work)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-
-    def optimize(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def finish(self) -> None:
-        pass
-
-    def details_ms(self) -> dict[str, float]:
-        return {}
