@@ -19,11 +19,13 @@ if [[ "$nnodes" != 1 && -z "${RDZV_ENDPOINT:-}" ]]; then
   die "RDZV_ENDPOINT: missing with NNODES=$nnodes; set it to host:port of one node, the same on all, e.g. node0:29500"
 fi
 find_installed_python torch numpy pydantic safetensors
+# A mistake in the configuration is reported at once: finding out what torch can use takes seconds.
+"$PYTHON" -m megamix config "$@" --show >/dev/null
 machine="$(probe_machine)"
 read -r gpus cores keep _ <<<"$machine"
 ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
-# A mistake is reported here, before any rank starts. No node is ahead of the others: the run's folder is claimed only
+# So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's folder is claimed only
 # when all ranks have met.
 WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check
 # More threads than cores make the ranks wait for each other's threads: two ranks with two threads each on two
