@@ -14,6 +14,7 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
+from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import AdamW
@@ -57,12 +58,13 @@ class UpdateRank:
 
         compiled, stats = choose(work.try_compiler)
         library, library_stats = choose(False)
+        pieces = PieceStats(self.layout, 0, cpu)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)
-            self.variants[STATS] = lambda: [stats(grad) for grad in self._grads]
+            self.variants[STATS] = lambda: pieces([stats(grad) for grad in self._grads])
         self.variants[LIBRARY] = lambda: self._update(library)
-        self.variants[LIBRARY_STATS] = lambda: [library_stats(grad) for grad in self._grads]
+        self.variants[LIBRARY_STATS] = lambda: pieces([library_stats(grad) for grad in self._grads])
         self.variants[CASTS] = self._make_casts()
         self.variants[COPY] = self._make_copy()
 

@@ -15,7 +15,7 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
-from megamix.mixed_precision.grad_stats import agree, clip_coefficient
+from megamix.mixed_precision.grad_stats import PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
 from megamix.mixed_precision.loss_scale import StaticLossScale
@@ -84,9 +84,11 @@ class ShardedEngine:
         self.param_gather = ParamGather(
             model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
         )
-        self._update, self._shard_stats = choose_update(
+        self._update, self._row_stats = choose_update(
             optimizer, groups, self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
         )  # fmt: skip
+
+        self.piece_stats = PieceStats(self.layout, topology.dp_rank, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -146,7 +148,8 @@ class ShardedEngine:
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
-            stats = agree([self._shard_stats(grad_shard) for grad_shard in grad_shards], self.collectives)
+            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
+            stats = agree(by_piece, self.collectives)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
             divisor = self._scale_used.double() * (self.layout.dp_size * self.grad_accum_steps)
@@ -164,9 +167,9 @@ class ShardedEngine:
         self._micro_batches = 0
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs)
         return StepResult(
-            stats.found_inf, grad_norm.float(), stats.max_abs.float(), self._scale_used.clone(), scalars.lr
+            stats.found_inf, grad_norm.float(), stats.max_abs.float(), self._scale_used.clone(), scalars.lr, by_piece
         )
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:

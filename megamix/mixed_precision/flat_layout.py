@@ -52,6 +52,17 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of one parameter that a rank owns: elements [start, end) of its shard of a bucket, with the padding
+    that follows the parameter; both are multiples of ROW.
+    """
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """A flat buffer's plan: parameters of one group stand together, each on a row border; the end is padded for the
     ranks.
@@ -67,6 +78,17 @@ class Bucket:
         first, last = rank * shard_numel, (rank + 1) * shard_numel
         clipped = (Run(run.group, max(run.start, first) - first, min(run.end, last) - first) for run in self.runs)
         return tuple(run for run in clipped if run.start < run.end)
+
+    def shard_pieces(self, rank: int, dp_size: int) -> tuple[Piece, ...]:
+        """The parameters in the part that `rank` owns, in order and without gaps."""
+        shard_numel = self.padded_numel // dp_size
+        first, last = rank * shard_numel, (rank + 1) * shard_numel
+        ends = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
+        clipped = (
+            Piece(slot.spec.name, max(slot.start, first) - first, min(end, last) - first)
+            for slot, end in zip(self.slots, ends, strict=True)
+        )
+        return tuple(piece for piece in clipped if piece.start < piece.end)
 
 
 @dataclass(frozen=True, slots=True)

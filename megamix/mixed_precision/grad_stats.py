@@ -1,5 +1,5 @@
-"""One read of the reduced gradients and one agreement: is anything non-finite, and how long is the gradient of the
-whole model?
+"""One read of the reduced gradients and one agreement: is anything non-finite, where, and how long is the gradient of
+the whole model?
 """
 
 from __future__ import annotations
@@ -10,30 +10,55 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
 
 _CHUNK = 1 << 18  # elements per pass without a compiler: its FP32 copy (1 MiB) stays in cache
 
 
-def shard_stats(grad_shard: Tensor) -> Tensor:
-    """[sum of squares, max abs] of one shard, in one pass.
+def row_stats(grad_shard: Tensor) -> Tensor:
+    """[sum of squares, max abs] of every row of 64 elements, in one pass over a shard.
 
-    FP32 within a row of 64 elements, FP64 over rows: an FP32 sum would depend on where the shard is cut, and with it
+    FP32 within a row, FP64 over rows (see PieceStats): an FP32 sum would depend on where the shard is cut, and with it
     the clip coefficient of every rank. A row of FP16 cannot overflow FP32, so the sum is finite exactly if the
     gradient is; in BF16 and FP32 a gradient beyond about 1e19 counts as an overflow too.
-    Shapes: grad_shard half or FP32 (rows * 64,) -> FP64 (2,).
+    Shapes: grad_shard half or FP32 (rows * 64,) -> FP32 (2, rows).
     """
     rows = grad_shard.view(-1, ROW).float()
-    sums, peaks = rows.square().sum(1), rows.abs().amax(1)
-    return torch.stack([sums.double().sum(), peaks.amax().double()])
+    return torch.stack([rows.square().sum(1), rows.abs().amax(1)])
 
 
-def chunked_shard_stats(grad_shard: Tensor) -> Tensor:
-    """`shard_stats` for machines without a compiler, where each operation is a pass of its own: in pieces that stay
-    in cache.
+def chunked_row_stats(grad_shard: Tensor) -> Tensor:
+    """`row_stats` for machines without a compiler, where each operation is a pass of its own: in chunks that stay in
+    cache.
     """
-    parts = torch.stack([shard_stats(chunk) for chunk in torch.split(grad_shard, _CHUNK)])
-    return torch.stack([parts[:, 0].sum(), parts[:, 1].amax()])
+    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, _CHUNK)], dim=1)
+
+
+class PieceStats:
+    """Adds up rows by parameter: 1/64 of the data, so that every step knows which parameter is not finite, and how
+    large each one's gradient is, without another pass over the gradient.
+
+    `pieces`: the parts of parameters that this rank owns, bucket after bucket.
+    """
+
+    def __init__(self, layout: FlatLayout, rank: int, device: torch.device):
+        by_bucket = [bucket.shard_pieces(rank, layout.dp_size) for bucket in layout.buckets]
+        self.pieces: list[Piece] = [piece for pieces in by_bucket for piece in pieces]
+        self.row_borders = [
+            torch.tensor([0, *(piece.end // ROW for piece in pieces)], device=device) for pieces in by_bucket
+        ]
+
+    def __call__(self, rows: list[Tensor]) -> Tensor:
+        """Shapes: rows FP32 (2, rows) per bucket -> FP64 (2, pieces): each piece's sum of squares and max abs."""
+        sums = [
+            torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=borders, unsafe=True)
+            for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
+        ]
+        peaks = [
+            torch.segment_reduce(bucket_rows[1], "max", offsets=borders, unsafe=True)
+            for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
+        ]
+        return torch.stack([torch.cat(sums), torch.cat(peaks).double()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +71,9 @@ class GradStats:
     found_inf: Tensor  # bool ()
 
 
-def agree(stats: list[Tensor], collectives: Collectives) -> GradStats:
-    """The model's statistics from each rank's per-bucket ones. Shapes: FP64 (2,) each."""
-    own = torch.stack(stats)
-    by_rank = collectives.table(torch.stack([own[:, 0].sum(), own[:, 1].amax()]))
+def agree(by_piece: Tensor, collectives: Collectives) -> GradStats:
+    """The model's statistics from each rank's own. Shapes: FP64 (2, pieces)."""
+    by_rank = collectives.table(torch.stack([by_piece[0].sum(), by_piece[1].amax()]))
     sum_of_squares = by_rank[:, 0].sum()
     return GradStats(by_rank, sum_of_squares, by_rank[:, 1].amax(), ~torch.isfinite(sum_of_squares))
 

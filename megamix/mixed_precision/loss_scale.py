@@ -28,8 +28,10 @@ class StaticLossScale:
     def to(self, device: torch.device) -> None:
         self.loss_scale = self.loss_scale.to(device)
 
-    def update_(self, found_inf: Tensor) -> None:
-        """Take note of a step's outcome. Shapes: found_inf bool ()."""
+    def update_(self, found_inf: Tensor, max_abs: Tensor) -> None:
+        """Take note of a step's outcome. Shapes: found_inf bool (); max_abs FP64 (), of the summed gradient with the
+        scale still in it.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"loss_scale": self.loss_scale.clone()}
@@ -84,7 +86,7 @@ class DynamicLossScale(StaticLossScale):
         self.clean_steps, self.overflows = self.clean_steps.to(device), self.overflows.to(device)
         self.proven = self.proven.to(device)
 
-    def update_(self, found_inf: Tensor) -> None:
+    def update_(self, found_inf: Tensor, max_abs: Tensor) -> None:
         clean_steps = torch.where(found_inf, 0, self.clean_steps + 1)
         overflows = torch.where(found_inf, self.overflows + 1, 0)
         # At the ceiling there is nothing to probe: a growth to the same scale would only unlearn that it works.

@@ -42,6 +42,7 @@ class StepResult(NamedTuple):
     max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
+    by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
 
 
 def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:

@@ -39,6 +39,18 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
             (run,) = [run for run in bucket.runs if run.start <= slot.start < run.end]
             assert run.group == slot.spec.group
             assert slot.end <= run.end
+        # The ranks' pieces tile their shards and, put end to end, give every element the last parameter that starts
+        # at or before it.
+        for rank in range(layout.dp_size):
+            shard_numel = bucket.padded_numel // layout.dp_size
+            pieces = bucket.shard_pieces(rank, layout.dp_size)
+            assert [piece.start for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+            assert pieces[-1].end == shard_numel
+            for piece in pieces:
+                assert piece.start % ROW == 0
+                for element in (piece.start, piece.end - 1):
+                    before = [slot for slot in bucket.slots if slot.start <= rank * shard_numel + element]
+                    assert before[-1].spec.name == piece.name
         # The ranks' runs, put end to end, are the bucket's elements in order, with their groups.
         shard_numel = bucket.padded_numel // layout.dp_size
         owned = [0] * bucket.padded_numel

@@ -15,7 +15,7 @@ def _after(scale: DynamicLossScale, events: str) -> list[float]:
     """The scale after each event: x = overflow, . = clean step."""
     scales = []
     for event in events:
-        scale.update_(torch.tensor(event == "x"))
+        scale.update_(torch.tensor(event == "x"), torch.tensor(1.0))
         scales.append(float(scale.loss_scale))
     return scales
 
@@ -59,7 +59,7 @@ def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
 
 def test_a_static_scale_never_moves() -> None:
     scale = StaticLossScale(128.0)
-    scale.update_(torch.tensor(True))
+    scale.update_(torch.tensor(True), torch.tensor(1.0))
     restored = StaticLossScale(2.0)
     restored.load_state_dict(scale.state_dict())
     assert float(scale.loss_scale) == float(restored.loss_scale) == 128.0

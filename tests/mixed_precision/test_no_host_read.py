@@ -109,7 +109,9 @@ def test_the_check_catches_a_planted_read(read: Callable[[Tensor], Any]) -> None
 def test_the_check_catches_a_read_planted_in_the_step(monkeypatch) -> None:
     update_ = DynamicLossScale.update_
     monkeypatch.setattr(
-        DynamicLossScale, "update_", lambda self, found_inf: update_(self, torch.tensor(bool(found_inf)))
+        DynamicLossScale,
+        "update_",
+        lambda self, found_inf, max_abs: update_(self, torch.tensor(bool(found_inf)), max_abs),
     )
     with pytest.raises(HostRead):
         _twenty_steps()
