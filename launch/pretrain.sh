@@ -46,5 +46,5 @@ if [[ "$nnodes" == 1 ]]; then
 else
   rendezvous=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-megamix}")
 fi
-# torchrun by its module: the program of that name on PATH may belong to another Python.
-exec "$PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"
+# torchrun as a module: the program of that name on PATH may belong to another Python. Ours ends with the ranks' status.
+exec "$PYTHON" -m megamix.train.launch "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"

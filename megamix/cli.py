@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+from megamix.train.overflow_budget import GaveUpError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status is 0, or 2 for wrong input."""
+    """Run one verb; the exit status is 0, 2 for wrong input, or 3 if a training run gave up."""
     arguments = _parser().parse_args(argv)
     try:
         arguments.run(arguments)
@@ -20,6 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return 2
+    except GaveUpError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
+        return error.exit_status
     return 0
 
 

@@ -14,7 +14,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def torchrun(sandbox: Sandbox) -> list[str]:
-    (line,) = [line for line in sandbox.lines() if "torch.distributed.run" in line]
+    (line,) = [line for line in sandbox.lines() if "megamix.train.launch" in line]
     return line.split()
 
 
@@ -37,7 +37,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     )
     assert done.returncode == 0, done.stderr
     assert torchrun(sandbox)[1:] == [
-        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={want}"),
+        *("-m", "megamix.train.launch", "--standalone", f"--nproc-per-node={want}"),
         *("-m", "megamix", "train", config, "training.steps=30"),
     ]
     threads = max(1, len(os.sched_getaffinity(0)) // want)

@@ -87,6 +87,9 @@ class ModelConfig(Section):
     """Whether linear layers and layernorm carry a bias."""
     tie_embeddings: bool = True
     """Whether the head reads the embedding table instead of its own weight."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
+    and try."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     compile: bool = False
@@ -179,13 +182,25 @@ class PrecisionConfig(Section):
     """The scale never falls below."""
     max_scale: PowerOfTwo = 2.0**32
     """The scale never grows beyond."""
+    on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
+    """What becomes of a batch that overflowed: requeue tries it again two attempts later, redo at once (which waits
+    for the device once a step), skip loses it."""
+    max_retries: NonNegativeInt = 3
+    """Retries of one batch at scales that had worked before; after them it is set aside, and named in
+    set_aside.jsonl."""
+    max_overflows_in_a_row: PositiveInt = 50
+    """The run gives up after this many overflows in a row; the search down from max_scale needs 33."""
+    max_overflows_at_floor: PositiveInt = 20
+    """The run gives up after this many overflows in a row at min_scale, or at a scale that never falls."""
+    max_overflows_per_window: PositiveInt = 250
+    """The run gives up after this many overflows in 1000 attempts."""
 
 
 class TrainingConfig(Section):
     """Length and batches of the run."""
 
     steps: Annotated[PositiveInt, Field(examples=[1000])]
-    """Number of steps, each over one global batch."""
+    """Number of applied updates, each over one global batch; attempts that overflow do not count."""
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
     """Sequences in one forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]

@@ -20,6 +20,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line that is on the disk when this returns."""
+    with path.open("a", encoding="utf-8") as handle:
+        handle.write(line + "\n")
+        sync_file(handle)
+
+
 def write_synced(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as handle:
         handle.write(text)

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 # Feistel rounds. Four do for large domains; of 5 or 6 elements, 8 rounds (12) still favour some orders measurably
 # (chi-squared 839 and 207 on 119 degrees of freedom over 40,000 keys), 16 none (90).
 _ROUNDS = 16
+# Samples by number. A batch is one range, but for the first ones after the batch size was changed.
+Samples = tuple[range, ...]
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: spreads consecutive integers
 _ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
@@ -45,16 +48,15 @@ def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -
     return out.astype(np.int64)
 
 
-def micro_batches(
-    global_batch: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
-) -> list[range]:
+def micro_batches(batch: Samples, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Samples]:
     """The samples of each micro-batch of one rank, in order.
 
-    Global batch g is samples g * G .. (g + 1) * G - 1; rank r takes the r-th of dp_size equal blocks and cuts it
-    into micro-batches. So the ranks' samples one after the other are the global batch, for any dp_size.
+    Rank r takes the r-th of dp_size equal blocks of a global batch and cuts it into micro-batches. So the ranks'
+    samples one after the other are the global batch, for any dp_size.
     Raises: ValueError if the sizes do not divide.
     """
     per_micro_step = micro_batch_size * dp_size
+    global_batch_size = num_samples(batch)
     if global_batch_size % per_micro_step:
         raise ValueError(
             f"training.global_batch_size = {global_batch_size} must divide by micro_batch_size * dp_size = "
@@ -62,8 +64,21 @@ def micro_batches(
             f"set it to {max(1, round(global_batch_size / per_micro_step)) * per_micro_step}"
         )
     per_rank = global_batch_size // dp_size
-    first = global_batch * global_batch_size + dp_rank * per_rank
-    return [range(start, start + micro_batch_size) for start in range(first, first + per_rank, micro_batch_size)]
+    starts = range(dp_rank * per_rank, (dp_rank + 1) * per_rank, micro_batch_size)
+    return [cut(batch, start, start + micro_batch_size) for start in starts]
+
+
+def num_samples(samples: Samples) -> int:
+    return sum(map(len, samples))
+
+
+def cut(samples: Samples, start: int, stop: int) -> Samples:
+    """The samples at places start .. stop - 1 of the ranges laid end to end."""
+    parts = []
+    for part in samples:
+        parts.append(part[max(start, 0) : max(stop, 0)])
+        start, stop = start - len(part), stop - len(part)
+    return tuple(part for part in parts if part)
 
 
 def mix64(seed: np.uint64, values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -94,6 +94,7 @@ class ShardedEngine:
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
         self._scale_used = self.loss_scale.loss_scale.clone()
+        self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
         self._micro_batches = 0  # of this step, so far
 
     @property
@@ -118,6 +119,7 @@ class ShardedEngine:
         self.half_params.check()
         if self._micro_batches == 0:
             self._scale_used.copy_(self.loss_scale.loss_scale)
+            self._loss_sum.zero_()
         last = self._micro_batches == self.grad_accum_steps - 1
         self.half_grads.open(self.grad_reduce.bucket_full if last else None)
         try:
@@ -130,6 +132,7 @@ class ShardedEngine:
             raise
         finally:
             self.half_grads.close()
+        self._loss_sum += loss.detach().view(())
         self._micro_batches += 1
         if last:
             self.half_grads.fill_missing()
@@ -149,7 +152,7 @@ class ShardedEngine:
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
-            stats = agree(by_piece, self.collectives)
+            stats = agree(by_piece, self._loss_sum, self.collectives)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
             divisor = self._scale_used.double() * (self.layout.dp_size * self.grad_accum_steps)
@@ -168,9 +171,11 @@ class ShardedEngine:
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs)
+        loss = stats.loss_sum / (self.layout.dp_size * self.grad_accum_steps)
         return StepResult(
-            stats.found_inf, grad_norm.float(), stats.max_abs.float(), self._scale_used.clone(), scalars.lr, by_piece
-        )
+            loss.float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
+            self._scale_used.clone(), scalars.lr, by_piece,
+        )  # fmt: skip
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]

@@ -65,17 +65,20 @@ class PieceStats:
 class GradStats:
     """What every rank knows of this step's gradients, all of it still on the device."""
 
-    by_rank: Tensor  # FP64 (dp_size, 2): each rank's sum of squares and max abs, times the divisor of the sums
+    by_rank: Tensor  # FP64 (dp_size, 3): each rank's sum of squares, max abs (both scaled, summed) and sum of losses
     sum_of_squares: Tensor  # FP64 (): of the same table by the same operation, so equal on every rank
     max_abs: Tensor  # FP64 ()
+    loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the scale
     found_inf: Tensor  # bool ()
 
 
-def agree(by_piece: Tensor, collectives: Collectives) -> GradStats:
-    """The model's statistics from each rank's own. Shapes: FP64 (2, pieces)."""
-    by_rank = collectives.table(torch.stack([by_piece[0].sum(), by_piece[1].amax()]))
+def agree(by_piece: Tensor, loss_sum: Tensor, collectives: Collectives) -> GradStats:
+    """The model's statistics from each rank's own. Shapes: by_piece FP64 (2, pieces), loss_sum FP32 ()."""
+    by_rank = collectives.table(torch.stack([by_piece[0].sum(), by_piece[1].amax(), loss_sum.double()]))
     sum_of_squares = by_rank[:, 0].sum()
-    return GradStats(by_rank, sum_of_squares, by_rank[:, 1].amax(), ~torch.isfinite(sum_of_squares))
+    return GradStats(
+        by_rank, sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), ~torch.isfinite(sum_of_squares)
+    )
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:

@@ -23,6 +23,7 @@ class StaticLossScale:
 
     def __init__(self, init_scale: float = 1.0):
         _require_power_of_two("init_scale", init_scale)
+        self.min_scale = init_scale  # it never falls below
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32)  # FP32 (), on the engine's device after `to`
 
     def to(self, device: torch.device) -> None:

@@ -37,6 +37,7 @@ class Sharding:
 class StepResult(NamedTuple):
     """Device tensors; reading one waits for the device, so keep them until the value is needed."""
 
+    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, without the scale
     found_inf: Tensor  # bool (): nothing was changed
     grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
     max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom

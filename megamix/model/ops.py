@@ -55,6 +55,14 @@ class Ops:
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         return wide.apply(wide.SwiGLU, gate, up) if self._computes_wide(gate) else F.silu(gate) * up
 
+    def dropout(self, x: Tensor, share: float) -> Tensor:
+        """Zero a share of the elements, drawn from torch's generator, and divide the rest by what is kept.
+
+        Not torch's own, which on a CPU rounds 1 / (1 - share) to half first: every element would be off the same way.
+        """
+        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
+        return torch.where(kept, x * (1 / (1 - share)), 0.0)
+
     def gelu(self, x: Tensor) -> Tensor:
         return wide.apply(wide.GELU, x) if self._computes_wide(x) else F.gelu(x)
 

@@ -60,15 +60,19 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.dropout, self.ops = config.dropout, ops
         self.attention_norm = _norm(config, ops)
         self.attention = Attention(config, ops)
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
     def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary)
-        x = x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary))
+        x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
         return x
+
+    def _drop(self, branch: Tensor) -> Tensor:
+        return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
 
 
 def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
@@ -85,7 +89,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None) -> None:
         super().__init__()
-        self.config, ops = config, ops or Ops()
+        self.config, self.ops = config, ops or Ops()
+        ops = self.ops
         self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
@@ -140,6 +145,8 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(num_positions, device=tokens.device))
+        if self.config.dropout and self.training:
+            x = self.ops.dropout(x, self.config.dropout)
         rotary = None if self.rotary is None else self.rotary(num_positions)
         for block in self.blocks:
             x = block(x, rotary)

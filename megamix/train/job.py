@@ -21,6 +21,7 @@ from megamix.train.build import DTYPES, build_engine
 from megamix.train.console import Console
 from megamix.train.generate import sample_text
 from megamix.train.metrics import MetricsWriter
+from megamix.train.overflow_budget import GaveUpError
 from megamix.train.report import IntervalReport
 from megamix.train.trainer import VALIDATION_SEED, Trainer
 
@@ -28,7 +29,10 @@ PROMPT = "def "  # how the sample at the end of a run begins, if the run has a t
 
 
 def run_job(config: Config) -> float | None:
-    """Returns the last validation loss. Every rank must call it; the first one writes."""
+    """Returns the last validation loss. Every rank must call it; the first one writes.
+
+    Raises: GaveUpError, with the weights saved, if the run overflows on and on.
+    """
     device = local_device()
     topology = start_ranks(device)
     try:
@@ -65,16 +69,25 @@ def _train(config: Config, folder: Path, topology: Topology, device: torch.devic
             config.training.steps,
             _mfu_per_token_rate(config, topology.dp_size, device),
         )
-        valid_loss = Trainer(config, engine, loader, validation, report, console, writer).train()
+        trainer = Trainer(config, engine, loader, validation, report, console, writer)
+        valid_loss, gave_up = None, None
+        try:
+            valid_loss = trainer.train()
+        except GaveUpError as error:
+            gave_up = error
     weights = engine.full_weights()
     if first:
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
         console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
-        if config.data.tokenizer is not None:
+        if gave_up is not None:
+            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+        elif config.data.tokenizer is not None:
             tokenizer = Path(config.data.tokenizer)
             text = sample_text(model, tokenizer, PROMPT, max_new_tokens=128, seed=config.training.seed)
             run_folder.write_text(folder / run_folder.SAMPLE, text)
             console.line(f"sample of text ({folder / run_folder.SAMPLE}):\n{text}")
+    if gave_up is not None:
+        raise gave_up
     return valid_loss
 
 

@@ -32,13 +32,13 @@ TAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One log interval, as of its last step. Field names are keys of TAGS."""
+    """One log interval, as of its last update. Field names are keys of TAGS."""
 
     loss: float  # nats per token
     lr: float
-    grad_norm: float  # before clipping, without the loss scale; not finite where the step was skipped
+    grad_norm: float  # before clipping, without the loss scale
     loss_scale: float | None  # None: this run has none
-    skipped_steps: int  # since the start of the run
+    skipped_steps: int  # attempts that overflowed, since the start of the run
     tokens_per_s: float  # of all ranks
     mfu: float | None  # 0 to 1; None: the peak of this device is not known
     memory_gib: float  # peak of this rank

@@ -1,51 +1,54 @@
-"""The one place where the training loop reads the device: values of a step, a fixed number of steps later."""
+"""The one place where the training loop reads the device: an attempt's outcome, a fixed number of attempts later."""
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Steps between writing a slot and reading it. A constant, never "if it is ready": every rank must act on a step's
-# outcome at the same place of its loop. Two, so that the device always has a whole step queued while the host waits
-# for an older one.
-LAG = 2
+from megamix.mixed_precision.settings import StepResult
 
 
-class StepValues(NamedTuple):
-    """One step, on the host."""
+class Outcome(NamedTuple):
+    """One attempt, on the host."""
 
-    loss: float  # nats per token; of a logged step the mean over ranks and interval, else of no meaning
-    grad_norm: float
-    loss_scale: float
-    lr: float
+    loss: float  # nats per token, mean over the global batch
     found_inf: bool
-    skipped_steps: int  # since the start of the run
+    grad_norm: float
+    loss_scale: float  # the one it used
+    lr: float
+    by_piece: Tensor  # FP64 (2, pieces), as in StepResult
 
 
 class Readout:
-    """Slots of host memory of their own (pinned on a GPU), written without waiting and read LAG steps later.
+    """Slots of host memory of their own (pinned on a GPU), one per attempt in flight, written without waiting.
 
     A `.to("cpu")` would not do: on a CPU it is the live tensor, which the next step overwrites.
     """
 
-    def __init__(self, device: torch.device):
-        pinned = device.type == "cuda"
-        self._slots = [
-            torch.empty(len(StepValues._fields), dtype=torch.float64, pin_memory=pinned) for _ in range(LAG + 1)
-        ]
-        self._events = [torch.cuda.Event() for _ in self._slots] if pinned else []  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, num_pieces: int, lag: int):
+        self._pinned = device.type == "cuda"
+        shape = (5 + 2 * num_pieces,)
+        self._slots = [torch.empty(shape, dtype=torch.float64, pin_memory=self._pinned) for _ in range(lag)]
+        self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
-    def write(self, step: int, *values: Tensor) -> None:
-        """Start copying a step's device scalars, in the order of StepValues."""
-        slot = step % len(self._slots)
-        self._slots[slot].copy_(torch.stack([value.double() for value in values]), non_blocking=True)
-        if self._events:  # pragma: CUDA only
-            self._events[slot].record()
+    def write(self, attempt: int, result: StepResult) -> None:
+        """Start copying what a step has returned."""
+        scalars = (result.loss, result.found_inf, result.grad_norm, result.loss_scale, result.lr)
+        values = torch.cat([torch.stack([scalar.double() for scalar in scalars]), result.by_piece.flatten()])
+        slot = attempt % len(self._slots)
+        self._slots[slot].copy_(values, non_blocking=True)
+        event = self._events[slot]
+        if event is not None:  # pragma: CUDA only
+            event.record()
 
-    def read(self, step: int) -> StepValues:
-        """The values of a step written at most LAG steps ago; waits until that step has ended on the device."""
-        slot = step % len(self._slots)
-        if self._events:  # pragma: CUDA only
-            self._events[slot].synchronize()
-        loss, grad_norm, loss_scale, lr, found_inf, skipped_steps = self._slots[slot].tolist()
-        return StepValues(loss, grad_norm, loss_scale, lr, bool(found_inf), int(skipped_steps))
+    def read(self, attempt: int) -> Outcome:
+        """What was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
+        slot = attempt % len(self._slots)
+        event = self._events[slot]
+        if event is not None:  # pragma: CUDA only
+            event.synchronize()
+        loss, found_inf, grad_norm, loss_scale, lr = self._slots[slot][:5].tolist()
+        by_piece = self._slots[slot][5:].view(2, -1).clone()  # the slot is written again
+        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, by_piece)

@@ -10,7 +10,7 @@ from megamix.data.durable import sync_directory, sync_file, write_synced
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, WEIGHTS, SAMPLE = "config.toml", "weights.safetensors", "sample.txt"
+CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 _MARKS = (CONFIG, WEIGHTS, "metrics.jsonl")  # a folder that holds one of these belongs to a run
 
 

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
-from megamix.data.sampler import micro_batches
+from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate
 from megamix.train.build import build_loss_scale
 from megamix.train.console import Console
-from megamix.train.metrics import MetricsWriter, format_line, format_scale
-from megamix.train.readout import LAG, Readout, StepValues
+from megamix.train.metrics import MetricsWriter, format_line
+from megamix.train.overflow_log import OverflowLog
+from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 
 # Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
@@ -26,7 +29,7 @@ VALIDATION_SEED = 0
 
 
 class Trainer:
-    """Runs a job's steps. Every rank has one; the first one's speaks and writes."""
+    """Runs a job's attempts until all updates are applied. Every rank has one; the first one's speaks and writes."""
 
     def __init__(
         self,
@@ -42,74 +45,73 @@ class Trainer:
         self.loader, self.validation = loader, validation
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
-        self.readout = Readout(self.device)
-        self._interval_loss = torch.zeros((), device=self.device)
-        self._interval_steps = 0
+        self.plan = BatchPlan(
+            config.training.steps, config.training.global_batch_size,
+            config.precision.on_overflow, config.precision.max_retries,
+        )  # fmt: skip
+        self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
+        self.overflows = OverflowLog(config, engine, console, writer)
         self._scaled = build_loss_scale(config.precision) is not None
 
     def train(self) -> float | None:
-        """All steps and the validations. Returns the last validation loss (nats per token), if there is validation
+        """All updates and the validations. Returns the last validation loss (nats per token), if there is validation
         data.
+
+        Raises: GaveUpError once the budget of overflows is spent.
         """
-        steps, eval_interval = self.config.training.steps, self.config.training.eval_interval
-        valid_loss = None
-        self._announce(0)
-        for step in range(steps):
-            with self._profiled(step):
-                self._step(step)
-            if step >= LAG:
-                self._log(step - LAG, done=step + 1)
-            if eval_interval and (step + 1) % eval_interval == 0 and step + 1 < steps:
-                valid_loss = self._validate(step + 1)
-        for step in range(max(0, steps - LAG), steps):
-            self._log(step, done=steps)
-        if self.validation is not None:
-            valid_loss = self._validate(steps)
+        plan, valid_loss = self.plan, None
+        self.engine.module.train()
+        self._prefetch(plan.next_new())
+        for stop in self._stops():
+            while True:
+                # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
+                while plan.must_settle(until=stop):
+                    self._settle()
+                if plan.applied == stop:
+                    break
+                self._try(plan.take())
+            if self.validation is not None:
+                valid_loss = self._validate(stop)
         self.console.close()
         return valid_loss
 
-    def _step(self, step: int) -> None:
-        clock, grad_accum_steps = self.engine.clock, self.engine.grad_accum_steps
-        loss_sum = torch.zeros((), device=self.device)
-        self._announce(step + 1)
-        for samples in self._samples(step):
-            with clock.span("data"):
-                tokens, targets = self._batch(self.loader, samples)
-            with clock.span("forward_backward"):
-                loss = self.engine(tokens, targets)
-                self.engine.backward(loss)
-            loss_sum += loss.detach()
-        result = self.engine.step()
-        self._interval_loss += loss_sum / grad_accum_steps
-        self._interval_steps += 1
-        loss = self._interval_loss
-        if self._is_logged(step):
-            loss = self._mean_over_ranks(self._interval_loss / self._interval_steps)
-            self._interval_loss = torch.zeros_like(self._interval_loss)
-            self._interval_steps = 0
-        self.readout.write(
-            step, loss, result.grad_norm, result.loss_scale, result.lr, result.found_inf, self.engine.skipped_steps
-        )
-        self.console.advance()
+    def _stops(self) -> list[int]:
+        """The updates after which to validate; the last one ends the run."""
+        steps, eval_interval = self.config.training.steps, self.config.training.eval_interval
+        return [*(range(eval_interval, steps, eval_interval) if eval_interval else ()), steps]
 
-    def _log(self, step: int, done: int) -> None:
-        values = self.readout.read(step)
-        steps = self.config.training.steps
-        if values.found_inf:
-            self._report_overflow(step, values)
-        if self._is_logged(step):
-            metrics = self.report.metrics(done, values, scaled=self._scaled, device=self.device)
-            self.console.line(format_line(step + 1, steps, metrics))
-            if self.writer is not None:
-                self.writer.write(step + 1, metrics.values())
+    def _try(self, attempt: Attempt) -> None:
+        clock, batch = self.engine.clock, attempt.batch
+        self._prefetch(self.plan.next_new())
+        with self._profiled(attempt.number):
+            for samples in self._micro_batches(batch.samples):
+                with clock.span("data"):
+                    tokens, targets = self._load(self.loader, samples)
+                if self.config.model.dropout:
+                    self._seed_dropout(samples, batch.tries)
+                with clock.span("forward_backward"):
+                    self.engine.backward(self.engine(tokens, targets))
+            self.readout.write(attempt.number, self.engine.step())
 
-    def _report_overflow(self, step: int, values: StepValues) -> None:
-        self.console.line(
-            f"step {step + 1}/{self.config.training.steps} | overflow at loss_scale {format_scale(values.loss_scale)}: "
-            f"skipped, nothing changed | skipped {values.skipped_steps}"
+    def _settle(self) -> None:
+        """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
+        attempt = self.plan.oldest()
+        outcome = self.readout.read(attempt.number)
+        fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
+        if fate is Fate.APPLIED:
+            self.report.add(outcome.loss)
+            self.console.advance()
+        self.overflows.note(attempt, outcome, fate, self.plan.applied)
+        if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
+            self._log(self.plan.applied, outcome)
+
+    def _log(self, update: int, outcome: Outcome) -> None:
+        metrics = self.report.metrics(
+            update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
         )
+        self.console.line(format_line(update, self.config.training.steps, metrics))
         if self.writer is not None:
-            self.writer.write(step + 1, {"loss_scale": values.loss_scale, "skipped_steps": values.skipped_steps})
+            self.writer.write(update, metrics.values())
 
     def _validate(self, done: int) -> float:
         """Mean loss over the validation batches and all ranks, in half precision as trained. Every rank must call
@@ -117,11 +119,14 @@ class Trainer:
         """
         assert self.validation is not None
         self.report.pause()
+        self.engine.module.eval()
         losses = []
+        batch_size = self.config.training.global_batch_size
         with torch.no_grad():
-            for batch in range(self.config.training.eval_batches):
-                for samples in self._samples(batch):
-                    losses.append(self.engine(*self._batch(self.validation, samples)))
+            for start in range(0, self.config.training.eval_batches * batch_size, batch_size):
+                for samples in self._micro_batches((range(start, start + batch_size),)):
+                    losses.append(self.engine(*self._load(self.validation, samples)))
+        self.engine.module.train()
         loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
@@ -132,48 +137,51 @@ class Trainer:
         self.report.resume()
         return loss
 
-    def _batch(self, loader: BatchLoader, samples: range) -> tuple[Tensor, Tensor]:
-        batch = loader.get(samples)
-        return batch.tokens.to(self.device, non_blocking=True), batch.targets.to(self.device, non_blocking=True)
+    def _load(self, loader: BatchLoader, samples: Samples) -> tuple[Tensor, Tensor]:
+        """Shapes: -> tokens and targets INT64 (samples, seq_len), on the device."""
+        parts = [loader.get(part) for part in samples]
+        tokens, targets = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
-    def _samples(self, global_batch: int) -> list[range]:
+    def _micro_batches(self, batch: Samples) -> list[Samples]:
         topology = self.engine.collectives.topology
         return micro_batches(
-            global_batch,
-            global_batch_size=self.config.training.global_batch_size,
+            batch,
             micro_batch_size=self.config.training.micro_batch_size,
             dp_rank=topology.dp_rank,
             dp_size=topology.dp_size,
         )
 
-    def _announce(self, step: int) -> None:
-        if step < self.config.training.steps:
-            for samples in self._samples(step):
-                self.loader.prefetch(samples)
+    def _prefetch(self, batch: Samples) -> None:
+        for samples in self._micro_batches(batch):
+            for part in samples:
+                self.loader.prefetch(part)
+
+    def _seed_dropout(self, samples: Samples, tries: int) -> None:
+        """The same units drop out on any number of ranks, after any restart, and others at another try."""
+        key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
+        torch.manual_seed(int(mix64(key[0], np.array([tries], dtype=np.uint64))[0]))
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         return self.engine.collectives.table(value.view(1)).mean()
 
-    def _is_logged(self, step: int) -> bool:
-        """The first step, so that a newcomer sees a loss soon, then every log_interval steps, and the last one."""
-        done = step + 1
-        return done == 1 or done % self.config.metrics.log_interval == 0 or done == self.config.training.steps
+    def _is_logged(self, update: int) -> bool:
+        """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
+        return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
 
     @contextmanager
-    def _profiled(self, step: int) -> Iterator[None]:
-        """Trace the chosen steps into one file per rank, for chrome://tracing or Perfetto."""
+    def _profiled(self, attempt: int) -> Iterator[None]:
+        """Trace the chosen attempts into one file per rank, for chrome://tracing or Perfetto."""
         section = self.config.profiling
-        if section.num_steps and step == section.start_step:
+        if section.num_steps and attempt == section.start_step:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         yield
-        if section.num_steps and step == section.start_step + section.num_steps - 1:
+        if section.num_steps and attempt == section.start_step + section.num_steps - 1:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self.engine.param_gather.wait_all()
             self._profiler.stop()
             rank = self.engine.collectives.topology.dp_rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
-            self.console.line(
-                f"step {step + 1}/{self.config.training.steps} | profile of {section.num_steps} steps in {trace}"
-            )
+            self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")

@@ -96,20 +96,29 @@ def test_ranks_side_by_side_read_the_same_global_batch_for_any_dp_size(dp_size: 
             sample
             for dp_rank in range(dp_size)
             for micro_batch in micro_batches(
-                global_batch,
-                global_batch_size=24,
+                (range(global_batch * 24, global_batch * 24 + 24),),
                 micro_batch_size=micro_batch_size,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
             )
-            for sample in micro_batch
+            for part in micro_batch
+            for sample in part
         ]
         assert samples == list(range(global_batch * 24, global_batch * 24 + 24))
 
 
 def test_a_rank_takes_its_block_in_micro_batches_in_order() -> None:
-    batches = micro_batches(3, global_batch_size=16, micro_batch_size=4, dp_rank=1, dp_size=2)
-    assert batches == [range(56, 60), range(60, 64)]
+    batches = micro_batches((range(48, 64),), micro_batch_size=4, dp_rank=1, dp_size=2)
+    assert batches == [(range(56, 60),), (range(60, 64),)]
+
+
+def test_a_batch_of_several_ranges_is_cut_as_if_they_stood_end_to_end() -> None:
+    batch = (range(5, 8), range(20, 21), range(40, 44))
+    cuts = [micro_batches(batch, micro_batch_size=2, dp_rank=rank, dp_size=2) for rank in range(2)]
+    assert cuts == [
+        [(range(5, 7),), (range(7, 8), range(20, 21))],
+        [(range(40, 42),), (range(42, 44),)],
+    ]
 
 
 @pytest.mark.parametrize(("global_batch_size", "fix"), [(10, 8), (13, 16), (1, 8)])
@@ -117,4 +126,4 @@ def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(global_ba
     with pytest.raises(
         ValueError, match=rf"training.global_batch_size = {global_batch_size} must.* = 8; set it to {fix}$"
     ):
-        micro_batches(0, global_batch_size=global_batch_size, micro_batch_size=4, dp_rank=0, dp_size=2)
+        micro_batches((range(global_batch_size),), micro_batch_size=4, dp_rank=0, dp_size=2)

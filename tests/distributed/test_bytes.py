@@ -29,7 +29,7 @@ def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
         engine.param_gather.wait_all()
         gc.collect()
     scale = engine.loss_scale
-    scalars = [engine.applied_updates, engine.skipped_steps, engine._lr_table, engine._scale_used]
+    scalars = [engine.applied_updates, engine.skipped_steps, engine._lr_table, engine._scale_used, engine._loss_sum]
     scalars += [scale.loss_scale, scale.clean_steps, scale.overflows, scale.proven]
     scalars += engine.piece_stats.row_borders
     named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)

@@ -52,3 +52,16 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     assert rows[-1]["valid/loss"] < math.log(2048) - 1.2
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names >= {"metrics.jsonl", "config.toml", "weights.safetensors", "sample.txt", "tensorboard"}
+
+
+def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = tmp_path / "job.toml"
+    # A step so long that the second forward is not finite, in every batch.
+    precision = {"dtype": "bf16", "max_overflows_at_floor": 3}
+    config.write_text(config_to_toml(tiny_job(tmp_path, optimizer={"lr": 1e30, "min_lr": 1e30}, precision=precision)))
+    result = _call("launch/pretrain.sh", str(config), "lr_schedule.warmup_steps=0", NPROC_PER_NODE="2")
+    assert result.returncode == 3, result.stderr
+    assert result.stderr.count("megamix train: gave up after 4 attempts and 1 updates") == 1
+    assert (tmp_path / "run/gave_up.txt").read_text() in result.stderr
+    assert load_file(tmp_path / "run/weights.safetensors")

@@ -175,6 +175,20 @@ def test_new_storage_for_a_parameter_is_used_by_the_next_forward() -> None:
     assert before.item() != pytest.approx(math.log(VOCAB), abs=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dropout_zeroes_its_share_keeps_the_mean_and_rests_outside_training(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.full((1000, 100), 3.0, dtype=dtype)
+    dropped = Ops().dropout(x, 0.25)
+    assert (dropped == 0).double().mean() == pytest.approx(0.25, abs=5 * (0.25 * 0.75 / 1e5) ** 0.5)
+    assert dropped[dropped != 0].unique().tolist() == [4.0]  # exactly 3 / 0.75, rounded once
+    model = model_of(dtype, dropout=0.5)
+    tokens = torch.zeros(1, 5, dtype=torch.int64)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
 def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to() -> None:
     model, fresh = model_of(rope_theta=50.0), model_of(rope_theta=50.0)
     model.half().bfloat16().double()

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch.distributed as dist
+
+from megamix.comm.topology import Topology
 from megamix.config import Config, config_from_dict
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.data.tokenizer import Tokenizer
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train import job
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train.job import run_job
 
 VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely successors: no model can get below ln 4
 
@@ -42,3 +53,68 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
     for section, keys in overrides.items():
         tree[section] |= keys
     return config_from_dict(tree)
+
+
+def run_on_ranks(config: Config) -> float | None:
+    """`run_job` on ranks whose process group is up already, or alone."""
+    with (
+        mock.patch.object(job, "start_ranks", lambda device: Topology.current()),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        return run_job(config)
+
+
+@dataclass
+class Record:
+    """What a run did with its data."""
+
+    attempts: list[Attempt] = field(default_factory=list)  # as launched
+    applied: list[Attempt] = field(default_factory=list)  # as applied
+    valid_loss: float | None = None
+
+    def samples(self) -> list[int]:
+        """Of all applied updates, in order."""
+        return [sample for attempt in self.applied for part in attempt.batch.samples for sample in part]
+
+
+def run_recorded(
+    config: Config, bad_attempts: frozenset[int] = frozenset(), bad_samples: frozenset[int] = frozenset()
+) -> Record:
+    """Run a job that overflows at some attempts and wherever some samples are: in the loss of one rank, another one
+    each time.
+    """
+    record = Record()
+    take, settle = BatchPlan.take, BatchPlan.settle
+
+    def recorded_take(plan: BatchPlan) -> Attempt:
+        record.attempts.append(take(plan))
+        return record.attempts[-1]
+
+    def recorded_settle(plan: BatchPlan, found_inf: bool, loss_scale: float) -> Fate:
+        attempt, fate = plan.oldest(), settle(plan, found_inf, loss_scale)
+        if fate is Fate.APPLIED:
+            record.applied.append(attempt)
+        return fate
+
+    with (
+        mock.patch.object(BatchPlan, "take", recorded_take),
+        mock.patch.object(BatchPlan, "settle", recorded_settle),
+        overflows_injected(record, bad_attempts, bad_samples),
+    ):
+        record.valid_loss = run_on_ranks(config)
+    return record
+
+
+@contextmanager
+def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples: frozenset[int]) -> Iterator[None]:
+    backward = ShardedEngine.backward
+
+    def poisoned(engine: ShardedEngine, loss: Any) -> None:
+        number, batch = record.attempts[-1]
+        bad = number in bad_attempts or any(sample in part for sample in bad_samples for part in batch.samples)
+        topology = engine.collectives.topology
+        mine = number % topology.dp_size == topology.dp_rank
+        backward(engine, loss * float("inf") if bad and mine else loss)
+
+    with mock.patch.object(ShardedEngine, "backward", poisoned):
+        yield

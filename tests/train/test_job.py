@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megamix.cli import main
-from megamix.comm import topology
-from megamix.config import Config, load_config
-from megamix.train import job
+from megamix.config import load_config
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS
 from tests.conftest import FULL
-from tests.train.jobs import BRANCHING, VOCAB, tiny_job, write_data
+from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
 
 
 def _rows(folder: Path) -> list[dict[str, float | None]]:
@@ -108,7 +105,7 @@ def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
 def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path) -> None:
     write_data(tmp_path / "data")
     config = tiny_job(tmp_path, profiling={"start_step": 2, "num_steps": 3}, metrics={"tensorboard": False})
-    losses = run_ranks(_run, 2, config)
+    losses = run_ranks(run_on_ranks, 2, config)
     assert losses[0] == losses[1]
     assert {path.name for path in (tmp_path / "run").glob("trace_*")} == {"trace_rank0.json", "trace_rank1.json"}
 
@@ -145,17 +142,6 @@ def test_generate_needs_a_tokenizer(tmp_path, capsys) -> None:
     assert "data.tokenizer: the run in" in capsys.readouterr().err
 
 
-def _run(config: Config) -> float | None:
-    """`run_job` on ranks whose process group is up already."""
-    kept = job.start_ranks, dist.destroy_process_group
-    job.start_ranks = lambda device: topology.Topology.current()
-    dist.destroy_process_group = lambda: None
-    try:
-        return run_job(config)
-    finally:
-        job.start_ranks, dist.destroy_process_group = kept
-
-
 def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path) -> None:
     ends = {}
     for dtype in ("fp16", "fp32"):
@@ -163,7 +149,7 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
         write_data(folder / "data")
         steps = {"steps": 400 if FULL else 150, "global_batch_size": 32, "micro_batch_size": 16, "eval_interval": 0}
         config = tiny_job(folder, precision={"dtype": dtype}, training=steps, metrics={"tensorboard": False})
-        ends[dtype] = run_ranks(_run, 2, config)
+        ends[dtype] = run_ranks(run_on_ranks, 2, config)
     assert ends["fp16"][0] == ends["fp16"][1]
     assert abs(ends["fp16"][0] - ends["fp32"][0]) < 0.05
     assert math.log(BRANCHING) < ends["fp16"][0] < math.log(VOCAB) - 1.5
@@ -181,7 +167,7 @@ def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
         if ranks == 1:
             run_job(config)
         else:
-            run_ranks(_run, ranks, config)
+            run_ranks(run_on_ranks, ranks, config)
         losses[ranks, micro_batch_size] = list(_losses(folder).values())
     # The mean over eight sequences is taken in other groups: FP32 rounding at every sum, amplified over six updates.
     for others in losses.values():

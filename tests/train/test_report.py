@@ -12,13 +12,14 @@ import torch
 
 from megamix import clock as clock_module
 from megamix.clock import Clock
+from megamix.mixed_precision.settings import StepResult
 from megamix.train import report as report_module
 from megamix.train.console import Console
-from megamix.train.readout import LAG, Readout, StepValues
+from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport, peak_memory_gib
 
 CPU = torch.device("cpu")
-VALUES = StepValues(loss=2.0, grad_norm=1.0, loss_scale=8.0, lr=0.1, found_inf=False, skipped_steps=3)
+OUTCOME = Outcome(5.0, found_inf=False, grad_norm=1.0, loss_scale=8.0, lr=0.1, by_piece=torch.zeros(2, 1))
 
 
 @pytest.fixture
@@ -37,39 +38,46 @@ def _spend(clock: Clock, now, name: str, seconds: float) -> None:
 
 def test_rates_and_shares_of_an_interval(now) -> None:
     clock = Clock(CPU)
-    report = IntervalReport(clock, tokens_per_step=100, steps=10, mfu_per_token_rate=0.001)
+    report = IntervalReport(clock, tokens_per_step=100, updates=10, mfu_per_token_rate=0.001)
     for name, seconds in (("data", 0.5), ("forward_backward", 6.0), ("exposed_reduce_scatter", 1.0), ("update", 2.0)):
         _spend(clock, now, name, seconds)
     now["s"] += 0.5
-    metrics = report.metrics(4, VALUES, scaled=True, device=CPU)
+    report.add(3.0)
+    report.add(1.0)
+    metrics = report.metrics(3, 4, OUTCOME, 1, scaled=True, device=CPU)
     assert metrics.tokens_per_s == pytest.approx(40.0)
     assert metrics.mfu == pytest.approx(0.04)
-    assert metrics.eta_s == pytest.approx(15.0)
+    assert metrics.eta_s == pytest.approx(17.5)  # 7 updates of 2.5 s
     shares = (metrics.data_share, metrics.forward_backward_share, metrics.reduce_scatter_share, metrics.update_share)
     assert shares == pytest.approx((0.05, 0.6, 0.1, 0.2))
     assert metrics.all_gather_share == 0
-    assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale) == (2.0, 3, 8.0)
+    assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale) == (2.0, 1, 8.0)
 
 
 def test_a_validation_is_left_out_of_the_interval(now) -> None:
     clock = Clock(CPU)
-    report = IntervalReport(clock, tokens_per_step=100, steps=10, mfu_per_token_rate=None)
+    report = IntervalReport(clock, tokens_per_step=100, updates=10, mfu_per_token_rate=None)
     _spend(clock, now, "forward_backward", 1.0)
     report.pause()
     _spend(clock, now, "exposed_all_gather", 50.0)
     report.resume()
     _spend(clock, now, "forward_backward", 1.0)
-    metrics = report.metrics(2, VALUES, scaled=False, device=CPU)
+    report.add(1.0)
+    metrics = report.metrics(2, 2, OUTCOME, 0, scaled=False, device=CPU)
     assert metrics.tokens_per_s == pytest.approx(100.0)
     assert (metrics.forward_backward_share, metrics.all_gather_share) == (1.0, 0.0)
     assert (metrics.mfu, metrics.loss_scale) == (None, None)
 
 
 def test_two_lines_due_at_once_share_their_rates(now) -> None:
-    report = IntervalReport(Clock(CPU), tokens_per_step=100, steps=4, mfu_per_token_rate=None)
+    report = IntervalReport(Clock(CPU), tokens_per_step=100, updates=4, mfu_per_token_rate=None)
     now["s"] += 2.0
-    rates = [report.metrics(4, VALUES, scaled=False, device=CPU).tokens_per_s for _ in range(2)]
-    assert rates == [200.0, 200.0]
+    lines = []
+    for update in (3, 4):
+        report.add(float(update))
+        lines.append(report.metrics(update, 4, OUTCOME, 0, scaled=False, device=CPU))
+    assert [line.tokens_per_s for line in lines] == [200.0, 200.0]
+    assert [line.loss for line in lines] == [3.0, 4.0]
 
 
 def test_peak_memory_counts_what_was_once_held() -> None:
@@ -80,15 +88,20 @@ def test_peak_memory_counts_what_was_once_held() -> None:
 
 
 def test_a_slot_keeps_its_step_until_it_is_read() -> None:
-    readout = Readout(CPU)
-    live = torch.zeros(())
-    for step in range(10):
-        live.fill_(step)
-        readout.write(step, live, live, live, live, live > 4, live)
+    lag = 2
+    readout = Readout(CPU, num_pieces=3, lag=lag)
+    live, pieces = torch.zeros(()), torch.zeros(2, 3)
+    for attempt in range(10):
+        if attempt >= lag:
+            past = float(attempt - lag)
+            outcome = readout.read(attempt - lag)
+            assert outcome[:5] == (past, past > 4, past, past, past)
+            assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
+        live.fill_(attempt)
+        pieces.fill_(attempt)
+        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, pieces))
         live.fill_(-1)  # a live tensor in the slot would show this
-        if step >= LAG:
-            past = float(step - LAG)
-            assert readout.read(step - LAG) == StepValues(past, past, past, past, past > 4, int(past))
+        pieces.fill_(-1)
 
 
 def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:

@@ -1,0 +1,151 @@
+"""Which batch is tried next: every batch of the data order is applied once, or lost, or set aside, and each rank
+decides alike.
+
+An attempt is one step on one global batch; one that overflows changes no weight. Attempts are numbered on the host,
+which learns of an attempt's outcome a fixed number of attempts later, so nothing here depends on timing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from megamix.data.sampler import Samples, cut, num_samples
+
+OnOverflow = Literal["requeue", "redo", "skip"]
+
+# Attempts between launching one and learning its outcome. "redo" waits for each outcome before it goes on; else the
+# device always has a whole attempt queued while the host waits for an older one.
+LAGS: dict[OnOverflow, int] = {"requeue": 2, "redo": 1, "skip": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """The samples of one update, by number, and how often they have been tried in vain."""
+
+    samples: Samples
+    tries: int = 0
+    counted_tries: int = 0  # those that count against max_retries
+
+
+class Attempt(NamedTuple):
+    number: int  # 0 for the first of the run
+    batch: GlobalBatch
+
+
+class Fate(enum.Enum):
+    """What became of an attempt."""
+
+    APPLIED = "applied"
+    REQUEUED = "tried again"
+    LOST = "lost"  # on_overflow = "skip"
+    SET_ASIDE = "set aside"  # overflowed too often
+
+
+class Waiting(NamedTuple):
+    """A batch that overflowed, and after how many more attempts it is due."""
+
+    batch: GlobalBatch
+    due_in: int
+
+
+class PlanState(NamedTuple):
+    """Between updates, with nothing in flight."""
+
+    applied: int
+    cursor: int  # the first sample never tried
+    waiting: tuple[Waiting, ...]
+    last_applied_scale: float | None
+
+
+class BatchPlan:
+    """Hands out attempts and takes their outcomes, in order.
+
+    `updates`: how many the run applies in all; `applied`: so far.
+    """
+
+    def __init__(
+        self, updates: int, global_batch_size: int, on_overflow: OnOverflow, max_retries: int,
+        state: PlanState | None = None,
+    ):  # fmt: skip
+        self.updates, self.global_batch_size = updates, global_batch_size
+        self._on_overflow, self._max_retries, self.lag = on_overflow, max_retries, LAGS[on_overflow]
+        state = state or PlanState(0, 0, (), None)
+        self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
+        self._attempts = 0
+        self._in_flight: deque[Attempt] = deque()
+        # Batches that overflowed, in the order in which they fall due, each with the attempt it is due at.
+        self._waiting: deque[tuple[int, GlobalBatch]] = deque()
+        self._left_over: Samples = ()  # samples of batches of another size: taken before the cursor's
+        for batch, due_in in state.waiting:
+            if num_samples(batch.samples) == global_batch_size:
+                self._waiting.append((due_in, batch))
+            else:
+                self._left_over += batch.samples
+
+    @property
+    def launched(self) -> int:
+        """Attempts handed out."""
+        return self._attempts
+
+    def must_settle(self, until: int) -> bool:
+        """Whether the oldest outcome is needed before the next attempt: because it is `lag` attempts back, or because
+        the next one might be update `until` + 1.
+        """
+        in_flight = len(self._in_flight)
+        return in_flight == self.lag or (in_flight > 0 and self.applied + in_flight >= until)
+
+    def take(self) -> Attempt:
+        """The next attempt: the earliest batch that is due, else a new one, else (new ones could be too many) the
+        earliest that waits.
+        """
+        waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self._attempts
+        spoken_for = self.applied + len(self._in_flight) + len(self._waiting)
+        if self._waiting and (waiting_is_due or spoken_for >= self.updates):
+            batch = self._waiting.popleft()[1]
+        else:
+            batch = GlobalBatch(self.next_new())
+            taken_left_over = cut(self._left_over, 0, self.global_batch_size)
+            self._left_over = cut(self._left_over, self.global_batch_size, num_samples(self._left_over))
+            self._cursor += self.global_batch_size - num_samples(taken_left_over)
+        attempt = Attempt(self._attempts, batch)
+        self._in_flight.append(attempt)
+        self._attempts += 1
+        return attempt
+
+    def next_new(self) -> Samples:
+        """The next batch that has never been tried."""
+        left_over = cut(self._left_over, 0, self.global_batch_size)
+        missing = self.global_batch_size - num_samples(left_over)
+        return (*left_over, range(self._cursor, self._cursor + missing)) if missing else left_over
+
+    def oldest(self) -> Attempt:
+        """The attempt whose outcome comes next."""
+        return self._in_flight[0]
+
+    def settle(self, found_inf: bool, loss_scale: float) -> Fate:
+        """Take the outcome of the oldest attempt in flight. `loss_scale`: the one it used."""
+        number, batch = self._in_flight.popleft()
+        if not found_inf:
+            self.applied += 1
+            self._last_applied_scale = loss_scale
+            return Fate.APPLIED
+        if self._on_overflow == "skip":
+            return Fate.LOST
+        # A scale that has never worked is to blame itself. One that has, or a lower one, points to the batch: judged
+        # by applied updates, so that two bad batches that alternate cannot excuse each other.
+        counts = self._last_applied_scale is not None and loss_scale <= self._last_applied_scale
+        batch = replace(batch, tries=batch.tries + 1, counted_tries=batch.counted_tries + counts)
+        if batch.counted_tries > self._max_retries:
+            return Fate.SET_ASIDE
+        self._waiting.append((number + self.lag, batch))
+        return Fate.REQUEUED
+
+    def state(self) -> PlanState:
+        """What is needed to go on as if never stopped; only with nothing in flight."""
+        assert not self._in_flight, "outcomes are still to come"
+        waiting = [Waiting(batch, due - self._attempts) for due, batch in self._waiting]
+        left_over = [Waiting(GlobalBatch((part,)), 0) for part in self._left_over]
+        return PlanState(self.applied, self._cursor, (*waiting, *left_over), self._last_applied_scale)

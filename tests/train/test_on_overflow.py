@@ -1,0 +1,152 @@
+"""Whole jobs that overflow: nothing is lost, every rank takes the same batches, and what was asked for is applied."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megamix.config import Config
+from megamix.train import trainer
+from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.train.overflow_budget import GaveUpError
+from tests.conftest import FULL
+from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder / "data")
+    return folder / "data"
+
+
+def _job(folder: Path, data: Path, precision: dict[str, Any], **training: Any) -> Config:
+    return tiny_job(
+        folder,
+        lr_schedule={"decay_style": "constant"},
+        data={"train": str(data / "train"), "valid": str(data / "valid")},
+        precision=precision,
+        training={"eval_interval": 0, "global_batch_size": 4, "micro_batch_size": 1, **training},
+        metrics={"tensorboard": False, "log_interval": 1000},
+    )
+
+
+def _run(config: Config, bad: frozenset[int] = frozenset()) -> tuple[Record, dict[str, torch.Tensor]]:
+    return run_recorded(config, bad), load_file(Path(config.checkpoint.folder) / "weights.safetensors")
+
+
+@pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
+def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path, data, on_overflow: str) -> None:
+    record = run_recorded(_job(tmp_path, data, {"on_overflow": on_overflow}, steps=20, eval_interval=8))
+    assert len(record.attempts) > 24  # it did search
+    assert sorted(record.samples()) == list(range(80))
+
+
+def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data) -> None:
+    bad = frozenset(random.Random(0).sample(range(30), 8))
+    precision = {"init_scale": 2.0**8}
+    orders = []
+    for ranks in (1, 2, 4):
+        config = _job(tmp_path / str(ranks), data, precision, steps=20, eval_interval=7)
+        records = [run_recorded(config, bad)] if ranks == 1 else run_ranks(run_recorded, ranks, config, bad)
+        orders += [(record.attempts, record.applied) for record in records]
+    assert all(order == orders[0] for order in orders)
+    assert sorted(records[0].samples()) == list(range(80))
+
+
+@pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
+def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None:
+    steps = 500 if FULL else 80
+    precision = {"init_scale": 2.0**12, "growth_interval": 4, "on_overflow": on_overflow}
+    rng = random.Random(1)
+    bad = frozenset(number for number in range(2 * steps) if rng.random() < 0.1)
+    size = {"steps": steps, "global_batch_size": 8, "micro_batch_size": 8, "eval_batches": 20}
+    clean = run_recorded(_job(tmp_path / "clean", data, precision, **size))
+    hit = run_recorded(_job(tmp_path / "hit", data, precision, **size), bad)
+    assert len(hit.attempts) > 1.05 * steps
+    assert sorted(hit.samples()) == list(range(8 * steps))
+    assert abs(hit.valid_loss - clean.valid_loss) < 0.03
+
+
+def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data) -> None:
+    static = {"loss_scale": 1024.0, "growth_interval": 2000}
+    clean = _run(_job(tmp_path / "clean", data, static, steps=12))[1]
+    redo = _run(_job(tmp_path / "redo", data, {**static, "on_overflow": "redo"}, steps=12), frozenset([5]))[1]
+    requeue, requeued = _run(_job(tmp_path / "requeue", data, static, steps=12), frozenset([5]))
+    assert all(torch.equal(clean[name], redo[name]) for name in clean)
+    order = [attempt.batch.samples[0].start // 4 for attempt in requeue.applied]
+    assert order == [0, 1, 2, 3, 4, 6, 5, 7, 8, 9, 10, 11]
+
+    class InOrder(BatchPlan):
+        """A run that is fed the batches in the order in which the other one applied them."""
+
+        def take(self) -> Attempt:
+            attempt = Attempt(super().take().number, requeue.applied[self.launched - 1].batch)
+            self._in_flight[-1] = attempt
+            return attempt
+
+    with mock.patch.object(trainer, "BatchPlan", InOrder):
+        _, fed = _run(_job(tmp_path / "fed", data, static, steps=12))
+    assert all(torch.equal(requeued[name], fed[name]) for name in fed)
+    assert not all(torch.equal(requeued[name], clean[name]) for name in fed)
+
+
+def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
+    config = _job(tmp_path, data, {"on_overflow": "skip", "init_scale": 2.0**8}, steps=8)
+    record = run_recorded(config, frozenset([3]))
+    assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
+    assert (
+        "step 4/8 | overflow at loss_scale 2^8, nothing changed: samples 12..15 lost | skipped 1"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path, data) -> None:
+    config = _job(tmp_path, data, {"init_scale": 2.0**10}, steps=10)
+    record = run_recorded(config, bad_samples=frozenset([13]))
+    assert sorted(record.samples()) == [sample for sample in range(44) if sample not in range(12, 16)]
+    (row,) = [json.loads(line) for line in (tmp_path / "run/set_aside.jsonl").read_text().splitlines()]
+    assert row["samples"] == [[12, 4]]
+    assert row["tries"] == 4
+    assert row["loss_scale"] < 2.0**10
+
+
+@pytest.mark.parametrize(
+    ("precision", "reason"),
+    [
+        ({"max_overflows_at_floor": 4, "min_scale": 2.0**6}, "4 attempts in a row overflowed at the lowest loss scale"),
+        ({"max_overflows_in_a_row": 5}, "5 attempts in a row overflowed (precision.max_overflows_in_a_row)"),
+        ({"dtype": "bf16", "max_overflows_at_floor": 6}, "6 attempts in a row overflowed at the lowest loss scale"),
+    ],
+)
+def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason) -> None:
+    config = _job(tmp_path, data, {"init_scale": 2.0**8, **precision}, steps=50)
+    with pytest.raises(GaveUpError) as caught:
+        run_recorded(config, frozenset(range(7, 1000)))
+    assert f"7 updates: {reason}" in str(caught.value)
+    assert (tmp_path / "run/gave_up.txt").read_text() == f"{caught.value}\n"
+    weights = load_file(tmp_path / "run/weights.safetensors")
+    want = _run(_job(tmp_path / "short", data, {"init_scale": 2.0**8, **precision}, steps=7))[1]
+    assert all(torch.equal(weights[name], want[name]) for name in want)
+
+
+def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data) -> None:
+    config = _job(tmp_path, data, {"init_scale": 2.0**8, "max_overflows_per_window": 5}, steps=50)
+    with pytest.raises(GaveUpError, match=r"5 of the last 13 attempts overflowed"):
+        run_recorded(config, frozenset([2, 4, 7, 10, 12]))
+
+
+def test_dropout_depends_on_sample_and_try_and_not_on_ranks(run_ranks, tmp_path, data) -> None:
+    losses = []
+    for ranks in (1, 2):
+        config = _job(tmp_path / str(ranks), data, {"dtype": "fp32"}, steps=3, micro_batch_size=2)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.3})})
+        losses.append(run_on_ranks(config) if ranks == 1 else run_ranks(run_on_ranks, ranks, config)[0])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
