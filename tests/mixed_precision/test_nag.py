@@ -4,6 +4,7 @@ the engine.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +81,9 @@ def decoupled(rule: Rule) -> Rule:
 
 FP16 = Precision(torch.float16, loss_scale=StaticLossScale(2.0**6))
 BF16, FP32 = Precision(torch.bfloat16), Precision(torch.float32)
-STEPS, SKIPPED = 200, {0: "inf", 7: "nan", 8: "-inf", 100: "6e4", 101: "inf", 199: "nan"}
+STEPS = 200
+# Step -> what one element of its gradient is. In BF16 and FP32 3e38 is finite, and too large to square.
+SKIPPED = {0: math.inf, 7: math.nan, 8: -math.inf, 100: 3e38, 101: math.inf, 204: math.nan}
 LR = [0.1 * (1 - update / STEPS) for update in range(STEPS)]
 FORMS = {
     "velocity": (NAG(lr=LR, weight_decay=0.02, momentum_form="velocity"), FP16, mxnet_nag),
@@ -123,7 +126,7 @@ def _own(engine: ShardedEngine) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_its_librarys_rule_in_fp64_within_fp32_rounding_and_a_skipped_step_leaves_every_bit(
+def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_changes_nothing(
     form: str,
 ) -> None:
     optimizer, precision, rule = FORMS[form]
@@ -134,10 +137,7 @@ def test_each_form_is_its_librarys_rule_in_fp64_within_fp32_rounding_and_a_skipp
     for step in range(STEPS + len(SKIPPED)):
         before, grad = [tensor.clone() for tensor in _own(engine)], _grad(step, precision.dtype)
         if step in SKIPPED:
-            grad[5, 7] = float(SKIPPED[step])
-            # 6e4 times the loss scale overflows in FP16 alone; elsewhere nothing but inf and NaN does.
-            if SKIPPED[step] == "6e4" and precision is not FP16:
-                grad[5, 7] = float("inf")
+            grad[5, 7] = torch.tensor(SKIPPED[step])
         engine.backward(engine(grad))
         result = engine.step()
         assert bool(result.found_inf) == (step in SKIPPED)
@@ -152,8 +152,8 @@ def test_each_form_is_its_librarys_rule_in_fp64_within_fp32_rounding_and_a_skipp
                 assert ((mine.double() - want.value).abs() <= want.off).all()
         assert int(engine.applied_updates) == applied
     assert applied == STEPS
-    moved = reference[0].value - Fed().weight.detach()
-    assert reference[0].off.max() < 1e-4 * moved.abs().max()  # else the bound would bound nothing
+    moved = (reference[0].value - Fed().weight.detach()).abs().max()
+    assert reference[0].off.max() < 4e-5 * moved  # else the bound would bound nothing
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -173,15 +173,14 @@ def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
 def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
     optimizer = FORMS[form][0]
     update_ = LibraryUpdate(optimizer, [Group(1.0, 0.1)])
-    one = torch.tensor(1.0)
     numel = (1 << 20) + 3 * 64  # more than one piece
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator).half()
     start = torch.randn(1 + len(optimizer.state_names), numel, generator=generator)
 
     def run(borders: list[int], found_inf: bool) -> Tensor:
-        """(master and states, half weights) after one update in parts."""
-        step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), one, ())
+        """Master and states after one update in parts."""
+        step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0), ())
         after, half = start.clone(), start[0].half()
         for first, last in zip(borders, borders[1:], strict=False):
             master, *states = after[:, first:last]
