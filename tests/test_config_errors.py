@@ -55,6 +55,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("optimizer", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
     ("optimizer", "betas", [0.9], "got [0.9], must have 2 items or more; write for example betas = [0.9, 0.95]"),
     ("optimizer", "betas", [1, 2, 3], "got [1, 2, 3], must have 2 items; write for example betas = [0.9, 0.95]"),
+    ("optimizer", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
     ("optimizer", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
     ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write weight_decay = 1"),
     ("precision", "dtype", "fp61", "must be 'fp16', 'bf16' or 'fp32'; write dtype = \"fp16\""),

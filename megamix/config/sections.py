@@ -131,10 +131,15 @@ class OptimizerConfig(Section):
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """AdamW's addend to the root of the second moment."""
-    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """NAG's momentum, between 0 and 1."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """NAG's momentum, in [0, 1). 0: plain SGD."""
+    momentum_form: Literal["gradient", "velocity"] = "gradient"
+    """What NAG's momentum adds up: gradients, as torch's SGD, or velocity: steps, as MXNet's. They differ where the
+    learning rate changes."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of parameters with two or more dimensions."""
+    decoupled_weight_decay: bool = False
+    """Whether NAG's weight decay shrinks the weights instead of entering the gradient; AdamW's always does."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; a longer gradient is scaled down to it. 0: no clipping."""
     groups: Annotated[
@@ -142,8 +147,8 @@ class OptimizerConfig(Section):
     ] = ()
     """Exceptions by parameter name, the first match wins. Empty: all alike, but no decay on 1-d parameters."""
     compile: bool = True
-    """Whether the update is fused by torch.compile; without a working compiler, or with false, torch's own fused
-    kernels are used."""
+    """Whether the update is fused by torch.compile; without a working compiler, or with false, torch's own kernels
+    are used."""
 
 
 class LrScheduleConfig(Section):

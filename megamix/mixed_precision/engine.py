@@ -62,7 +62,7 @@ class ShardedEngine:
         self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
         self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
         self.clock = Clock(device)
-        self._fingerprint = _hash(self.layout, type(optimizer).__name__, precision.dtype)
+        self._fingerprint = _hash(self.layout, optimizer.state_names, precision.dtype)
         _require_equal(self.collectives, device, _hash(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
@@ -99,7 +99,7 @@ class ShardedEngine:
 
     @property
     def update_path(self) -> str:
-        """How this machine runs the update: "compiled", or "library" for torch's own fused kernels."""
+        """How this machine runs the update: "compiled", or "library" for torch's own kernels."""
         return "compiled" if isinstance(self._update, CompiledUpdate) else "library"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

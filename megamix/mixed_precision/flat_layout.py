@@ -110,7 +110,8 @@ class FlatLayout:
         """Bytes that one rank holds between steps: half parameters and gradients whole, FP32 master and states by
         share.
 
-        With half gradients and Adam (two states) 4 + 12 / dp_size per padded element; NAG (one) 4 + 8 / dp_size.
+        With half gradients and Adam (two states) 4 + 12 / dp_size per padded element; NAG (one) 4 + 8 / dp_size,
+        without momentum (none) 4 + 4 / dp_size.
         """
         return self.padded_numel * (half_bytes + grad_bytes) + self.padded_numel // self.dp_size * 4 * (1 + num_states)
 

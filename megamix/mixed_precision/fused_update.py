@@ -81,21 +81,19 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         grad: Tensor, master: Tensor, states: Tensors, half: Tensor,
         multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
-        new_master, new_states = optimizer.equation(grad.float() * multiplier, master, states, at)
-        # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
-        new_master = torch.where(found_inf, master, new_master)
+        new_master, new_states = optimizer.gated_equation(grad.float() * multiplier, master, states, at, found_inf)
         half.copy_(new_master)
         master.copy_(new_master)
         for state, new_state in zip(states, new_states, strict=True):
-            state.copy_(torch.where(found_inf, state, new_state))
+            state.copy_(new_state)
 
     return update_
 
 
 class LibraryUpdate:
-    """torch's own fused kernels, in pieces that stay in cache: for machines where nothing can be compiled.
+    """torch's own kernels, in pieces that stay in cache: for machines where nothing can be compiled.
 
-    The gradient is multiplied in FP32 first: the kernels' `grad_scale` divides, and so rounds otherwise.
+    The gradient is multiplied in FP32 first: the fused kernels' `grad_scale` divides, and so rounds otherwise.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Group]):
@@ -105,7 +103,7 @@ class LibraryUpdate:
         self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
     ) -> None:
         lr_factor, weight_decay = self._groups[group]
-        at = LibraryScalars(step.lr * lr_factor, weight_decay, step.update, step.found_inf.float())
+        at = LibraryScalars(step.lr * lr_factor, weight_decay, step.coefficients, step.update, step.found_inf)
         unscaled = torch.empty(min(_CHUNK, grad.numel()), dtype=torch.float32, device=grad.device)
         for start in range(0, grad.numel(), _CHUNK):
             piece = slice(start, min(start + _CHUNK, grad.numel()))
@@ -142,15 +140,16 @@ def choose_update(
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):
         return compiled
-    log.warning("the update cannot be compiled here (%s): using torch's fused kernels", reason)
+    log.warning("the update cannot be compiled here (%s): using torch's own kernels", reason)
     return library
 
 
 def _try_out(
     optimizer: Optimizer, update: Update, stats: Callable[[Tensor], Tensor], half: Tensor, grad: Tensor
 ) -> None:
-    states = tuple(torch.zeros_like(grad, dtype=torch.float32) for _ in optimizer.state_names)
+    master = torch.zeros_like(grad, dtype=torch.float32)
+    states = tuple(torch.zeros_like(master) for _ in optimizer.state_names)
     one = torch.ones((), device=grad.device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
-    update(grad, torch.zeros_like(states[0]), states, half, 0, step)
+    update(grad, master, states, half, 0, step)
     stats(grad)

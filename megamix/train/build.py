@@ -40,7 +40,14 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
         for group in section.groups
     )
     if section.name == "nag":
-        return NAG(lr=lr, momentum=section.momentum, weight_decay=section.weight_decay, groups=groups)
+        return NAG(
+            lr=lr,
+            momentum=section.momentum,
+            momentum_form=section.momentum_form,
+            weight_decay=section.weight_decay,
+            decoupled_weight_decay=section.decoupled_weight_decay,
+            groups=groups,
+        )
     return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
 
 

@@ -83,5 +83,25 @@ def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], mast
         lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
         groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
     if isinstance(optimizer, NAG):
-        return torch.optim.SGD(groups, lr=0.0, momentum=optimizer.momentum, nesterov=True, fused=True)
+        if optimizer.momentum_form == "velocity":
+            return VelocityNag(groups, {"momentum": optimizer.momentum, "decoupled": optimizer.decoupled_weight_decay})
+        momentum = optimizer.momentum
+        return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=momentum > 0, fused=True)
     return torch.optim.AdamW(groups, lr=torch.tensor(0.0), betas=optimizer.betas, eps=optimizer.eps, fused=True)
+
+
+class VelocityNag(torch.optim.Optimizer):
+    """The velocity form, which torch does not have: the operations of docs/numerics.md, in their order."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            (master,), lr, momentum = group["params"], group["lr"], group["momentum"]
+            grad, velocity = master.grad, self.state[master].get("velocity", torch.zeros_like(master))
+            if group["decoupled"]:
+                master.sub_(lr * group["weight_decay"] * master)
+            else:
+                grad = grad + group["weight_decay"] * master
+            velocity = momentum * velocity - lr * grad
+            master.add_(momentum * velocity).sub_(lr * grad)
+            self.state[master]["velocity"] = velocity

@@ -44,6 +44,7 @@ def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
 CASES = [
     (AdamW(lr=0.01), torch.float16, lambda dp_size: 4 + 12 / dp_size),
     (NAG(lr=0.01), torch.float16, lambda dp_size: 4 + 8 / dp_size),
+    (NAG(lr=0.01, momentum=0.0), torch.float16, lambda dp_size: 4 + 4 / dp_size),
     (AdamW(lr=0.01), torch.float32, lambda dp_size: 6 + 12 / dp_size),
 ]
 

@@ -19,7 +19,15 @@ from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.reference import train_reference
 
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
-OPTIMIZERS = {"adamw": AdamW(lr=0.01, groups=GROUPS), "nag": NAG(lr=0.1, weight_decay=0.02, groups=GROUPS)}
+OPTIMIZERS = {
+    "adamw": AdamW(lr=0.01, groups=GROUPS),
+    "nag": NAG(lr=0.1, weight_decay=0.02, groups=GROUPS),
+    "velocity": NAG(lr=0.1, weight_decay=0.02, groups=GROUPS, momentum_form="velocity"),
+    "velocity-decoupled": NAG(
+        lr=0.1, weight_decay=0.02, groups=GROUPS, momentum_form="velocity", decoupled_weight_decay=True
+    ),
+    "sgd": NAG(lr=0.1, momentum=0.0, weight_decay=0.02, groups=GROUPS),
+}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CLIP = {"off": 0.0, "idle": 1000.0, "binding": 0.05}
 
@@ -52,7 +60,7 @@ class Case:
 AXES = {
     "dtype": [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
               (torch.float16, torch.float32), (torch.bfloat16, torch.float32)],
-    "optimizer": ["adamw", "nag"],
+    "optimizer": [*OPTIMIZERS],
     "bucket_size": [1, 1111, 10**9],
     "overlap": [True, False],
     "grad_accum_steps": [1, 3],

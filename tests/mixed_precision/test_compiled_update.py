@@ -1,6 +1,7 @@
 """The compiled update and statistics: right within rounding, the same on any cut, one graph for all lengths, and gated.
 
-Each process that compiles pays seconds, so this file compiles AdamW on FP16 and NAG on BF16 once each.
+Each process that compiles pays seconds, so this file compiles AdamW on FP16, and NAG on BF16 and in the velocity
+form on FP32, once each.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from megamix import NAG, AdamW
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars, choose_update, gated_update
+from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, StepScalars, choose_update, gated_update
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.optimizers import Group, UpdateScalars
 
 EPS = 2.0**-23
 GROUPS = [Group(1.0, 0.1), Group(0.5, 0.0)]
-KINDS = {"adamw-fp16": (AdamW(lr=0.01), torch.float16), "nag-bf16": (NAG(lr=0.1), torch.bfloat16)}
+KINDS = {
+    "adamw-fp16": (AdamW(lr=0.01), torch.float16),
+    "nag-bf16": (NAG(lr=0.1), torch.bfloat16),
+    "velocity-fp32": (NAG(lr=0.1, momentum_form="velocity", decoupled_weight_decay=True), torch.float32),
+}
 ROWS = 4096 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
 
 
@@ -174,11 +179,20 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     return type(update).__name__, messages
 
 
+def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
+    # Real compiling would prove no more: what raises in the trial is a fallback that only the log shows.
+    monkeypatch.setattr(fused_update, "_compile", lambda function: function)
+    zeros = torch.zeros(64, dtype=torch.float16)
+    plain_sgd = NAG(lr=0.1, momentum=0.0)
+    update, _ = choose_update(plain_sgd, GROUPS, zeros, zeros, Collectives(Topology()), try_compiler=True)
+    assert isinstance(update, CompiledUpdate)
+
+
 def test_where_compiling_fails_the_library_kernels_take_over_and_the_log_says_why() -> None:
     assert _choose(fails_on=None) == ("CompiledUpdate", [])
     name, (message,) = _choose(fails_on=0)
     assert name == "LibraryUpdate"
-    assert "RuntimeError: no g++ here): using torch's fused kernels" in message
+    assert "RuntimeError: no g++ here): using torch's own kernels" in message
 
 
 def test_one_rank_without_a_compiler_decides_for_all(run_ranks) -> None:

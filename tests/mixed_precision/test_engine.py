@@ -284,7 +284,8 @@ WRONG_SETTINGS = [
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
     (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
-    (lambda: NAG(lr=1.0, momentum=1.0), r"momentum must lie in \(0, 1\)"),
+    (lambda: NAG(lr=1.0, momentum=1.0), r"momentum must lie in \[0, 1\), got 1.0"),
+    (lambda: NAG(lr=1.0, momentum_form="heavy"), 'momentum_form must be "gradient" or "velocity", got \'heavy\''),
     (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
 ]
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix.mixed_precision.optimizers import Optimizer
 from tests.distributed.models import loss_of, make_batch, make_model
 
+ADAMW = AdamW(lr=0.01)
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "is_nonzero", "item")
 METHODS = ("numpy", "tolist", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 
@@ -55,12 +57,12 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps() -> tuple[int, int]:
+def _twenty_steps(optimizer: Optimizer = ADAMW) -> tuple[int, int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**8, growth_interval=4))
     sharding = Sharding(units=[*model.blocks], bucket_size=1500)
-    engine = ShardedEngine(model, AdamW(lr=0.01), precision, sharding, clip_grad=0.5, compile_update=False)
+    engine = ShardedEngine(model, optimizer, precision, sharding, clip_grad=0.5, compile_update=False)
     results = []
     for step in range(20):
         loss = loss_of(model, make_batch(step, rank, 0))
@@ -70,8 +72,9 @@ def _twenty_steps() -> tuple[int, int]:
     return sum(int(result.found_inf) for result in results), int(engine.applied_updates)
 
 
-def test_a_step_reads_nothing_in_one_process() -> None:
-    assert _twenty_steps() == (1, 19)
+@pytest.mark.parametrize("optimizer", [ADAMW, NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
+def test_a_step_reads_nothing_in_one_process(optimizer: Optimizer) -> None:
+    assert _twenty_steps(optimizer) == (1, 19)
 
 
 def test_a_step_reads_nothing_on_two_ranks(run_ranks) -> None:

@@ -44,8 +44,11 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     assert build_optimizer(section, [0.1]) == AdamW(
         lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
     )
-    section = tiny_job(tmp_path, optimizer=keys | {"name": "nag"}).optimizer
-    assert build_optimizer(section, [0.1]) == NAG(lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group)
+    forms = {"momentum_form": "velocity", "decoupled_weight_decay": True}
+    section = tiny_job(tmp_path, optimizer=keys | forms | {"name": "nag"}).optimizer
+    assert build_optimizer(section, [0.1]) == NAG(
+        lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
+    )
 
 
 @pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])

@@ -1,0 +1,246 @@
+"""NAG in both momentum forms, with both weight decays and without momentum: what the libraries do, run in FP64 beside
+the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamix import NAG, Precision, ShardedEngine, StaticLossScale
+from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars
+from megamix.mixed_precision.optimizers import Group, UpdateScalars
+
+U = 2.0**-24  # half a unit in the last place of FP32, relative
+
+
+class Rounded:
+    """A number that the engine holds in FP32: its value without any rounding (FP64), and how far off it may be.
+
+    Running error analysis (Higham 2002, section 3.3): a result is off by what its operands' errors make of it, and by
+    its own rounding. FP64's is left out: 2^-29 of FP32's.
+    """
+
+    def __init__(self, value: Tensor | float, off: Tensor | float = 0.0):
+        self.value, self.off = torch.as_tensor(value, dtype=torch.float64), off
+
+    @staticmethod
+    def cast(value: float) -> Rounded:
+        """A setting, rounded to FP32."""
+        return Rounded(value, U * value)
+
+    def _rounded(self, value: Tensor, passed_on: Tensor) -> Rounded:
+        return Rounded(value, passed_on + U * (value.abs() + passed_on))
+
+    def __add__(self, other: Rounded) -> Rounded:
+        return self._rounded(self.value + other.value, self.off + other.off)
+
+    def __sub__(self, other: Rounded) -> Rounded:
+        return self._rounded(self.value - other.value, self.off + other.off)
+
+    def __mul__(self, other: Rounded) -> Rounded:
+        passed_on = self.value.abs() * other.off + other.value.abs() * self.off + self.off * other.off
+        return self._rounded(self.value * other.value, passed_on)
+
+
+Rule = Callable[..., tuple[Rounded, Rounded]]
+
+
+def mxnet_nag(w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
+    """MXNet's mp_nag_mom_update (src/operator/optimizer_op-inl.h): weight and momentum in FP32."""
+    g = g + wd * w
+    m = mu * m - lr * g
+    w = w + mu * m - lr * g
+    return w, m
+
+
+def torch_nag(w: Rounded, b: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded) -> tuple[Rounded, Rounded]:
+    """torch.optim.SGD(nesterov=True), from its documentation."""
+    g = g + wd * w
+    b = mu * b + g
+    w = w - lr * (g + mu * b)
+    return w, b
+
+
+def decoupled(rule: Rule) -> Rule:
+    """The rule without weight decay, on weights that shrink as AdamW's do."""
+
+    def with_decay(
+        w: Rounded, m: Rounded, g: Rounded, lr: Rounded, mu: Rounded, wd: Rounded
+    ) -> tuple[Rounded, Rounded]:
+        return rule(w - lr * wd * w, m, g, lr, mu, Rounded(0.0))
+
+    return with_decay
+
+
+FP16 = Precision(torch.float16, loss_scale=StaticLossScale(2.0**6))
+BF16, FP32 = Precision(torch.bfloat16), Precision(torch.float32)
+STEPS = 200
+# Step -> what one element of its gradient is. In BF16 and FP32 3e38 is finite, and too large to square.
+SKIPPED = {0: math.inf, 7: math.nan, 8: -math.inf, 100: 3e38, 101: math.inf, 204: math.nan}
+LR = [0.1 * (1 - update / STEPS) for update in range(STEPS)]
+FORMS = {
+    "velocity": (NAG(lr=LR, weight_decay=0.02, momentum_form="velocity"), FP16, mxnet_nag),
+    "velocity, decoupled": (
+        NAG(lr=LR, weight_decay=0.02, momentum_form="velocity", decoupled_weight_decay=True),
+        BF16,
+        decoupled(mxnet_nag),
+    ),
+    "gradient": (NAG(lr=LR, weight_decay=0.02), FP16, torch_nag),
+    "gradient, decoupled": (NAG(lr=LR, weight_decay=0.02, decoupled_weight_decay=True), FP32, decoupled(torch_nag)),
+    "no momentum": (NAG(lr=LR, weight_decay=0.02, momentum=0.0), FP16, torch_nag),
+    "no momentum, decoupled": (
+        NAG(lr=LR, weight_decay=0.02, momentum=0.0, momentum_form="velocity", decoupled_weight_decay=True),
+        FP16,
+        decoupled(mxnet_nag),
+    ),
+}
+
+
+class Fed(nn.Module):
+    """One weight matrix; the gradient of the output is what it was fed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, grad: Tensor) -> Tensor:
+        return (self.weight * grad).sum()
+
+
+def _grad(step: int, dtype: torch.dtype) -> Tensor:
+    """A gradient with a direction that stays and noise: (48, 64)."""
+    noise = torch.randn(48, 64, generator=torch.Generator().manual_seed(step))
+    return (noise + torch.linspace(-1, 1, 64)).to(dtype)
+
+
+def _own(engine: ShardedEngine) -> list[Tensor]:
+    """The engine's master and states (one rank, one parameter without padding)."""
+    return [tensor.view(48, 64) for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0])]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_its_librarys_rule_within_fp32_rounding_and_a_skipped_step_changes_nothing(
+    form: str,
+) -> None:
+    optimizer, precision, rule = FORMS[form]
+    model = Fed()
+    reference = Rounded(model.weight.detach()), Rounded(torch.zeros(48, 64))
+    engine = ShardedEngine(model, optimizer, precision, compile_update=False)
+    applied = 0
+    for step in range(STEPS + len(SKIPPED)):
+        before, grad = [tensor.clone() for tensor in _own(engine)], _grad(step, precision.dtype)
+        if step in SKIPPED:
+            grad[5, 7] = torch.tensor(SKIPPED[step])
+        engine.backward(engine(grad))
+        result = engine.step()
+        assert bool(result.found_inf) == (step in SKIPPED)
+        assert float(result.lr) == float(torch.tensor(LR[applied]))  # not advanced by a skipped step
+        if step in SKIPPED:
+            assert all(map(torch.equal, _own(engine), before))
+        else:
+            settings = (Rounded.cast(value) for value in (LR[applied], optimizer.momentum, optimizer.weight_decay))
+            reference = rule(*reference, Rounded(grad), *settings)
+            applied += 1
+            for mine, want in zip(_own(engine), reference, strict=False):  # without momentum there is no state
+                assert ((mine.double() - want.value).abs() <= want.off).all()
+        assert int(engine.applied_updates) == applied
+    assert applied == STEPS
+    moved = (reference[0].value - Fed().weight.detach()).abs().max()
+    assert reference[0].off.max() < 4e-5 * moved  # else the bound would bound nothing
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
+    weight = nn.Parameter(Fed().weight.detach().double())
+    sgd = torch.optim.SGD([weight], lr=0.0, momentum=momentum, nesterov=momentum > 0, weight_decay=0.02)
+    rule = Rounded(weight.detach().clone()), Rounded(torch.zeros(48, 64))
+    for step, lr in enumerate(LR):
+        sgd.param_groups[0]["lr"] = lr
+        weight.grad = _grad(step, torch.float64)
+        sgd.step()
+        rule = torch_nag(*rule, Rounded(weight.grad), Rounded(lr), Rounded(momentum), Rounded(0.02))
+    assert torch.allclose(weight, rule[0].value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
+    optimizer = FORMS[form][0]
+    update_ = LibraryUpdate(optimizer, [Group(1.0, 0.1)])
+    numel = (1 << 20) + 3 * 64  # more than one piece
+    generator = torch.Generator().manual_seed(0)
+    grad = torch.randn(numel, generator=generator).half()
+    start = torch.randn(1 + len(optimizer.state_names), numel, generator=generator)
+
+    def run(borders: list[int], found_inf: bool) -> Tensor:
+        """Master and states after one update in parts."""
+        step = StepScalars(torch.tensor(1 / 3), torch.tensor(found_inf), torch.tensor(0.01), torch.tensor(1.0), ())
+        after, half = start.clone(), start[0].half()
+        for first, last in zip(borders, borders[1:], strict=False):
+            master, *states = after[:, first:last]
+            update_(grad[first:last], master, tuple(states), half[first:last], 0, step)
+        assert torch.equal(half, after[0].half())
+        return after
+
+    whole = run([0, numel], found_inf=False)
+    assert (whole != start).any(1).all()
+    assert torch.equal(run([0, 64, 64 * 1001, numel - 64, numel], found_inf=False), whole)
+    grad[::7], grad[3::11] = float("inf"), float("nan")
+    assert torch.equal(run([0, numel], found_inf=True), start)
+
+
+# The share of the peak learning rate, where a share of the run is over; under the names of the page.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda over: 1.0,
+    "linear to 0": lambda over: 1 - over,
+    "a tenth, from half the run on": lambda over: 1.0 if over < 0.5 else 0.1,
+    "warm-up over the first tenth": lambda over: min(1.0, 10 * over),
+}
+PAGE = (Path(__file__).parents[2] / "docs/numerics.md").read_text(encoding="utf-8")
+# Schedule, updates, per cent of the way that the forms end apart, the loss that each leaves.
+ROWS = re.findall(r"^\| (.+) \| (20|200) \| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+CURVATURES = torch.logspace(-2, 0, 16, dtype=torch.float64)
+
+
+def _descend(form: str, schedule: str, updates: int) -> Tensor:
+    """The weights that the engine's own equation reaches in FP64, from 1, on a quadratic with these curvatures."""
+    optimizer = NAG(lr=0.01, momentum_form=form)
+    weights = torch.ones_like(CURVATURES)
+    states = (torch.zeros_like(weights),)
+    for update in range(updates):
+        over = (update + schedule.startswith("warm-up")) / updates  # a warm-up starts with its first step, not with 0
+        lr = torch.tensor(0.01 * SCHEDULES[schedule](over), dtype=torch.float64)
+        weights, states = optimizer.equation(CURVATURES * weights, weights, states, UpdateScalars(lr, 0.0, ()))
+    return weights
+
+
+@pytest.mark.parametrize("updates", [20, 200])
+def test_both_forms_are_one_path_while_the_learning_rate_is_constant(updates: int) -> None:
+    gradient, velocity = (_descend(form, "constant", updates) for form in ("gradient", "velocity"))
+    assert (gradient - velocity).norm() < 1e-14 * (gradient - 1).norm()
+
+
+def test_under_a_schedule_the_forms_differ_by_what_the_page_says() -> None:
+    assert {(schedule, updates) for schedule, updates, *_ in ROWS} == {
+        (schedule, updates) for schedule in SCHEDULES if schedule != "constant" for updates in ("20", "200")
+    }
+    for schedule, updates, *figures in ROWS:
+        gradient, velocity = (_descend(form, schedule, int(updates)) for form in ("gradient", "velocity"))
+        apart = 100 * (gradient - velocity).norm() / (gradient - 1).norm()
+        losses = ((CURVATURES * weights.square()).sum() / CURVATURES.sum() for weights in (gradient, velocity))
+        assert [float(apart), *map(float, losses)] == pytest.approx([*map(float, figures)], rel=0.02)
+
+
+def test_the_state_of_one_form_is_refused_by_the_other() -> None:
+    gradient, velocity = (
+        ShardedEngine(Fed(), NAG(lr=0.1, momentum_form=form), FP32, compile_update=False)
+        for form in ("gradient", "velocity")
+    )
+    with pytest.raises(ValueError, match="optimizer settings"):
+        velocity.load_state_dict(gradient.state_dict())
