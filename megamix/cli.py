@@ -1,6 +1,7 @@
 """The command line: one function per verb. Heavy modules are imported inside the verb, so a mistake shows at once."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -56,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (0)")
     generate.set_defaults(run=_generate)
+
+    plot = verbs.add_parser("plot", help="draw a run's loss, loss scale and use of FP16's range as PNGs in its folder")
+    plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
+    plot.set_defaults(run=_plot)
 
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
     bench.add_argument("what", choices=["update", "train", "fp16", "overlap", "startup", "all"], help="what to measure")
@@ -113,6 +118,18 @@ def _generate(arguments: argparse.Namespace) -> None:
     except ValueError as error:  # by the contract of both functions a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(text)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(["matplotlib is not installed; run pip install 'megamix[plot]'"], "plot")
+    from megamix.train.plot import plot
+
+    try:
+        for line in plot(arguments.run_folder):
+            print(line)
+    except ValueError as error:  # by the contract of plot a mistake in the flags
+        raise ConfigError([str(error)], "flags") from error
 
 
 def _bench(arguments: argparse.Namespace) -> None:

@@ -243,6 +243,8 @@ class MetricsConfig(Section):
     """Steps between console lines."""
     tensorboard: bool = True
     """Whether a TensorBoard event file is written."""
+    precision_interval: NonNegativeInt = 100
+    """Steps between examined steps, which report each layer's use of FP16's range. 0: none."""
 
 
 class ProfilingConfig(Section):

@@ -13,4 +13,6 @@ fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 param_gather   all-gather of half parameters while the next forward runs
 weights        full FP32 weights by the module's own names, out of the masters and back
 engine         the conductor
+examination    on demand: the same step looked at closely
+culprits       after an overflow: which parameter, rank and micro-batch
 """

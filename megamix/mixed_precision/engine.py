@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
+from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.flat_layout import Run, build_layout
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.grad_stats import PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
@@ -59,6 +60,7 @@ class ShardedEngine:
 
         topology = Topology.current(sharding.dp_group)
         specs, groups = describe_params(model, optimizer)
+        self.param_names = [spec.name for spec in specs]  # in registration order
         self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
         self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
         self.clock = Clock(device)
@@ -96,6 +98,7 @@ class ShardedEngine:
         self._scale_used = self.loss_scale.loss_scale.clone()
         self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
         self._micro_batches = 0  # of this step, so far
+        self._examination: Examination | None = None  # of this step, if it was asked for
 
     @property
     def update_path(self) -> str:
@@ -121,14 +124,15 @@ class ShardedEngine:
             self._scale_used.copy_(self.loss_scale.loss_scale)
             self._loss_sum.zero_()
         last = self._micro_batches == self.grad_accum_steps - 1
-        self.half_grads.open(self.grad_reduce.bucket_full if last else None)
+        look = None if self._examination is None else self._examination.look(self._micro_batches)
+        self.half_grads.open(self.grad_reduce.bucket_full if last else None, look)
         try:
             (loss.float() * self._scale_used).backward()  # type: ignore[no-untyped-call]
         except BaseException:
             # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
             self.half_grads.discard()
             self.grad_reduce.reset()
-            self._micro_batches = 0
+            self._examination, self._micro_batches = None, 0
             raise
         finally:
             self.half_grads.close()
@@ -137,6 +141,15 @@ class ShardedEngine:
         if last:
             self.half_grads.fill_missing()
             self.grad_reduce.launch_rest()
+
+    def examine_next_step(self) -> None:
+        """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
+        if self._micro_batches:
+            raise RuntimeError(
+                f"examine_next_step() after {self._micro_batches} backward() calls of a step; call it before the first"
+            )
+        rank, device = self.collectives.topology.dp_rank, self._scale_used.device
+        self._examination = Examination(self.layout, rank, self.param_names, self.grad_accum_steps, device)
 
     def step(self) -> StepResult:
         """Agree, update and send out; the host never waits for the device.
@@ -153,6 +166,8 @@ class ShardedEngine:
         with self.clock.span("update"):
             by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
             stats = agree(by_piece, self._loss_sum, self.collectives)
+            if self._examination is not None:
+                self._examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
             divisor = self._scale_used.double() * (self.layout.dp_size * self.grad_accum_steps)
@@ -168,22 +183,26 @@ class ShardedEngine:
             self.param_gather.launch(bucket)
         self.grad_reduce.reset()
         self._micro_batches = 0
+        examination, self._examination = self._examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs)
         loss = stats.loss_sum / (self.layout.dp_size * self.grad_accum_steps)
         return StepResult(
             loss.float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self._scale_used.clone(), scalars.lr, by_piece,
+            self._scale_used.clone(), scalars.lr, by_piece, examination,
         )  # fmt: skip
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
         half_shard = self.param_gather.half_shards[bucket]
-        for run in self.master_shard.runs[bucket]:
+        cuts: Iterable[tuple[Run, Update]] = ((run, self._update) for run in self.master_shard.runs[bucket])
+        if self._examination is not None:
+            cuts = self._examination.watched(self._update, bucket)
+        for run, update in cuts:
             part = slice(run.start, run.end)
             run_states = tuple(state[part] for state in states)
-            self._update(grad_shard[part], master[part], run_states, half_shard[part], run.group, scalars)
+            update(grad_shard[part], master[part], run_states, half_shard[part], run.group, scalars)
 
     def _lr(self) -> Tensor:
         """The learning rate of the next update. Past the table's end its last entry holds."""

@@ -60,6 +60,7 @@ class Piece:
     name: str
     start: int
     end: int
+    numel: int  # elements of the parameter; what follows them is padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,13 @@ class Bucket:
         shard_numel = self.padded_numel // dp_size
         first, last = rank * shard_numel, (rank + 1) * shard_numel
         ends = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
-        clipped = (
-            Piece(slot.spec.name, max(slot.start, first) - first, min(end, last) - first)
-            for slot, end in zip(self.slots, ends, strict=True)
-        )
-        return tuple(piece for piece in clipped if piece.start < piece.end)
+        pieces = []
+        for slot, end in zip(self.slots, ends, strict=True):
+            start = max(slot.start, first)
+            if start < min(end, last):
+                numel = max(0, min(slot.end, last) - start)
+                pieces.append(Piece(slot.spec.name, start - first, min(end, last) - first, numel))
+        return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,20 @@ class HalfGrads:
         self._warned: set[str] = set()
         self._inside_backward = False
         self._on_full: Callable[[int], None] | None = None
+        self._look: Callable[[str, Tensor], None] | None = None
 
-    def open(self, on_full: Callable[[int], None] | None) -> None:
-        """Expect the gradients of one micro-batch; in the last one, call `on_full(bucket)` for each full bucket."""
-        self._inside_backward, self._on_full = True, on_full
+    def open(self, on_full: Callable[[int], None] | None, look: Callable[[str, Tensor], None] | None = None) -> None:
+        """Expect the gradients of one micro-batch; in the last one, call `on_full(bucket)` for each full bucket.
+
+        In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
+        """
+        self._inside_backward, self._on_full, self._look = True, on_full, look
         self._ready = [[False] * len(views) for views in self._views]
         self._missing = [len(views) for views in self._views]
 
     def close(self) -> None:
         """The micro-batch's backward has returned, or failed."""
-        self._inside_backward, self._on_full = False, None
+        self._inside_backward, self._on_full, self._look = False, None, None
 
     def discard(self) -> None:
         """Forget this step's gradients."""
@@ -89,6 +93,8 @@ class HalfGrads:
                     f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
                     "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
+            if self._look is not None:
+                self._look(name, grad)
             if self._touched[bucket][index]:
                 self._views[bucket][index].add_(grad)
             else:

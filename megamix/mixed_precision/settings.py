@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.loss_scale import StaticLossScale
 
 
@@ -44,6 +45,7 @@ class StepResult(NamedTuple):
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
+    examination: Examination | None = None  # of a step after `engine.examine_next_step()`
 
 
 def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:

@@ -29,6 +29,35 @@ TAGS = {
     "eta_s": "time/eta_s",
 }
 
+# Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
+FIRST_EXPONENT, LAST_EXPONENT = -41, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPrecision:
+    """One layer's gradient in an examined step, summed over ranks and micro-batches, and its update.
+
+    Shares are of the layer's elements. FP16's thresholds in every dtype: subnormal is 0 < |g| < 2^-14, below is
+    0 < |g| < 2^-24. As the buffer holds it, or `unscaled`: as it would be at a loss scale of 1.
+    """
+
+    zero_share: float
+    subnormal_share: float
+    below_share: float
+    unscaled_subnormal_share: float
+    unscaled_below_share: float
+    headroom: float  # octaves, log2(65504 / max abs), the scale in it; -inf where the step overflowed, inf for zeros
+    hidden_update_share: float | None  # of the master elements that changed: half copy did not; None: none changed
+    exponents: tuple[int, ...]  # elements, neither zero nor inf nor NaN, by exponent, unscaled
+
+    def scalars(self) -> dict[str, float | None]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "exponents"}
+
+
+def precision_tag(name: str, layer: str) -> str:
+    """The tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
+    return f"precision/{name}/{layer}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
@@ -88,12 +117,29 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record values by their names in TAGS. None, inf and NaN are null in the JSON, which has no word for them."""
-        row: dict[str, float | None] = {"step": step}
-        for name, value in values.items():
-            row[TAGS[name]] = value if value is not None and math.isfinite(value) else None
-            if self._events is not None and value is not None:
-                self._events.add_scalar(TAGS[name], value, step)
-        self._jsonl.write(json.dumps(row, allow_nan=False) + "\n")
+        self._append(step, self._scalars(step, {TAGS[name]: value for name, value in values.items()}))
+
+    def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
+        """Record an examined step, layer by layer, as one row; TensorBoard gets the exponents as a histogram."""
+        row: dict[str, Any] = {}
+        for layer, precision in layers.items():
+            scalars = precision.scalars()
+            row |= self._scalars(step, {precision_tag(name, layer): value for name, value in scalars.items()})
+            row[precision_tag("exponents", layer)] = precision.exponents
+            if self._events is not None:
+                _add_histogram(self._events, precision_tag("exponents", layer), precision.exponents, step)
+        self._append(step, row)
+
+    def _scalars(self, step: int, values: Mapping[str, float | None]) -> dict[str, float | None]:
+        """Hand values by their tags to TensorBoard; returns them as the JSON has them."""
+        if self._events is not None:
+            for tag, value in values.items():
+                if value is not None:
+                    self._events.add_scalar(tag, value, step)
+        return {tag: value if value is not None and math.isfinite(value) else None for tag, value in values.items()}
+
+    def _append(self, step: int, row: Mapping[str, Any]) -> None:
+        self._jsonl.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._jsonl.flush()  # whoever follows the file, or reads it after a kill, sees every finished line
 
     def close(self) -> None:
@@ -112,6 +158,21 @@ def _summary_writer(folder: Path) -> Any:
             "run: pip install 'megamix[tensorboard]', or set metrics.tensorboard=false"
         ) from error
     return SummaryWriter(str(folder))
+
+
+def _add_histogram(events: Any, tag: str, exponents: tuple[int, ...], step: int) -> None:
+    middles = [exponent + 0.5 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)]
+    events.add_histogram_raw(
+        tag,
+        min=FIRST_EXPONENT,
+        max=LAST_EXPONENT + 1,
+        num=sum(exponents),
+        sum=sum(count * middle for count, middle in zip(exponents, middles, strict=True)),
+        sum_squares=sum(count * middle**2 for count, middle in zip(exponents, middles, strict=True)),
+        bucket_limits=[exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
+        bucket_counts=list(exponents),
+        global_step=step,
+    )
 
 
 def format_scale(loss_scale: float | None) -> str:

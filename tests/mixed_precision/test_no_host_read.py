@@ -5,7 +5,7 @@ every read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -57,7 +57,7 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps(optimizer: Optimizer = ADAMW) -> tuple[int, int]:
+def _twenty_steps(optimizer: Optimizer = ADAMW, examine: bool = False) -> tuple[int, int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**8, growth_interval=4))
@@ -66,7 +66,10 @@ def _twenty_steps(optimizer: Optimizer = ADAMW) -> tuple[int, int]:
     results = []
     for step in range(20):
         loss = loss_of(model, make_batch(step, rank, 0))
-        engine.backward(loss * float("inf") if step == 7 and rank == 0 else loss)
+        if examine:
+            engine.examine_next_step()
+        with no_host_read() if examine else nullcontext():
+            engine.backward(loss * float("inf") if step == 7 and rank == 0 else loss)
         with no_host_read():
             results.append(engine.step())
     return sum(int(result.found_inf) for result in results), int(engine.applied_updates)
@@ -79,6 +82,10 @@ def test_a_step_reads_nothing_in_one_process(optimizer: Optimizer) -> None:
 
 def test_a_step_reads_nothing_on_two_ranks(run_ranks) -> None:
     assert run_ranks(_twenty_steps, 2) == [(1, 19), (1, 19)]
+
+
+def test_an_examined_step_reads_nothing_in_backward_either(run_ranks) -> None:
+    assert run_ranks(_twenty_steps, 2, ADAMW, True) == [(1, 19), (1, 19)]
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from megamix.train.metrics import TAGS, MetricsWriter, StepMetrics, format_line
+from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, format_line
 
 METRICS = StepMetrics(
     loss=5.43215,
@@ -99,6 +99,45 @@ def test_tensorboard_gets_the_same_tags_and_values(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {TAGS[name] for name in METRICS.values()} - {"throughput/mfu"}
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(10, pytest.approx(0.1, rel=1e-6)), (20, pytest.approx(0.05, rel=1e-6))]
+
+
+LAYER = LayerPrecision(
+    zero_share=0.25,
+    subnormal_share=0.5,
+    below_share=0.0,
+    unscaled_subnormal_share=0.75,
+    unscaled_below_share=0.125,
+    headroom=-math.inf,
+    hidden_update_share=None,
+    exponents=(0, 2, *[0] * 54, 1, 0),
+)
+
+
+def test_an_examined_step_is_one_row_of_json(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.write_precision(100, {"embedding": LAYER, "blocks.0": dataclasses.replace(LAYER, headroom=3.5)})
+    (row,) = rows(tmp_path)
+    assert row.pop("step") == 100
+    fields = [field.name for field in dataclasses.fields(LayerPrecision)]
+    assert list(row) == [f"precision/{field}/{layer}" for layer in ("embedding", "blocks.0") for field in fields]
+    assert row["precision/unscaled_below_share/embedding"] == 0.125
+    assert row["precision/headroom/embedding"] is None
+    assert row["precision/headroom/blocks.0"] == 3.5
+    assert row["precision/exponents/embedding"] == list(LAYER.exponents)
+
+
+def test_tensorboard_gets_an_examined_step_s_scalars_and_a_histogram_of_exponents(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write_precision(100, {"blocks.0": LAYER})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("precision/subnormal_share/blocks.0")] == [0.5]
+    assert "precision/hidden_update_share/blocks.0" not in events.Tags()["scalars"]
+    (event,) = events.Histograms("precision/exponents/blocks.0")
+    found = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    # Limits are upper ones: two gradients from 2^-40 to 2^-39, one from 2^15 to 2^16.
+    assert {limit: count for limit, count in found.items() if count} == {-39: 2, 16: 1}
+    assert (event.step, event.histogram_value.num) == (100, 3)
 
 
 def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(

@@ -1,0 +1,128 @@
+"""Who made a step overflow: parameters from the statistics that every step takes, ranks and micro-batches from an
+examination. For the host, between steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.flat_layout import Piece
+
+FP16_MAX = 65504.0
+
+Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
+_FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")
+
+_TOO_LARGE = 2.0**64  # the square of this, and of nothing smaller in half, is beyond FP32
+_MOST_ORIGINS = 64  # that one rank reports: a scale far too high makes every gradient of every micro-batch inf
+
+
+class ParamPeak(NamedTuple):
+    """How large one parameter's gradient is, summed over ranks and micro-batches, with the loss scale in it."""
+
+    name: str
+    sum_of_squares: float
+    max_abs: float  # NaN where an element is
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why a step with this gradient is skipped; None: not because of this one. Inf beside NaN counts as NaN."""
+        if math.isnan(self.max_abs):
+            return "NaN"
+        if math.isinf(self.max_abs):
+            return "inf"
+        return None if math.isfinite(self.sum_of_squares) else "too large to square"
+
+    @property
+    def headroom(self) -> float:
+        return headroom(self.max_abs)
+
+
+def headroom(max_abs: float) -> float:
+    """Octaves between the largest element and the end of FP16, log2(65504 / max_abs), in whatever dtype it is.
+
+    inf for 0, -inf for inf, NaN for NaN.
+    """
+    return math.inf if max_abs == 0 else -math.inf if math.isinf(max_abs) else math.log2(FP16_MAX / max_abs)
+
+
+def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
+    """Every parameter of the model, in registration order. Every rank must call it: one small collective.
+
+    Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
+    """
+    mine = peaks_by_param(by_piece.cpu(), engine.piece_stats.pieces, engine.param_names)
+    table = engine.collectives.table(mine.flatten().to(engine.applied_updates.device))
+    return merge_peaks(table.cpu().view(-1, *mine.shape), engine.param_names)
+
+
+def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Sequence[str]) -> Tensor:
+    """One rank's statistics by parameter, zeros where it owns nothing. Shapes: FP64 (2, pieces) -> (params, 2)."""
+    index = {name: row for row, name in enumerate(param_names)}
+    peaks = torch.zeros(len(param_names), 2, dtype=torch.float64)
+    peaks[[index[piece.name] for piece in pieces]] = by_piece.T
+    return peaks
+
+
+def merge_peaks(table: Tensor, param_names: Sequence[str]) -> list[ParamPeak]:
+    """All ranks' `peaks_by_param` as one. Shapes: FP64 (dp_size, params, 2)."""
+    sums, peaks = table[..., 0].sum(0).tolist(), table[..., 1].amax(0).tolist()  # both keep NaN and inf
+    return [ParamPeak(*values) for values in zip(param_names, sums, peaks, strict=True)]
+
+
+class Origin(NamedTuple):
+    """A gradient that was not finite, or too large to square, before it was added to any other."""
+
+    param: str
+    rank: int
+    micro_batch: int
+    fault: Fault
+
+
+class Origins(NamedTuple):
+    """What an examined step's ranks found in their own gradients."""
+
+    found: list[Origin]  # by rank, by micro-batch, in about the order of backward: a fault travels on from its first
+    left_out: int  # further ones
+
+
+def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
+    """Rank and micro-batch of every fault in an examined step. Every rank must call it: one small collective."""
+    mine = pack_origins(examination.local.cpu())
+    table = engine.collectives.table(mine.to(engine.applied_updates.device))
+    return merge_origins(table.cpu(), engine.param_names)
+
+
+def pack_origins(local: Tensor) -> Tensor:
+    """One rank's faults as a row of fixed length: their number, then micro-batch, parameter and fault of the first.
+
+    Shapes: FP64 (micro_batches, params, 3), an `Examination.local` -> FP64 (1 + 3 * 64,).
+    """
+    inf, nan, large = local[..., 0] > 0, local[..., 1] > 0, local[..., 2] >= _TOO_LARGE
+    fault = torch.where(inf & nan, 2, torch.where(nan, 0, torch.where(inf, 1, torch.where(large, 3, -1))))
+    # Parameters from the last to the first: about the order of backward, in which a fault spreads.
+    micro_batch, reverse = (fault.flip(1) >= 0).nonzero(as_tuple=True)
+    param = local.shape[1] - 1 - reverse
+    first = torch.stack([micro_batch, param, fault[micro_batch, param]], dim=1)[:_MOST_ORIGINS]
+    row = torch.zeros(1 + 3 * _MOST_ORIGINS, dtype=torch.float64)
+    row[0] = len(param)
+    row[1 : 1 + first.numel()] = first.flatten()
+    return row
+
+
+def merge_origins(table: Tensor, param_names: Sequence[str]) -> Origins:
+    """All ranks' `pack_origins` as one. Shapes: FP64 (dp_size, 1 + 3 * 64)."""
+    found, left_out = [], 0
+    for rank, row in enumerate(table.long()):
+        number = int(row[0])
+        left_out += max(0, number - _MOST_ORIGINS)
+        for micro_batch, param, fault in row[1:].view(-1, 3)[:number].tolist():
+            found.append(Origin(param_names[param], rank, micro_batch, _FAULTS[fault]))
+    return Origins(found, left_out)

@@ -1,0 +1,195 @@
+"""An examined step computes what an ordinary one does, bit for bit, and counts every element once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding
+from megamix.mixed_precision import examination
+from megamix.mixed_precision.examination import count_exponents, layer_of, layers_of
+from megamix.mixed_precision.flat_layout import ROW, Run
+from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+
+ACCUM = 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("embedding.weight", "embedding"),
+        ("blocks.0.attention.query.weight", "blocks.0"),
+        ("blocks.11.feed_forward.down.bias", "blocks.11"),
+        ("transformer.h.3.mlp.experts.7.weight", "transformer.h.3"),
+        ("encoder.projection.weight", "encoder.projection"),
+        ("norm.weight", "norm"),
+        ("head.weight", "head"),
+        ("0.weight", "0"),
+        ("gain", "gain"),
+        ("scales.0", "scales"),
+    ],
+)
+def test_a_parameter_s_name_says_its_layer(name: str, layer: str) -> None:
+    assert layer_of(name) == layer
+
+
+def test_layers_come_in_the_order_of_the_model() -> None:
+    names = [name for name, _ in make_model(tied=False).named_parameters()]
+    assert layers_of(names) == ("embedding", "blocks.0", "blocks.1", "blocks.2", "norm", "head")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_value_is_counted_in_the_bin_of_its_exponent(dtype: torch.dtype) -> None:
+    smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.5, -2.0, smallest, largest, float("inf"), float("nan")], dtype=dtype)
+    counts = torch.zeros(256, dtype=torch.int64)
+    count_exponents(values, counts)
+    wanted = {0: 2, 127: 3, 128: 1, 255: 2}
+    for value in (smallest, largest):
+        exponent = int(torch.tensor(value, dtype=torch.float64).frexp().exponent) - 1
+        wanted[127 + exponent] = wanted.get(127 + exponent, 0) + 1
+    assert {exponent: count for exponent, count in enumerate(counts.tolist()) if count} == wanted
+
+
+def _build(model: TinyModel, optimizer, precision: Precision) -> ShardedEngine:
+    sharding = Sharding(units=[*model.blocks], bucket_size=1500)
+    return ShardedEngine(
+        model, optimizer, precision, sharding, clip_grad=0.5, grad_accum_steps=ACCUM, compile_update=False
+    )
+
+
+def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recompute: bool) -> list[Tensor]:
+    """Everything that four steps leave and say, one of them an overflow."""
+    model = make_model(recompute=recompute)
+    optimizer = AdamW(lr=0.01, groups=(ParamGroup(pattern="*.down.*", lr_factor=0.5),))
+    engine = _build(model, optimizer, Precision(dtype, grad_dtype, DynamicLossScale(2.0**8, growth_interval=2)))
+    said: list[Tensor] = []
+    for step in range(4):
+        if examined:
+            engine.examine_next_step()
+        for micro_batch in range(ACCUM):
+            loss = loss_of(model, make_batch(step, dist.get_rank(), micro_batch), flavour=dist.get_rank())
+            engine.backward(loss * float("inf") if step == 1 else loss)
+        *result, examination = engine.step()
+        assert (examination is not None) == examined
+        said += result
+    state = engine.state_dict()
+    return [
+        *said,
+        *state["master"],
+        *itertools.chain(*state["states"]),
+        *engine.half_params.flat,
+        state["applied_updates"],
+    ]
+
+
+def _differences(*args: object) -> list[int]:
+    pairs = zip(_trained(False, *args), _trained(True, *args), strict=True)
+    bits = [[tensor.flatten().view(torch.uint8) for tensor in pair] for pair in pairs]
+    return [place for place, (plain, examined) in enumerate(bits) if not torch.equal(plain, examined)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype", "recompute"),
+    [
+        (torch.float16, torch.float16, True),
+        (torch.float16, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.float32, torch.float32, False),
+    ],
+)
+def test_an_examined_step_computes_the_same_bits(run_ranks, dtype, grad_dtype, recompute: bool) -> None:
+    assert run_ranks(_differences, 2, dtype, grad_dtype, recompute) == [[], []]
+
+
+def _cuts_tile_runs() -> bool:
+    engine = _build(make_model(), AdamW(lr=0.1), Precision(torch.bfloat16))
+    engine.examine_next_step()
+    kept, examination._CHUNK = examination._CHUNK, 128
+    try:
+        for bucket, runs in enumerate(engine.master_shard.runs):
+            cuts = [cut for cut, _ in engine._examination.watched(engine._update, bucket)]
+            assert all(cut.start % ROW == cut.end % ROW == 0 and cut.end - cut.start <= 128 for cut in cuts)
+            assert _groups(cuts) == _groups(runs)
+    finally:
+        examination._CHUNK = kept
+    return True
+
+
+def _groups(runs: Sequence[Run]) -> list[int]:
+    """The optimizer group of every element."""
+    assert [run.start for run in runs] == [0, *(run.end for run in runs[:-1])]
+    return [run.group for run in runs for _ in range(run.end - run.start)]
+
+
+def test_the_cuts_of_an_examined_update_are_those_of_the_ordinary_one_in_rows(run_ranks) -> None:
+    assert run_ranks(_cuts_tile_runs, 2) == [True, True]
+
+
+def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
+    model = make_model()  # tied: one parameter with two uses
+    engine = _build(model, NAG(lr=0.01), Precision(torch.bfloat16, grad_dtype=torch.float32))
+    seen: dict[tuple[int, str], Tensor] = {}
+    now = 0
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: spoil(grad, name))
+
+    def spoil(grad: Tensor, name: str) -> Tensor:
+        grad = grad.clone()
+        if name.endswith("up.weight"):
+            grad.view(-1)[: 5 + now] = float("inf")
+        if name.startswith("blocks.1"):
+            grad.view(-1)[-1] = float("nan")
+        # Uses of a shared parameter may come one by one: what counts is their sum.
+        seen[now, name] = seen.get((now, name), 0) + grad
+        return grad
+
+    engine.examine_next_step()
+    for now in range(ACCUM):
+        engine.backward(loss_of(model, make_batch(0, 0, now)))
+    local = engine.step().examination.local
+    for (micro_batch, name), grad in seen.items():
+        inf, nan, max_abs = local[micro_batch, engine.param_names.index(name)]
+        assert (inf, nan) == (grad.isinf().sum(), grad.isnan().sum())
+        assert torch.equal(max_abs.nan_to_num(), grad.abs().max().double().nan_to_num())
+    assert local[:, :, :2].sum(1).tolist() == [
+        [15.0, 7.0],
+        [18.0, 7.0],
+    ]  # three up.weight, seven parameters of blocks.1
+
+
+def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
+    engine = _build(make_model(), NAG(lr=0.01), Precision(torch.bfloat16))
+    engine.examine_next_step()
+    look = engine._examination.look(1)
+    look("norm.weight", torch.tensor([[1.0, float("inf")], [2.0, 3.0]]).T)  # not contiguous
+    look("norm.weight", torch.tensor([float("inf"), float("nan")]))
+    local = engine._examination.local[1, engine.param_names.index("norm.weight")]
+    assert local[:2].tolist() == [2.0, 1.0]
+    assert local[2].isnan()
+
+
+def test_a_request_holds_for_one_whole_step() -> None:
+    model = make_model()
+    engine = _build(model, NAG(lr=0.01), Precision(torch.bfloat16))
+
+    def step() -> object:
+        for micro_batch in range(ACCUM):
+            engine.backward(loss_of(model, make_batch(0, 0, micro_batch)))
+        return engine.step().examination
+
+    engine.examine_next_step()
+    assert step() is not None
+    assert step() is None
+    engine.examine_next_step()
+    engine.backward(loss_of(model, make_batch(0, 0, 0)))
+    with pytest.raises(RuntimeError, match="after 1 backward.. calls of a step; call it before the first"):
+        engine.examine_next_step()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        engine.backward(torch.zeros(()))  # a failed backward discards its step
+    assert step() is None
