@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 
 import megamix.mixed_precision
-from megamix.train.metrics import TAGS
+from megamix.train.metrics import TAGS, LayerPrecision
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -47,6 +48,11 @@ def test_the_tags_in_the_text_are_written_too() -> None:
     rooms = "|".join(sorted({tag.partition("/")[0] for tag in TAGS.values()}))
     named = re.findall(rf"`((?:{rooms})/\w+)`", _text("operations.md"))
     assert set(named) == set(TAGS.values())
+
+
+def test_the_tags_of_an_examined_step_are_those_that_are_written() -> None:
+    named = re.findall(r"^\| `precision/(\w+)/LAYER` \| ", _text("operations.md"), flags=re.MULTILINE)
+    assert named == [field.name for field in dataclasses.fields(LayerPrecision)]
 
 
 def test_the_package_lists_every_stage() -> None:

@@ -15,6 +15,7 @@ from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
+from megamix.train.precision_report import gather_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,19 @@ class Ours:
 
     def details_ms(self) -> dict[str, float]:
         return {name: 1e3 * seconds for name, seconds in self.engine.clock.read().items()}
+
+
+class Examined(Ours):
+    """megamix with every step examined, and what it says gathered as a run does for its log."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.engine.examine_next_step()
+        return super().forward_backward(tokens, targets)
+
+    def optimize(self) -> None:
+        result = self.engine.step()
+        assert result.examination is not None
+        gather_precision(self.engine, result.examination, result.by_piece, float(result.loss_scale))
 
 
 class ForwardBackward:

@@ -1,4 +1,4 @@
-"""Whole training steps on two ranks, the sides in turns: torch's own ways beside ours, FP16, overlap off."""
+"""Whole training steps, the sides in turns: torch's own ways beside ours, FP16, overlap off, examined steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamix.bench.engines import ForwardBackward, Ours, Work
+from megamix.bench.engines import Examined, ForwardBackward, Ours, Work
 from megamix.bench.peers import Ddp, Fsdp, Zero
 from megamix.bench.processes import Ranks
 from megamix.bench.report import Goal, Result, progress, show
 from megamix.bench.spread import Spread, paired_ratio, spread
 from megamix.bench.train_rank import Side, TrainRank, Turn
-from megamix.config import ModelConfig
+from megamix.config import MetricsConfig, ModelConfig
 from megamix.model.flops import parameter_count
 from megamix.model.ops import cpu_multiplies_fp16
 
@@ -93,6 +93,16 @@ def overlap(settings: TrainSettings) -> Result:
     gain = _speed_up(measured["overlap on"], measured["overlap off"])
     goals = [Goal("tokens/s with overlap over without", gain.median, 1.03, spread=gain)]
     return _result("overlap", settings, measured, goals, _exposed(measured))
+
+
+def examine(settings: TrainSettings) -> Result:
+    """What looking closely at one step in `metrics.precision_interval` costs."""
+    measured = measure([Side("ordinary", Ours), Side("examined", Examined)], settings)
+    interval = MetricsConfig().precision_interval
+    slower = _speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
+    cost = Spread(*(100 * (ratio - 1) / interval for ratio in slower))
+    goal = Goal(f"% of the run's time for one examined step in {interval}", cost.median, 1.0, False, cost)
+    return _result("examine", settings, measured, [goal], [])
 
 
 def measure(sides: Sequence[Side], settings: TrainSettings) -> dict[str, Measured]:

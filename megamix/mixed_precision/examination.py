@@ -15,7 +15,7 @@ from torch import Tensor
 from megamix.mixed_precision.flat_layout import FlatLayout, Run
 from megamix.mixed_precision.fused_update import Update
 
-_CHUNK = 1 << 18  # elements, a multiple of ROW: what a pass makes of them stays in cache, whatever a shard's size
+_CHUNK = 1 << 20  # elements, a multiple of ROW: the passes' own memory is a few of these, whatever a shard's size
 
 EXPONENT_BIAS = 127  # of FP32
 _EXPONENTS = 256

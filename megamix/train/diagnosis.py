@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from megamix.mixed_precision.culprits import Origins, ParamPeak
 from megamix.mixed_precision.examination import layers_of
 
-_MOST_NAMES = 4  # of one line
-_MOST_LINES = 12
+_MOST_NAMES = 4  # in a log, where the first says most
+_MOST_LINES = 12  # in a report
 
 
 def culprits(peaks: Sequence[ParamPeak]) -> list[ParamPeak]:
@@ -66,9 +66,9 @@ def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
 def origin_lines(peaks: Sequence[ParamPeak], origins: Origins) -> list[str]:
     """Rank and micro-batch of each parameter that overflowed in an examined attempt, a line for each."""
     found = culprits(peaks)
-    lines = [f"{peak.name}: {_where(peak, origins)}" for peak in found[:_MOST_LINES]]
-    if len(found) > _MOST_LINES:
-        lines.append(f"and {len(found) - _MOST_LINES} more parameters")
+    lines = [f"{peak.name}: {_where(peak, origins)}" for peak in found[:_MOST_NAMES]]
+    if len(found) > _MOST_NAMES:
+        lines.append(f"and {len(found) - _MOST_NAMES} more parameters")
     return lines
 
 

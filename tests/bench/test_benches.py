@@ -11,7 +11,7 @@ import torch
 from megamix.bench import run, startup_bench, train_bench, update_bench
 from megamix.bench.report import Goal, Result
 from megamix.bench.startup_bench import StartupSettings, startup
-from megamix.bench.train_bench import Measured, TrainSettings, fp16, overlap, train
+from megamix.bench.train_bench import Measured, TrainSettings, examine, fp16, overlap, train
 from megamix.bench.train_rank import Turn
 from megamix.bench.update_bench import UpdateSettings, update
 from megamix.bench.update_rank import CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, UpdateWork
@@ -81,6 +81,13 @@ def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) ->
         ("peak live bytes over native's", 1.05, True),
     ]
     assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+
+
+def test_examine_judges_one_examined_step_among_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {"ordinary": _measured([150.0, 140.0]), "examined": _measured([100.0, 100.0])}
+    monkeypatch.setattr(train_bench, "measure", lambda sides, settings: rounds)
+    (goal,) = examine(TINY).goals
+    assert goal.line() == "met    0.450 [0.425, 0.475] <= 1  % of the run's time for one examined step in 100"
 
 
 def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +163,7 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["fp16", "all"])
 def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "startup"):
+    for name in ("update", "train", "fp16", "overlap", "examine", "startup"):
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -165,7 +172,7 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(run, name, bench)
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
-    want = ["update", "train", "fp16", "overlap", "startup"] if what == "all" else ["fp16"]
+    want = ["update", "train", "fp16", "overlap", "examine", "startup"] if what == "all" else ["fp16"]
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.bench.engines import ForwardBackward, Ours
+from megamix.bench.engines import Examined, ForwardBackward, Ours
 from megamix.bench.peers import Ddp, Fsdp, Zero
 from megamix.bench.train_rank import Side, TrainRank
 from tests.bench.tiny import WORK
@@ -23,6 +23,7 @@ FP32 = {
 HALF = {
     "ours": Ours,
     "fp16": partial(Ours, dtype=torch.float16),
+    "examined": Examined,
     "fp16 native": partial(Ours, dtype=torch.float16, wide=False),
     "ddp": Ddp,
     "zero": Zero,
