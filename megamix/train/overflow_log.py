@@ -1,4 +1,4 @@
-"""What the host does about overflows: say which batch it was and what becomes of it, keep what was set aside, and
+"""What the host does about overflows: say what overflowed and what becomes of the batch, keep what was set aside, and
 stop the run once the budget is spent.
 """
 
@@ -10,14 +10,19 @@ from pathlib import Path
 
 from megamix.config import Config
 from megamix.data.durable import append_line
+from megamix.mixed_precision.culprits import ParamPeak, gather_origins, gather_peaks
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.examination import Examination
 from megamix.train.batch_plan import Attempt, Fate, GlobalBatch
 from megamix.train.console import Console
+from megamix.train.diagnosis import cause, culprit_table, culprits, origin_lines, overflow_words
 from megamix.train.metrics import MetricsWriter, format_scale
 from megamix.train.overflow_budget import GaveUpError, OverflowBudget
 from megamix.train.readout import Outcome
 
 SET_ASIDE = "set_aside.jsonl"
+
+_KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
 
 
 class OverflowLog:
@@ -27,50 +32,71 @@ class OverflowLog:
         self.count = 0  # attempts that overflowed
         self._config, self._engine, self._console, self._writer = config, engine, console, writer
         self._budget = OverflowBudget(config.precision)
-        self._scales: deque[list[float]] = deque(maxlen=64)  # [loss scale, attempts, overflows] while it stayed
+        self._scales: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)  # loss scale, attempts with it, overflows
+        self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # of every overflow
+        self._origins: list[str] = []  # of the last examined one
 
-    def note(self, attempt: Attempt, outcome: Outcome, fate: Fate, applied: int) -> None:
+    def note(
+        self, attempt: Attempt, outcome: Outcome, fate: Fate, applied: int, examination: Examination | None
+    ) -> None:
         """Raises: GaveUpError once the budget is spent, on every rank at the same attempt."""
-        if not self._scales or self._scales[-1][0] != outcome.loss_scale:
-            self._scales.append([outcome.loss_scale, 0, 0])
-        self._scales[-1][1] += 1
-        self._scales[-1][2] += outcome.found_inf
+        self._count_scale(outcome)
         if outcome.found_inf:
             self.count += 1
+            self._peaks.append(gather_peaks(self._engine, outcome.by_piece))
+            if examination is not None:
+                self._origins = origin_lines(self._peaks[-1], gather_origins(self._engine, examination))
             self._say(attempt, outcome, fate, applied)
-            if fate is Fate.SET_ASIDE and self._writer is not None:
+            if fate is Fate.SET_ASIDE:
                 self._set_aside(attempt, outcome, applied)
         at_floor = outcome.loss_scale <= self._engine.loss_scale.min_scale
         reason = self._budget.spend(outcome.found_inf, at_floor)
         if reason is not None:
-            raise GaveUpError(self._diagnosis(reason, attempt, applied))
+            raise GaveUpError(self._diagnosis(reason, attempt, outcome, applied))
+
+    def _count_scale(self, outcome: Outcome) -> None:
+        attempts, overflows = 0, 0
+        if self._scales and self._scales[-1][0] == outcome.loss_scale:
+            _, attempts, overflows = self._scales.pop()
+        self._scales.append((outcome.loss_scale, attempts + 1, overflows + outcome.found_inf))
 
     def _say(self, attempt: Attempt, outcome: Outcome, fate: Fate, applied: int) -> None:
         self._console.line(
             f"step {applied + 1}/{self._config.training.steps} | overflow at loss_scale "
-            f"{format_scale(outcome.loss_scale)}, nothing changed: samples {format_samples(attempt.batch)} "
-            f"{fate.value} | skipped {self.count}"
+            f"{format_scale(outcome.loss_scale)}, nothing changed: {overflow_words(outcome.loss, self._peaks[-1])} | "
+            f"samples {format_samples(attempt.batch)} {fate.value} | skipped {self.count}"
         )
         if self._writer is not None:
             self._writer.write(applied + 1, {"loss_scale": outcome.loss_scale, "skipped_steps": self.count})
 
-    def _diagnosis(self, reason: str, attempt: Attempt, applied: int) -> str:
-        scales = ", ".join(
-            f"{format_scale(scale)}: {overflows:.0f} of {attempts:.0f}" for scale, attempts, overflows in self._scales
-        )
-        return (
-            f"gave up after {attempt.number + 1} attempts and {applied} updates: {reason}\n"
-            f"loss scales, with overflows of attempts: {scales}"
-        )
-
     def _set_aside(self, attempt: Attempt, outcome: Outcome, applied: int) -> None:
-        row = {
-            "step": applied + 1,
-            "samples": [[part.start, len(part)] for part in attempt.batch.samples],
-            "tries": attempt.batch.tries + 1,
-            "loss_scale": outcome.loss_scale,
+        for line in self._origins:
+            self._console.line(f"  {line}")
+        if self._writer is not None:
+            row = {
+                "step": applied + 1,
+                "samples": [[part.start, len(part)] for part in attempt.batch.samples],
+                "tries": attempt.batch.tries + 1,
+                "loss_scale": outcome.loss_scale,
+                "parameters": {peak.name: peak.fault for peak in culprits(self._peaks[-1])},
+            }
+            append_line(Path(self._config.checkpoint.folder) / SET_ASIDE, json.dumps(row))
+
+    def _diagnosis(self, reason: str, attempt: Attempt, outcome: Outcome, applied: int) -> str:
+        sections = {
+            "cause of the last overflow": [cause(outcome.loss, self._peaks[-1])],
+            f"what overflowed, in the last {len(self._peaks)} overflows": culprit_table(self._peaks),
+            "where the last examined one began": self._origins,
+            "loss scale: overflows of attempts": [
+                f"{format_scale(scale)}: {overflows} of {attempts}" for scale, attempts, overflows in self._scales
+            ],
         }
-        append_line(Path(self._config.checkpoint.folder) / SET_ASIDE, json.dumps(row))
+        lines = [f"gave up after {attempt.number + 1} attempts and {applied} updates: {reason}"]
+        for title, body in sections.items():
+            if body:
+                lines += [f"{title}:", *(f"  {line}" for line in body)]
+        lines.append("the weights of the last update are saved; nothing that overflowed is in them")
+        return "\n".join(lines)
 
 
 def format_samples(batch: GlobalBatch) -> str:

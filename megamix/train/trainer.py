@@ -15,11 +15,13 @@ from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.examination import Examination
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate
 from megamix.train.build import build_loss_scale
 from megamix.train.console import Console
 from megamix.train.metrics import MetricsWriter, format_line
 from megamix.train.overflow_log import OverflowLog
+from megamix.train.precision_report import gather_precision
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 
@@ -51,6 +53,8 @@ class Trainer:
         )  # fmt: skip
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowLog(config, engine, console, writer)
+        self._examinations: dict[int, Examination] = {}  # of attempts in flight
+        self._last_overflowed = False  # the last outcome that came in
         self._scaled = build_loss_scale(config.precision) is not None
 
     def train(self) -> float | None:
@@ -83,6 +87,8 @@ class Trainer:
     def _try(self, attempt: Attempt) -> None:
         clock, batch = self.engine.clock, attempt.batch
         self._prefetch(self.plan.next_new())
+        if self._last_overflowed or self._is_examined(attempt.number):
+            self.engine.examine_next_step()
         with self._profiled(attempt.number):
             for samples in self._micro_batches(batch.samples):
                 with clock.span("data"):
@@ -91,19 +97,30 @@ class Trainer:
                     self._seed_dropout(samples, batch.tries)
                 with clock.span("forward_backward"):
                     self.engine.backward(self.engine(tokens, targets))
-            self.readout.write(attempt.number, self.engine.step())
+            result = self.engine.step()
+        self.readout.write(attempt.number, result)
+        if result.examination is not None:
+            self._examinations[attempt.number] = result.examination
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
         attempt = self.plan.oldest()
         outcome = self.readout.read(attempt.number)
+        examination = self._examinations.pop(attempt.number, None)
         fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
+        # Who overflowed is known of every attempt; rank and micro-batch only where it was examined. The attempt after
+        # this outcome is: with requeue and redo the same batch again.
+        self._last_overflowed = outcome.found_inf
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
             self.console.advance()
-        self.overflows.note(attempt, outcome, fate, self.plan.applied)
+        self.overflows.note(attempt, outcome, fate, self.plan.applied, examination)
         if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
             self._log(self.plan.applied, outcome)
+        if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
+            layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
+            if self.writer is not None:
+                self.writer.write_precision(self.plan.applied, layers)
 
     def _log(self, update: int, outcome: Outcome) -> None:
         metrics = self.report.metrics(
@@ -168,6 +185,10 @@ class Trainer:
     def _is_logged(self, update: int) -> bool:
         """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
         return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
+
+    def _is_examined(self, attempt: int) -> bool:
+        interval = self.config.metrics.precision_interval
+        return interval > 0 and (attempt + 1) % interval == 0
 
     @contextmanager
     def _profiled(self, attempt: int) -> Iterator[None]:
