@@ -5,7 +5,7 @@ field live in `checks.py`.
 """
 
 import math
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -38,16 +38,38 @@ def _power_of_two(value: float) -> float:
     return value
 
 
+LossScaleName = Literal["auto", "dynamic", "headroom", "torch", "megatron", "deepspeed", "off"]
+
+
+class ScaleRange(NamedTuple):
+    """A loss scale rule's own first value, floor and ceiling, where the keys are not set."""
+
+    init_scale: float
+    min_scale: float
+    max_scale: float
+
+
+SCALE_RANGES = {
+    "dynamic": ScaleRange(2.0**24, 1.0, 2.0**32),
+    "headroom": ScaleRange(1.0, 1.0, 2.0**32),
+    "torch": ScaleRange(2.0**16, 0.0, 2.0**127),
+    "megatron": ScaleRange(2.0**32, 1.0, 2.0**127),
+    "deepspeed": ScaleRange(2.0**16, 1.0, 2.0**127),
+}
+
+
 def _loss_scale(value: object) -> object:
     # One check in front of the union: pydantic would report a bad value once for every member of the union.
-    if isinstance(value, str) and value in ("auto", "dynamic", "off"):
+    names = get_args(LossScaleName)
+    if isinstance(value, str) and value in names:
         return value
     try:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return _power_of_two(float(value))
     except (ValueError, OverflowError):
         pass
-    raise ValueError('must be "auto", "dynamic", "off" or a power of two from 2**-126 to 2**126')
+    words = ", ".join(f'"{name}"' for name in names)
+    raise ValueError(f"must be {words} or a power of two from 2**-126 to 2**126")
 
 
 Text = Annotated[str, Field(min_length=1)]
@@ -163,22 +185,30 @@ class PrecisionConfig(Section):
     """Format of parameters, activations and gradients; master weights and optimizer state are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
     """Format in which a step's gradients are added up: half is dtype's own, fp32 costs two more bytes a parameter."""
-    loss_scale: Annotated[Literal["auto", "dynamic", "off"] | float, BeforeValidator(_loss_scale)] = "auto"
-    """auto (dynamic for fp16, off otherwise), dynamic, off, or a number: a fixed scale."""
-    init_scale: PowerOfTwo = 2.0**24
-    """The dynamic scale's first value."""
+    loss_scale: Annotated[LossScaleName | float, BeforeValidator(_loss_scale)] = "auto"
+    """The rule: auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed,
+    off, or a number: a fixed scale."""
+    init_scale: PowerOfTwo | None = None
+    """The first scale; headroom's is that of its probe. Not set: 2**24 (dynamic), 1 (headroom), 2**16 (torch,
+    deepspeed), 2**32 (megatron)."""
     growth_factor: Annotated[PowerOfTwo, Field(gt=1)] = 2.0
-    """Multiplies the scale after growth_interval clean steps."""
+    """Multiplies the scale after growth_interval clean steps; dynamic and torch."""
     backoff_factor: Annotated[PowerOfTwo, Field(lt=1)] = 0.5
-    """Multiplies the scale after an overflow."""
-    growth_interval: PositiveInt = 2000
-    """Clean steps in a row before the scale grows."""
-    hysteresis: PositiveInt = 1
-    """Overflows in a row before a scale that has survived a step backs off; an untried scale backs off at once."""
-    min_scale: PowerOfTwo = 1.0
-    """The scale never falls below."""
-    max_scale: PowerOfTwo = 2.0**32
-    """The scale never grows beyond."""
+    """Multiplies the scale after an overflow; dynamic and torch."""
+    growth_interval: PositiveInt | None = None
+    """Clean steps in a row before the scale grows; all rules but headroom. Not set: 2000 (dynamic, torch), 1000
+    (megatron, deepspeed)."""
+    hysteresis: PositiveInt | None = None
+    """Overflows before the scale backs off; for dynamic in a row, and an untried scale backs off at once. Not set: 1
+    (dynamic), 2 (megatron, deepspeed)."""
+    consecutive_hysteresis: bool = False
+    """Whether any clean step restores the hysteresis, not only a growth; deepspeed."""
+    margin: Annotated[PowerOfTwo, Field(ge=2)] = 4.0
+    """Room that the largest gradient of the last 1000 steps keeps below overflow; headroom."""
+    min_scale: PowerOfTwo | None = None
+    """The scale never falls below. Not set: 1, and no floor for torch."""
+    max_scale: PowerOfTwo | None = None
+    """The scale never grows beyond. Not set: 2**32 (dynamic, headroom), else only where FP32 ends."""
 
 
 class TrainingConfig(Section):

@@ -15,10 +15,10 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
-from megamix.mixed_precision.grad_stats import PieceStats, agree, clip_coefficient
+from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
-from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
@@ -117,7 +117,7 @@ class ShardedEngine:
             raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
         self.half_params.check()
         if self._micro_batches == 0:
-            self._scale_used.copy_(self.loss_scale.loss_scale)
+            self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
         last = self._micro_batches == self.grad_accum_steps - 1
         self.half_grads.open(self.grad_reduce.bucket_full if last else None)
         try:
@@ -140,16 +140,8 @@ class ShardedEngine:
 
         If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
-        if self._micro_batches != self.grad_accum_steps:
-            raise RuntimeError(
-                f"step() needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
-            )
-        self.half_params.check()
-        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
-        grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        grad_shards, by_piece, stats = self._sum_and_agree("step()")
         with self.clock.span("update"):
-            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
-            stats = agree(by_piece, self.collectives)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
             divisor = self._scale_used.double() * (self.layout.dp_size * self.grad_accum_steps)
@@ -163,14 +155,35 @@ class ShardedEngine:
             with self.clock.span("update"):
                 self._update_bucket(bucket, grad_shards[bucket], scalars)
             self.param_gather.launch(bucket)
-        self.grad_reduce.reset()
-        self._micro_batches = 0
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf, stats.max_abs)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
         return StepResult(
             stats.found_inf, grad_norm.float(), stats.max_abs.float(), self._scale_used.clone(), scalars.lr, by_piece
         )
+
+    def probe_loss_scale(self) -> None:
+        """In place of the first `step()`: the loss scale takes note of these gradients, and they are forgotten.
+
+        Nothing else changes, so the first step may take the same batch. Every rank must call it.
+        """
+        _, _, stats = self._sum_and_agree("probe_loss_scale()")
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+
+    def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
+        """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
+        if self._micro_batches != self.grad_accum_steps:
+            raise RuntimeError(
+                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
+            )
+        self.half_params.check()
+        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
+        grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        self.grad_reduce.reset()
+        self._micro_batches = 0
+        with self.clock.span("update"):
+            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
+            return grad_shards, by_piece, agree(by_piece, self.collectives)
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
