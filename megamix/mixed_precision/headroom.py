@@ -22,8 +22,8 @@ class HeadroomLossScale(StaticLossScale):
 
     What an overflow hides is not known: it counts as a gradient that calls for half the scale it happened at, and is
     forgotten after `window` steps as any other. That is right for an outlier, for overflow inside backward that the
-    parameters' gradients do not show, and costs one octave for a NaN that no scale cures. A step with no gradient but
-    zeros tells nothing, and if that is all there is the scale stays.
+    parameters' gradients do not show, and costs one octave for a NaN that no scale cures. A step of nothing but zeros
+    tells nothing; while that is all there is the scale doubles, for gradients that have all vanished look the same.
 
     The first scale is low, since the largest gradient survives at a low scale and only the largest matters:
     `engine.probe_loss_scale()` on the first batch then finds the scale of the first step. Without it the first step
@@ -60,7 +60,8 @@ class HeadroomLossScale(StaticLossScale):
         largest = self.peaks.amax()
         room = LIMIT / self.margin / largest
         scale = (room.view(torch.int64) & _EXPONENT).view(torch.float64).clamp(self.min_scale, self.max_scale)
-        self.loss_scale.copy_(torch.where(largest > 0, scale, self.loss_scale))
+        doubled = (2 * self.loss_scale).clamp(max=self.max_scale)
+        self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))
         self.wants_probe = False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

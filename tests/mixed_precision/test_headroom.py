@@ -45,10 +45,11 @@ STORIES = [
     ([1, 30, 30, 30, 30], [8, 7, 6, 5, 3]),  # ... and again, until the gradient is seen
     ([1, NAN, 1, 1, 1, NAN, 1, 1, 1], [8, 7, 7, 7, 8, 7, 7, 7, 8]),  # rare NaNs do not add up
     ([1, *[NAN] * 10, 1, 1, 1], [8, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 8]),  # the floor, and back in one window
-    ([0, 0], [0, 0]),  # nothing known: the scale stays
-    ([1, 0, 0, 0, 0], [8, 8, 8, 8, 8]),
-    ([1, 0, 0, 0, 4], [8, 8, 8, 8, 6]),
+    ([0, 0, 1], [1, 2, 8]),  # nothing known: have all gradients vanished?
+    ([1, 0, 0, 1], [8, 8, 8, 8]),
+    ([1, 0, 0, 0, 0, 1], [8, 8, 8, 9, 10, 8]),
     ([2**-30, 2**-30], [20, 20]),  # the ceiling
+    ([2**-30, 0, 0, 0], [20, 20, 20, 20]),
 ]
 
 
