@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
+    from megamix.mixed_precision.headroom import HeadroomLossScale
     from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
+    from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
     from megamix.mixed_precision.optimizers import NAG, AdamW, ParamGroup
     from megamix.mixed_precision.settings import Precision, Sharding, StepResult
 
 _HOME = {
     "ShardedEngine": "engine", "Precision": "settings", "Sharding": "settings", "StepResult": "settings",
-    "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale",
+    "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale", "HeadroomLossScale": "headroom",
+    "TorchLossScale": "loss_scale_presets", "MegatronLossScale": "loss_scale_presets",
+    "DeepSpeedLossScale": "loss_scale_presets",
     "AdamW": "optimizers", "NAG": "optimizers", "ParamGroup": "optimizers",
 }  # fmt: skip
 
-__all__ = ["NAG", "AdamW", "DynamicLossScale", "ParamGroup", "Precision", "ShardedEngine", "Sharding"]
-__all__ += ["StaticLossScale", "StepResult"]
+__all__ = ["NAG", "AdamW", "DeepSpeedLossScale", "DynamicLossScale", "HeadroomLossScale", "MegatronLossScale"]
+__all__ += ["ParamGroup", "Precision", "ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "TorchLossScale"]
 
 
 def __getattr__(name: str) -> Any:

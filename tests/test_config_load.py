@@ -46,7 +46,7 @@ def test_minimal_file_gets_every_default(tmp_path: Path) -> None:
     assert config.model.num_kv_heads is None
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.optimizer.groups == ()
-    assert config.precision.init_scale == 2.0**24
+    assert config.precision.init_scale is None  # each rule of the loss scale has its own
     assert config.precision.loss_scale == "auto"
     assert config.parallelism.overlap is True
 
@@ -72,6 +72,10 @@ def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
         ("precision.dtype=bf16", "precision", "dtype", "bf16"),
         ('precision.dtype="fp32"', "precision", "dtype", "fp32"),
         ("model.compile=true", "model", "compile", True),
+        ("precision.loss_scale=headroom", "precision", "loss_scale", "headroom"),
+        ("precision.loss_scale=torch", "precision", "loss_scale", "torch"),
+        ("precision.loss_scale=megatron", "precision", "loss_scale", "megatron"),
+        ("precision.loss_scale=deepspeed", "precision", "loss_scale", "deepspeed"),
         ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", (0.8, 0.9)),
         ("data.train=other/tokens=v2", "data", "train", "other/tokens=v2"),
         (" training.steps = 7 ", "training", "steps", 7),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
+from megamix.config.fields import SCALE_RANGES, ScaleRange
 from megamix.config.sections import SECTIONS, Config
 
 
@@ -144,14 +145,22 @@ def _fp16_is_scaled(config: Config) -> Iterator[str]:
         )
 
 
+def _scale_range(config: Config) -> ScaleRange:
+    """What is set, and the rule's own value for what is not; without a rule as if it were dynamic."""
+    section = config.precision
+    own = SCALE_RANGES.get(str(section.loss_scale), SCALE_RANGES["dynamic"])
+    given = {"init_scale": section.init_scale, "min_scale": section.min_scale, "max_scale": section.max_scale}
+    return own._replace(**{key: value for key, value in given.items() if value is not None})
+
+
 def _scale_has_room(config: Config) -> Iterator[str]:
-    low, high = config.precision.min_scale, config.precision.max_scale
+    _, low, high = _scale_range(config)
     if low > high:
         yield f"precision.min_scale: got {low:g}, must be at most max_scale {high:g}; write min_scale = {high:g}"
 
 
 def _scale_starts_in_room(config: Config) -> Iterator[str]:
-    low, start, high = config.precision.min_scale, config.precision.init_scale, config.precision.max_scale
+    start, low, high = _scale_range(config)
     if low <= high and not low <= start <= high:
         yield (
             f"precision.init_scale: got {start}, must lie from min_scale {low} to max_scale {high}; "

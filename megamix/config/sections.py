@@ -4,55 +4,11 @@ The text under a field is the description that `megamix config --schema` prints.
 field live in `checks.py`.
 """
 
-import math
 from typing import Annotated, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-
-class Section(BaseModel):
-    """A frozen table: unknown keys, wrong types, inf and nan are errors; a whole number may stand for a float."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-def _power_of_two(value: float) -> float:
-    # Multiplying by a power of two moves the exponent alone. Any other scale would round every gradient once on the
-    # way in and once on the way out, and the unscaled step would no longer equal the plain one. The scale and its
-    # inverse must both be normal FP32 numbers, hence the range.
-    mantissa, exponent = math.frexp(value)
-    if mantissa != 0.5 or not -126 <= exponent - 1 <= 126:
-        raise ValueError("must be a power of two from 2**-126 to 2**126")
-    return value
-
-
-def _loss_scale(value: object) -> object:
-    # One check in front of the union: pydantic would report a bad value once for every member of the union.
-    if isinstance(value, str) and value in ("auto", "dynamic", "off"):
-        return value
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return _power_of_two(float(value))
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError('must be "auto", "dynamic", "off" or a power of two from 2**-126 to 2**126')
-
-
-Text = Annotated[str, Field(min_length=1)]
-PowerOfTwo = Annotated[PositiveFloat, AfterValidator(_power_of_two)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+from megamix.config.fields import Beta, LossScaleName, PowerOfTwo, Section, Text, check_loss_scale
 
 
 class ModelConfig(Section):
@@ -171,22 +127,30 @@ class PrecisionConfig(Section):
     """Format of parameters, activations and gradients; master weights and optimizer state are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
     """Format in which a step's gradients are added up: half is dtype's own, fp32 costs two more bytes a parameter."""
-    loss_scale: Annotated[Literal["auto", "dynamic", "off"] | float, BeforeValidator(_loss_scale)] = "auto"
-    """auto (dynamic for fp16, off otherwise), dynamic, off, or a number: a fixed scale."""
-    init_scale: PowerOfTwo = 2.0**24
-    """The dynamic scale's first value."""
+    loss_scale: Annotated[LossScaleName | float, BeforeValidator(check_loss_scale)] = "auto"
+    """The rule: auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed,
+    off, or a number: a fixed scale."""
+    init_scale: PowerOfTwo | None = None
+    """The first scale; headroom's is that of its probe. Not set: 2**24 (dynamic), 1 (headroom), 2**16 (torch,
+    deepspeed), 2**32 (megatron)."""
     growth_factor: Annotated[PowerOfTwo, Field(gt=1)] = 2.0
-    """Multiplies the scale after growth_interval clean steps."""
+    """Multiplies the scale after growth_interval clean steps; dynamic and torch."""
     backoff_factor: Annotated[PowerOfTwo, Field(lt=1)] = 0.5
-    """Multiplies the scale after an overflow."""
-    growth_interval: PositiveInt = 2000
-    """Clean steps in a row before the scale grows."""
-    hysteresis: PositiveInt = 1
-    """Overflows in a row before a scale that has survived a step backs off; an untried scale backs off at once."""
-    min_scale: PowerOfTwo = 1.0
-    """The scale never falls below."""
-    max_scale: PowerOfTwo = 2.0**32
-    """The scale never grows beyond."""
+    """Multiplies the scale after an overflow; dynamic and torch."""
+    growth_interval: PositiveInt | None = None
+    """Clean steps in a row before the scale grows; all rules but headroom. Not set: 2000 (dynamic, torch), 1000
+    (megatron, deepspeed)."""
+    hysteresis: PositiveInt | None = None
+    """Overflows before the scale backs off; for dynamic in a row, and an untried scale backs off at once. Not set: 1
+    (dynamic), 2 (megatron, deepspeed)."""
+    consecutive_hysteresis: bool = False
+    """Whether any clean step restores the hysteresis, not only a growth; deepspeed."""
+    margin: Annotated[PowerOfTwo, Field(ge=2)] = 4.0
+    """Room that the largest gradient of the last 1000 steps keeps below overflow; headroom."""
+    min_scale: PowerOfTwo | None = None
+    """The scale never falls below. Not set: 1, and no floor for torch."""
+    max_scale: PowerOfTwo | None = None
+    """The scale never grows beyond. Not set: 2**32 (dynamic, headroom), else only where FP32 ends."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
     """What becomes of a batch that overflowed: requeue tries it again two attempts later, redo at once (which waits
     for the device once a step), skip loses it."""

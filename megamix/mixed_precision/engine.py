@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.fingerprint import fingerprint, require_equal
 from megamix.mixed_precision.flat_layout import Run, build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce
-from megamix.mixed_precision.grad_stats import PieceStats, agree, clip_coefficient
+from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
-from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
@@ -55,7 +55,7 @@ class ShardedEngine:
         refuse_second_engine(model)
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
-        device = _single_device(model)
+        device = single_device(model)
         grad_dtype = precision.grad_dtype or precision.dtype
 
         topology = Topology.current(sharding.dp_group)
@@ -64,8 +64,8 @@ class ShardedEngine:
         self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
         self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
         self.clock = Clock(device)
-        self._fingerprint = _hash(self.layout, optimizer.state_names, precision.dtype)
-        _require_equal(self.collectives, device, _hash(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
+        self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
+        require_equal(self.collectives, device, fingerprint(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
         self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
@@ -121,7 +121,7 @@ class ShardedEngine:
             raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
         self.half_params.check()
         if self._micro_batches == 0:
-            self._scale_used.copy_(self.loss_scale.loss_scale)
+            self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
             self._loss_sum.zero_()
         last = self._micro_batches == self.grad_accum_steps - 1
         look = None if self._examination is None else self._examination.look(self._micro_batches)
@@ -156,16 +156,8 @@ class ShardedEngine:
 
         If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
-        if self._micro_batches != self.grad_accum_steps:
-            raise RuntimeError(
-                f"step() needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
-            )
-        self.half_params.check()
-        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
-        grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        grad_shards, by_piece, stats = self._sum_and_agree("step()")
         with self.clock.span("update"):
-            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
-            stats = agree(by_piece, self._loss_sum, self.collectives)
             if self._examination is not None:
                 self._examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
@@ -181,17 +173,38 @@ class ShardedEngine:
             with self.clock.span("update"):
                 self._update_bucket(bucket, grad_shards[bucket], scalars)
             self.param_gather.launch(bucket)
-        self.grad_reduce.reset()
-        self._micro_batches = 0
         examination, self._examination = self._examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf, stats.max_abs)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
         loss = stats.loss_sum / (self.layout.dp_size * self.grad_accum_steps)
         return StepResult(
             loss.float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
             self._scale_used.clone(), scalars.lr, by_piece, examination,
         )  # fmt: skip
+
+    def probe_loss_scale(self) -> None:
+        """In place of the first `step()`: the loss scale takes note of these gradients, and they are forgotten.
+
+        Nothing else changes, so the first step may take the same batch. Every rank must call it.
+        """
+        _, _, stats = self._sum_and_agree("probe_loss_scale()")
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+
+    def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
+        """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
+        if self._micro_batches != self.grad_accum_steps:
+            raise RuntimeError(
+                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
+            )
+        self.half_params.check()
+        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
+        grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        self.grad_reduce.reset()
+        self._micro_batches = 0
+        with self.clock.span("update"):
+            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
+            return grad_shards, by_piece, agree(by_piece, self._loss_sum, self.collectives)
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
@@ -264,26 +277,3 @@ class ShardedEngine:
             )
         self.half_params.check()
         self.param_gather.wait_all()
-
-
-def _hash(*values: object) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()
-
-
-def _require_equal(collectives: Collectives, device: torch.device, settings: str) -> None:
-    mine = torch.tensor([int(settings[:15], 16)], device=device)
-    different = (collectives.table(mine) != mine).nonzero()[:, 0].tolist()
-    if different:
-        raise ValueError(
-            f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
-            "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
-        )
-
-
-def _single_device(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
-        raise ValueError(
-            f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
-        )
-    return devices.pop()

@@ -24,6 +24,16 @@ class _Installed:
     name: str
 
 
+def single_device(model: nn.Module) -> torch.device:
+    """Where the model lies. Raises: ValueError if that is more than one device."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
+        )
+    return devices.pop()
+
+
 def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamSpec], list[Group]]:
     """(specs of the trainable parameters in registration order, the optimizer groups that their indices mean).
 

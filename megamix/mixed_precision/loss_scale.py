@@ -1,6 +1,7 @@
 """The loss scale: gradients below 2**-24 vanish in FP16, so the loss is multiplied by a power of two before backward.
 
-Both kinds are device tensors, updated on the device: nobody waits to learn whether a step overflowed.
+All kinds are device tensors, updated on the device: nobody waits to learn whether a step overflowed. Here are the
+constant one and the one that searches; `headroom` measures, `loss_scale_presets` has the rules of others.
 """
 
 from __future__ import annotations
@@ -11,34 +12,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Backward never uses less: the update multiplies by the inverse, and FP32's ends at 2**127. A rule without a floor
+# may pass it on its way to 0, where one clean step would multiply vanished gradients by inf and the weights be NaN.
+SMALLEST_USED = 2.0**-126
+LARGEST = 2.0**127  # FP32's largest power of two: the ceiling of a rule that has none
 
-def _require_power_of_two(name: str, value: float) -> None:
+
+def require_power_of_two(name: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value) and math.log2(value) % 1 == 0):
         nearest = 2.0 ** round(math.log2(value)) if value > 0 and math.isfinite(value) else 1.0
         raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
 
 
+def require_range(init_scale: float, min_scale: float, max_scale: float) -> None:
+    """Three powers of two in order; a min_scale of 0 is no floor."""
+    require_power_of_two("init_scale", init_scale)
+    require_power_of_two("max_scale", max_scale)
+    if min_scale != 0:
+        require_power_of_two("min_scale", min_scale)
+    if not min_scale <= init_scale <= max_scale:
+        raise ValueError(
+            f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
+        )
+
+
 class StaticLossScale:
     """A constant scale. Overflowed steps are still skipped; the scale stays."""
 
+    state_names: tuple[str, ...] = ("loss_scale",)  # the tensors that go to the device and into the run's state
+    wants_probe = False  # whether a first `engine.probe_loss_scale()` would find a better scale to start from
+
     def __init__(self, init_scale: float = 1.0):
-        _require_power_of_two("init_scale", init_scale)
+        require_power_of_two("init_scale", init_scale)
         self.min_scale = init_scale  # it never falls below
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32)  # FP32 (), on the engine's device after `to`
 
     def to(self, device: torch.device) -> None:
-        self.loss_scale = self.loss_scale.to(device)
+        for name in self.state_names:
+            setattr(self, name, getattr(self, name).to(device))
 
-    def update_(self, found_inf: Tensor, max_abs: Tensor) -> None:
-        """Take note of a step's outcome. Shapes: found_inf bool (); max_abs FP64 (), of the summed gradient with the
-        scale still in it.
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        """Take note of a step's outcome. Shapes: found_inf bool (); max_abs FP64 (), of the gradient summed over
+        micro-batches and ranks with the scale still in it, anything where found_inf is set; scale_used FP32 (), the
+        scale that this step's backward used, whatever `loss_scale` was set to since.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"loss_scale": self.loss_scale.clone()}
+        return {name: getattr(self, name).clone() for name in self.state_names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss_scale.copy_(state["loss_scale"])
+        for name in self.state_names:
+            getattr(self, name).copy_(state[name])
 
 
 class DynamicLossScale(StaticLossScale):
@@ -50,6 +74,8 @@ class DynamicLossScale(StaticLossScale):
     one, and it is met.
     """
 
+    state_names = ("loss_scale", "clean_steps", "patience")
+
     def __init__(
         self,
         init_scale: float = 2.0**24,
@@ -60,53 +86,37 @@ class DynamicLossScale(StaticLossScale):
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
     ):
+        require_range(init_scale, min_scale, max_scale)
         super().__init__(init_scale)
         for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
-            _require_power_of_two(name, value)
-        for name, value in (("min_scale", min_scale), ("max_scale", max_scale)):
-            _require_power_of_two(name, value)
+            require_power_of_two(name, value)
         if growth_factor <= 1 or backoff_factor >= 1:
             raise ValueError(
                 f"growth_factor must exceed 1 and backoff_factor stay below it, got {growth_factor}, {backoff_factor}"
             )
         if growth_interval < 1 or hysteresis < 1:
             raise ValueError(f"growth_interval and hysteresis must be at least 1, got {growth_interval}, {hysteresis}")
-        if not min_scale <= init_scale <= max_scale:
-            raise ValueError(
-                f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
-            )
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.min_scale, self.max_scale = min_scale, max_scale
-        self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last changed
-        self.overflows = torch.zeros((), dtype=torch.int32)  # in a row, at this scale
-        self.proven = torch.zeros((), dtype=torch.bool)  # a step has been clean at this scale
+        self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
+        # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
+        self.patience = torch.ones((), dtype=torch.int32)
 
-    def to(self, device: torch.device) -> None:
-        super().to(device)
-        self.clean_steps, self.overflows = self.clean_steps.to(device), self.overflows.to(device)
-        self.proven = self.proven.to(device)
-
-    def update_(self, found_inf: Tensor, max_abs: Tensor) -> None:
-        clean_steps = torch.where(found_inf, 0, self.clean_steps + 1)
-        overflows = torch.where(found_inf, self.overflows + 1, 0)
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        self._count_(found_inf)
+        back_off = found_inf & (self.patience <= 0)
         # At the ceiling there is nothing to probe: a growth to the same scale would only unlearn that it works.
-        grow = (clean_steps >= self.growth_interval) & (self.loss_scale < self.max_scale)
-        back_off = found_inf & ((overflows >= self.hysteresis) | ~self.proven)
-        changed = grow | back_off
+        grow = (self.clean_steps >= self.growth_interval) & (self.loss_scale < self.max_scale)
+        self._move_(grow, back_off)
+        self.clean_steps.masked_fill_(grow, 0)
+        self.patience.masked_fill_(~found_inf, self.hysteresis).masked_fill_(grow | back_off, 1)
 
+    def _count_(self, found_inf: Tensor) -> None:
+        self.clean_steps.add_(1).masked_fill_(found_inf, 0)
+        self.patience.sub_(found_inf.int())
+
+    def _move_(self, grow: Tensor, back_off: Tensor) -> None:
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)
         lowered = (self.loss_scale * self.backoff_factor).clamp(min=self.min_scale)
         self.loss_scale.copy_(torch.where(grow, grown, torch.where(back_off, lowered, self.loss_scale)))
-        self.proven.copy_((self.proven | ~found_inf) & ~changed)
-        self.clean_steps.copy_(torch.where(changed, 0, clean_steps))
-        self.overflows.copy_(torch.where(changed, 0, overflows))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        tensors = {"clean_steps": self.clean_steps, "overflows": self.overflows, "proven": self.proven}
-        return super().state_dict() | {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        for name in ("clean_steps", "overflows", "proven"):
-            getattr(self, name).copy_(state[name])

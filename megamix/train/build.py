@@ -1,13 +1,16 @@
 """From configuration sections to the objects they describe; each object gets only its own section."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from megamix.config import Config, OptimizerConfig, PrecisionConfig
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
+from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.train.lr_schedule import lr_table
@@ -15,22 +18,28 @@ from megamix.train.lr_schedule import lr_table
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+LOSS_SCALES: dict[str, Callable[..., StaticLossScale]] = {
+    "dynamic": DynamicLossScale,
+    "headroom": HeadroomLossScale,
+    "torch": TorchLossScale,
+    "megatron": MegatronLossScale,
+    "deepspeed": DeepSpeedLossScale,
+}
+
+
 def build_loss_scale(section: PrecisionConfig) -> StaticLossScale | None:
     """None where the run has no loss scale."""
     kind = section.loss_scale
     if isinstance(kind, float):
         return StaticLossScale(kind)
-    if kind == "off" or (kind == "auto" and section.dtype != "fp16"):
+    if kind == "auto":
+        kind = "dynamic" if section.dtype == "fp16" else "off"
+    if kind == "off":
         return None
-    return DynamicLossScale(
-        init_scale=section.init_scale,
-        growth_factor=section.growth_factor,
-        backoff_factor=section.backoff_factor,
-        growth_interval=section.growth_interval,
-        hysteresis=section.hysteresis,
-        min_scale=section.min_scale,
-        max_scale=section.max_scale,
-    )
+    # A rule reads the keys that its constructor names; for one that is not set its own default holds.
+    rule = LOSS_SCALES[kind]
+    given = {key: getattr(section, key, None) for key in inspect.signature(rule).parameters}
+    return rule(**{key: value for key, value in given.items() if value is not None})
 
 
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:

@@ -16,7 +16,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.build import build_loss_scale
 from megamix.train.console import Console
 from megamix.train.metrics import MetricsWriter, format_line
@@ -66,6 +66,10 @@ class Trainer:
         plan, valid_loss = self.plan, None
         self.engine.module.train()
         self._prefetch(plan.next_new())
+        if self.engine.loss_scale.wants_probe:
+            self._backward(GlobalBatch(plan.next_new()))
+            self.engine.probe_loss_scale()
+            self._prefetch(plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -85,22 +89,25 @@ class Trainer:
         return [*(range(eval_interval, steps, eval_interval) if eval_interval else ()), steps]
 
     def _try(self, attempt: Attempt) -> None:
-        clock, batch = self.engine.clock, attempt.batch
         self._prefetch(self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
-            for samples in self._micro_batches(batch.samples):
-                with clock.span("data"):
-                    tokens, targets = self._load(self.loader, samples)
-                if self.config.model.dropout:
-                    self._seed_dropout(samples, batch.tries)
-                with clock.span("forward_backward"):
-                    self.engine.backward(self.engine(tokens, targets))
+            self._backward(attempt.batch)
             result = self.engine.step()
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
+
+    def _backward(self, batch: GlobalBatch) -> None:
+        clock = self.engine.clock
+        for samples in self._micro_batches(batch.samples):
+            with clock.span("data"):
+                tokens, targets = self._load(self.loader, samples)
+            if self.config.model.dropout:
+                self._seed_dropout(samples, batch.tries)
+            with clock.span("forward_backward"):
+                self.engine.backward(self.engine(tokens, targets))
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""

@@ -30,7 +30,7 @@ def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
         gc.collect()
     scale = engine.loss_scale
     scalars = [engine.applied_updates, engine.skipped_steps, engine._lr_table, engine._scale_used, engine._loss_sum]
-    scalars += [scale.loss_scale, scale.clean_steps, scale.overflows, scale.proven]
+    scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
     scalars += engine.piece_stats.row_borders
     named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
     grad_bytes = grad_dtype.itemsize

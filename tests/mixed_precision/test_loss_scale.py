@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, StaticLossScale
+from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, StaticLossScale, TorchLossScale
 
 
 def _after(scale: DynamicLossScale, events: str) -> list[float]:
     """The scale after each event: x = overflow, . = clean step."""
     scales = []
     for event in events:
-        scale.update_(torch.tensor(event == "x"), torch.tensor(1.0))
+        scale.update_(torch.tensor(event == "x"), torch.tensor(1.0), scale.loss_scale)
         scales.append(float(scale.loss_scale))
     return scales
 
@@ -59,7 +59,7 @@ def test_a_restored_scale_goes_on_as_if_never_stopped(cut: int) -> None:
 
 def test_a_static_scale_never_moves() -> None:
     scale = StaticLossScale(128.0)
-    scale.update_(torch.tensor(True), torch.tensor(1.0))
+    scale.update_(torch.tensor(True), torch.tensor(1.0), scale.loss_scale)
     restored = StaticLossScale(2.0)
     restored.load_state_dict(scale.state_dict())
     assert float(scale.loss_scale) == float(restored.loss_scale) == 128.0
@@ -112,6 +112,15 @@ def test_a_scale_changed_between_backward_and_step_does_not_reach_this_step() ->
     engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
     engine.loss_scale.loss_scale.mul_(2)
     assert float(engine.step().grad_norm) == 3.0
+
+
+def test_a_rule_without_a_floor_does_not_turn_weights_into_nan() -> None:
+    engine, model = _linear_engine(TorchLossScale())
+    engine.loss_scale.loss_scale.zero_()  # where torch's rule ends after enough overflows
+    engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
+    result = engine.step()
+    assert (float(result.loss_scale), float(result.grad_norm)) == (2.0**-126, 0.0)
+    assert float(engine.master_shard.master[0][0]) == 4.0
 
 
 def test_a_skipped_step_advances_neither_lr_nor_bias_correction() -> None:

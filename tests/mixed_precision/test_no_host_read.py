@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import (
+    NAG,
+    AdamW,
+    DeepSpeedLossScale,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    Precision,
+    ShardedEngine,
+    Sharding,
+    StaticLossScale,
+    TorchLossScale,
+)
 from megamix.mixed_precision.optimizers import Optimizer
 from tests.distributed.models import loss_of, make_batch, make_model
 
@@ -57,13 +69,16 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps(optimizer: Optimizer = ADAMW, examine: bool = False) -> tuple[int, int]:
+def _twenty_steps(scale: StaticLossScale, optimizer: Optimizer = ADAMW, examine: bool = False) -> tuple[int, int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
-    precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**8, growth_interval=4))
+    precision = Precision(torch.float16, loss_scale=scale)
     sharding = Sharding(units=[*model.blocks], bucket_size=1500)
     engine = ShardedEngine(model, optimizer, precision, sharding, clip_grad=0.5, compile_update=False)
     results = []
+    engine.backward(loss_of(model, make_batch(0, rank, 0)))
+    with no_host_read():
+        engine.probe_loss_scale()
     for step in range(20):
         loss = loss_of(model, make_batch(step, rank, 0))
         if examine:
@@ -75,17 +90,26 @@ def _twenty_steps(optimizer: Optimizer = ADAMW, examine: bool = False) -> tuple[
     return sum(int(result.found_inf) for result in results), int(engine.applied_updates)
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
-def test_a_step_reads_nothing_in_one_process(optimizer: Optimizer) -> None:
-    assert _twenty_steps(optimizer) == (1, 19)
+SCALES = [DynamicLossScale(2.0**8, growth_interval=4), HeadroomLossScale(window=4), TorchLossScale(2.0**8)]
+SCALES += [MegatronLossScale(2.0**8), DeepSpeedLossScale(2.0**8)]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda scale: type(scale).__name__)
+def test_a_step_reads_nothing_with_any_loss_scale(scale: StaticLossScale) -> None:
+    assert _twenty_steps(scale) == (1, 19)
+
+
+@pytest.mark.parametrize("optimizer", [NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
+def test_a_step_reads_nothing_with_any_optimizer(optimizer: Optimizer) -> None:
+    assert _twenty_steps(DynamicLossScale(2.0**8, growth_interval=4), optimizer) == (1, 19)
 
 
 def test_a_step_reads_nothing_on_two_ranks(run_ranks) -> None:
-    assert run_ranks(_twenty_steps, 2) == [(1, 19), (1, 19)]
+    assert run_ranks(_twenty_steps, 2, DynamicLossScale(2.0**8, growth_interval=4)) == [(1, 19), (1, 19)]
 
 
 def test_an_examined_step_reads_nothing_in_backward_either(run_ranks) -> None:
-    assert run_ranks(_twenty_steps, 2, ADAMW, True) == [(1, 19), (1, 19)]
+    assert run_ranks(_twenty_steps, 2, DynamicLossScale(2.0**8, growth_interval=4), ADAMW, True) == [(1, 19), (1, 19)]
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
@@ -121,7 +145,7 @@ def test_the_check_catches_a_read_planted_in_the_step(monkeypatch) -> None:
     monkeypatch.setattr(
         DynamicLossScale,
         "update_",
-        lambda self, found_inf, max_abs: update_(self, torch.tensor(bool(found_inf)), max_abs),
+        lambda self, found_inf, *seen: update_(self, torch.tensor(bool(found_inf)), *seen),
     )
     with pytest.raises(HostRead):
-        _twenty_steps()
+        _twenty_steps(DynamicLossScale(2.0**8))

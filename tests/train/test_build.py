@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
 
-from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, StaticLossScale
+from megamix import (
+    NAG,
+    AdamW,
+    DeepSpeedLossScale,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    ParamGroup,
+    StaticLossScale,
+    TorchLossScale,
+)
 from megamix.config import PrecisionConfig
-from megamix.train.build import build_engine, build_loss_scale, build_optimizer
+from megamix.config.fields import SCALE_RANGES, ScaleRange
+from megamix.train.build import LOSS_SCALES, build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job
 
 
@@ -20,6 +33,10 @@ from tests.train.jobs import tiny_job
         ({"dtype": "fp32"}, None),
         ({"dtype": "bf16", "loss_scale": "dynamic"}, DynamicLossScale),
         ({"dtype": "bf16", "loss_scale": "off"}, None),
+        ({"dtype": "fp16", "loss_scale": "headroom"}, HeadroomLossScale),
+        ({"dtype": "fp16", "loss_scale": "torch"}, TorchLossScale),
+        ({"dtype": "fp16", "loss_scale": "megatron"}, MegatronLossScale),
+        ({"dtype": "fp16", "loss_scale": "deepspeed"}, DeepSpeedLossScale),
         ({"dtype": "fp16", "loss_scale": 1024.0}, StaticLossScale),
     ],
 )
@@ -28,12 +45,24 @@ def test_the_loss_scale_of_a_precision_section(section, kind) -> None:
     assert (None if scale is None else type(scale)) == kind
 
 
-def test_every_setting_of_the_dynamic_scale_arrives() -> None:
-    settings = {"init_scale": 2.0**10, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7}
-    settings |= {"hysteresis": 3, "min_scale": 2.0, "max_scale": 2.0**20}
-    scale = build_loss_scale(PrecisionConfig(dtype="fp16", **settings))
-    assert float(scale.loss_scale) == settings.pop("init_scale")
-    assert {name: getattr(scale, name) for name in settings} == settings
+SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, "hysteresis": 3}
+SETTINGS |= {"consecutive_hysteresis": True, "margin": 8.0, "min_scale": 2.0, "max_scale": 2.0**20}
+
+
+@pytest.mark.parametrize("kind", LOSS_SCALES)
+def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
+    scale = build_loss_scale(PrecisionConfig(loss_scale=kind, init_scale=2.0**10, **SETTINGS))
+    reads = set(inspect.signature(LOSS_SCALES[kind]).parameters) & set(SETTINGS)
+    assert float(scale.loss_scale) == 2.0**10
+    assert {name: getattr(scale, name) for name in reads} == {name: SETTINGS[name] for name in reads}
+
+
+@pytest.mark.parametrize("kind", LOSS_SCALES)
+def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None:
+    built, own = build_loss_scale(PrecisionConfig(loss_scale=kind)), LOSS_SCALES[kind]()
+    plain = {name: value for name, value in vars(own).items() if not isinstance(value, torch.Tensor)}
+    assert {name: getattr(built, name) for name in plain} == plain
+    assert ScaleRange(float(own.loss_scale), own.min_scale, own.max_scale) == SCALE_RANGES[kind]
 
 
 def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:

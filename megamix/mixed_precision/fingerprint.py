@@ -1,0 +1,25 @@
+"""Every rank must have been given the same: one hash stands for a model's layout and its settings."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from megamix.comm.collectives import Collectives
+
+
+def fingerprint(*values: object) -> str:
+    """SHA-256 of what the values print."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def require_equal(collectives: Collectives, device: torch.device, settings: str) -> None:
+    """Raises: ValueError on every rank if one has another fingerprint. Every rank must call it."""
+    mine = torch.tensor([int(settings[:15], 16)], device=device)
+    different = (collectives.table(mine) != mine).nonzero()[:, 0].tolist()
+    if different:
+        raise ValueError(
+            f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
+            "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
+        )

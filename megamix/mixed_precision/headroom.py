@@ -1,0 +1,69 @@
+"""The loss scale that measures: as far below overflow as `margin` says, by the gradients of the last steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.loss_scale import StaticLossScale, require_power_of_two, require_range
+
+LIMIT = 65504.0  # FP16's largest number: every gradient, and its sum over micro-batches and ranks, must stay below
+_EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
+
+
+class HeadroomLossScale(StaticLossScale):
+    """The largest power of two that keeps `margin` between the largest gradient of the last `window` steps and 65504.
+
+    It moves both ways, by any power of two, in the step that calls for it; so overflow is rare where a search
+    overflows once per growth. Were all gradients alike, a new one would exceed the `window` before it in one step of
+    window + 1; to overflow it must exceed them `margin`-fold.
+
+    What an overflow hides is not known: it counts as a gradient that calls for half the scale it happened at, and is
+    forgotten after `window` steps as any other. That is right for an outlier, for overflow inside backward that the
+    parameters' gradients do not show, and costs one octave for a NaN that no scale cures. A step of nothing but zeros
+    tells nothing; while that is all there is the scale doubles, for gradients that have all vanished look the same.
+
+    The first scale is low, since the largest gradient survives at a low scale and only the largest matters:
+    `engine.probe_loss_scale()` on the first batch then finds the scale of the first step. Without it the first step
+    itself runs at `init_scale`.
+    """
+
+    state_names = ("loss_scale", "peaks")
+
+    def __init__(
+        self,
+        init_scale: float = 1.0,  # of the probe
+        margin: float = 4.0,
+        window: int = 1000,  # steps
+        min_scale: float = 1.0,
+        max_scale: float = 2.0**32,
+    ):
+        require_range(init_scale, min_scale, max_scale)
+        require_power_of_two("margin", margin)
+        if margin < 2:
+            raise ValueError(f"margin must be at least 2, got {margin}; the next gradient is often the larger one")
+        if window < 1:
+            raise ValueError(f"window must be at least 1 step, got {window}; use 1000")
+        super().__init__(init_scale)
+        self.margin, self.min_scale, self.max_scale = margin, min_scale, max_scale
+        # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: nothing
+        # known.
+        self.peaks = torch.zeros(window, dtype=torch.float64)
+        self.wants_probe = True
+
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        calls_for_half = 2 * LIMIT / self.margin
+        peak = torch.where(found_inf, calls_for_half, max_abs) / scale_used
+        self.peaks.copy_(torch.cat([peak.view(1), self.peaks[:-1]]))
+        largest = self.peaks.amax()
+        room = LIMIT / self.margin / largest
+        scale = (room.view(torch.int64) & _EXPONENT).view(torch.float64).clamp(self.min_scale, self.max_scale)
+        doubled = (2 * self.loss_scale).clamp(max=self.max_scale)
+        self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))
+        self.wants_probe = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.wants_probe = False
