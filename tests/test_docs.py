@@ -12,7 +12,7 @@ from megamix.train.metrics import TAGS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def _text(page: str) -> str:
