@@ -13,7 +13,7 @@ from megamix.train.metrics import TAGS, LayerPrecision
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def _text(page: str) -> str:

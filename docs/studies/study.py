@@ -1,0 +1,60 @@
+"""What every study does alike: its flag, its tables as markdown, its figure as PNG.
+
+A study is three functions: `measure(small)` gives its findings, `text(findings)` the markdown for the page, and
+`draw(findings, figure)`, where a picture says more, fills a matplotlib Figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FIGURES = Path(__file__).parent / "figures"
+
+
+def main(
+    script: str,
+    measure: Callable[[bool], Any],
+    text: Callable[[Any], str],
+    draw: Callable[[Any, Any], None] | None = None,
+) -> None:
+    """Run a study as a command: its text goes to standard output, at full size its figure to figures/."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="a few seconds' worth, without the figure")
+    small = parser.parse_args().small
+    # One thread: sums in one order, times that another process disturbs least, no handing over of tiny tensors.
+    torch.set_num_threads(1)
+    findings = measure(small)
+    print(text(findings))
+    if draw is not None and not small:
+        save_figure(Path(script).stem, lambda figure: draw(findings, figure))
+
+
+def save_figure(name: str, draw: Callable[[Any], None]) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{name}: no figure, matplotlib is not installed (pip install 'megamix[plot]')", file=sys.stderr)
+        return
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    draw(figure)
+    FIGURES.mkdir(exist_ok=True)
+    # Without metadata the same figure is the same file, whichever matplotlib drew it.
+    figure.savefig(FIGURES / f"{name}.png", dpi=100, metadata={"Software": None})
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table; all but the first column are numbers and stand to the right."""
+    rule = ["---", *("---:" for _ in columns[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows))
+
+
+def percent(share: float) -> str:
+    if share == 0:
+        return "0"
+    return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.3f} %" if share >= 1e-5 else "< 0.001 %"

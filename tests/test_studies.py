@@ -1,0 +1,170 @@
+"""Every study under docs/studies runs, finds what its page says, and the page is made of what the studies print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import bf16_rounding
+import gemm_accumulation
+import memory
+import passes
+import pytest
+import regression
+import run_all
+import study
+import torch
+import vanishing
+
+ROOT = Path(__file__).parents[1]
+STUDIES = (bf16_rounding, gemm_accumulation, memory, passes, regression, vanishing)
+PAGE = run_all.PAGE.read_text(encoding="utf-8")
+
+
+def _shows(module: ModuleType, findings: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study's tables stand on the page, with other numbers at full size, and its figure can be drawn."""
+    place = PAGE.partition(f"<!-- {module.__name__} -->\n")[2].partition("<!-- end of")[0]
+    assert _headings(place) == _headings(module.text(findings)) != []
+    if hasattr(module, "draw"):
+        pytest.importorskip("matplotlib")
+        monkeypatch.setattr(study, "FIGURES", folder)
+        study.save_figure(module.__name__, lambda figure: module.draw(findings, figure))
+        assert (folder / f"{module.__name__}.png").stat().st_size > 5_000
+        assert (ROOT / f"docs/studies/figures/{module.__name__}.png").is_file()
+
+
+def _headings(markdown: str) -> list[str]:
+    tables = re.findall(r"^(\| .*)\n\| --- .*\n((?:\| .*\n?)+)", markdown, flags=re.MULTILINE)
+    for heading, rows in tables:
+        assert {row.count("|") for row in rows.splitlines()} == {heading.count("|")}
+    return [heading for heading, _ in tables]
+
+
+def test_halves_are_rounded_to_nearest_even_at_every_boundary(tmp_path, monkeypatch) -> None:
+    findings = bf16_rounding.measure(small=True)
+    for (dtype, rounding), by_class in findings.items():
+        different, compared = (sum(counts) for counts in zip(*by_class.values(), strict=True))
+        assert compared == 2**16 + 6 * {"BF16": 255 * 128, "FP16": 31 * 1024}[dtype]
+        assert min(count for _, count in by_class.values()) > 0
+        assert (different > 0) == rounding.startswith("cutting off"), (dtype, rounding)
+    _shows(bf16_rounding, findings, tmp_path, monkeypatch)
+
+
+def test_our_cpu_path_sums_in_fp32(tmp_path, monkeypatch) -> None:
+    findings = gemm_accumulation.measure(small=True)
+    for (_, inputs), by_length in findings.items():
+        for k, errors in by_length.items():
+            # One rounding hides what the order of an FP32 sum changes.
+            assert errors.ours == pytest.approx(errors.fp32_sum_rounded, rel=0.01)
+            assert errors.ours_is_best > 0.99
+            assert errors.half_sum > (5 if k >= 128 else 3) * errors.ours
+        if inputs == "zero mean":
+            assert 0.4 < gemm_accumulation.growth(by_length, "half_sum") < 0.6
+    _shows(gemm_accumulation, findings, tmp_path, monkeypatch)
+
+
+def test_fp32_masters_converge_and_half_masters_stall(tmp_path, monkeypatch) -> None:
+    findings = regression.measure(small=True)
+    largest = float(regression.problem(torch.float32)[2].abs().max())
+    assert 2 < largest < 4  # hence the spacing of halves there, twice their eps
+    for name, dtype in (("BF16", torch.bfloat16), ("FP16", torch.float16)):
+        spacing = 2 * torch.finfo(dtype).eps
+        engine, by_hand = findings[name, "FP32"], findings[name, name]
+        assert max(engine.master_error[-100:]) < spacing / 2
+        assert max(engine.copy_error[-100:]) < spacing
+        assert regression.last_change(by_hand) < 300
+        # Stuck where a step, 2 * LR / (1 - MOMENTUM) times the error, is less than half the spacing, and far off.
+        assert 2 * regression.LR / (1 - regression.MOMENTUM) * by_hand.master_error[-1] < spacing / 2
+        assert by_hand.master_error[-1] > 20 * max(engine.master_error[-100:])
+    _shows(regression, findings, tmp_path, monkeypatch)
+
+
+def test_every_gradient_of_a_run_is_counted_by_its_power_of_two(tmp_path, monkeypatch) -> None:
+    findings = vanishing.measure(small=True)
+    steps = len(findings.steps)
+    assert sum(int(counts.sum()) for counts in findings.weights.values()) == steps * findings.num_params
+    assert {*findings.weights} == {*findings.activations} - {"head"}  # whose weights are the embedding's
+    for layer, counts in findings.activations.items():
+        assert int(counts.sum()) == steps * findings.tokens * (300 if layer == "head" else 64)
+    assert findings.losses[-1] < findings.losses[0]
+    _shows(vanishing, findings, tmp_path, monkeypatch)
+
+
+def test_octaves_are_those_of_frexp() -> None:
+    powers = torch.tensor([-149.0, -127.0, -126.0, -25.0, -24.0, -14.0, 0.0, 16.0])
+    values = torch.cat([torch.exp2(powers.double()).float() * sign for sign in (1.0, -1.0)])
+    values = torch.cat([values, values[2:8] * 1.75, torch.zeros(3), torch.tensor([-0.0])])
+    counts = vanishing.octaves(values)
+    _, exponents = torch.frexp(values[values != 0])
+    for power in range(-126, 128):
+        want = int((exponents - 1 == power).sum()) if power > -126 else int((exponents - 1 <= power).sum())
+        assert counts[vanishing.BIAS + power] == want, power
+    assert counts[0] == 4
+    assert vanishing.zeros(counts) == 4 / len(values)
+    assert vanishing.lost(counts) == int((exponents - 1 < -24).sum()) / len(values)
+    assert vanishing.subnormal(counts) == vanishing.share(counts, -24, -14)
+
+
+def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch) -> None:
+    findings = memory.measure(small=True)
+    assert {ranks for _, ranks in findings} == {1, 2}
+    for (title, ranks), (formula, by_rank) in findings.items():
+        assert len(by_rank) == ranks
+        for held in by_rank:
+            assert 0 <= memory.beyond_formula(formula, held) < 1024, (title, ranks)
+    (by_hand,) = findings[memory.TEXTBOOK, 1][1]
+    assert by_hand.peak >= 20 * by_hand.num_params  # with the FP32 copy of the gradient
+    _shows(memory, findings, tmp_path, monkeypatch)
+
+
+def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch) -> None:
+    findings = passes.measure(small=True)
+    sums = {timing.way: timing for timing in passes.sums(findings.timings)}
+    assert [timing.num_bytes for timing in sums.values()] == [64, 60, 30]
+    by_hand = [timing for timing in findings.timings if timing.way == passes.BY_HAND]
+    assert sums[passes.BY_HAND].seconds[1] == sum(timing.seconds[1] for timing in by_hand)
+    _shows(passes, findings, tmp_path, monkeypatch)
+
+
+def test_every_study_has_a_test_and_a_place_on_the_page() -> None:
+    scripts = {path.stem for path in (ROOT / "docs/studies").glob("*.py")} - {"study", "run_all"}
+    assert scripts == {module.__name__ for module in STUDIES} == {*run_all.studies()}
+
+
+def test_the_summary_has_no_number_that_its_study_does_not_show() -> None:
+    summary = (ROOT / "docs/numerics.md").read_text(encoding="utf-8").partition("## What the literature claims")[2]
+    rows = re.findall(r"^\| .* \| .* \| (.*) \| \[(\w+)\]\(studies/README.md#\S+\) \|$", summary, flags=re.MULTILINE)
+    assert {name for _, name in rows} == {module.__name__ for module in STUDIES}
+    for found, name in rows:
+        section = PAGE.partition(f"(`{name}`)\n")[2].partition("\n## ")[0]
+        assert set(_numbers(found)) - set(_numbers(section)) == set(), name
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+def test_a_study_runs_from_its_command() -> None:
+    printed = subprocess.run(
+        [sys.executable, "docs/studies/bf16_rounding.py", "--small"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert printed == bf16_rounding.text(bf16_rounding.measure(small=True)) + "\n"
+
+
+def test_what_a_study_prints_goes_to_its_place() -> None:
+    page = "a\n<!-- one -->\nold\n<!-- end of one -->\nb\n<!-- two -->\n<!-- end of two -->\n"
+    assert run_all.put(page, "one", "new\n") == page.replace("\nold\n", "\n\nnew\n\n")
+    with pytest.raises(ValueError, match="no place for three"):
+        run_all.put(page, "three", "new")
+
+
+def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    study.save_figure("gemm_accumulation", lambda figure: pytest.fail("nothing to draw on"))
+    assert "megamix[plot]" in capsys.readouterr().err
