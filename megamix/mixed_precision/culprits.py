@@ -20,7 +20,7 @@ FP16_MAX = 65504.0
 Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
 _FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")
 
-_TOO_LARGE = 2.0**64  # the square of this, and of nothing smaller in half, is beyond FP32
+_TOO_LARGE = 2.0**64  # the square of this, and of nothing smaller, is beyond FP32
 _MOST_ORIGINS = 64  # that one rank reports: a scale far too high makes every gradient of every micro-batch inf
 
 

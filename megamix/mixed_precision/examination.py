@@ -29,7 +29,7 @@ class Examination:
     `exponents` INT64 (layers, 256): of the gradient that the step reads (summed over ranks and micro-batches, the scale
     in it) how many elements have each biased exponent of FP32. Bin e: 2^(e - 127) <= |g| < 2^(e - 126); bin 0: zero and
     FP32's subnormals; bin 255: inf and NaN. Every element that this rank owns is in one bin, padding in none.
-    `zeros` INT64 (layers,): of these, exact zeros.
+    `zeros` INT64 (layers,): exact zeros among them.
     `updates` INT64 (layers, 2): master elements that the update changed, and of these the ones whose half copy it did
     not change.
     """

@@ -49,12 +49,12 @@ def read_history(folder: Path) -> RunHistory:
     rows = list(_rows(file))
     if not rows:
         raise ValueError(f"RUN: {file} holds no complete line yet; wait for the run's first step")
-    # Only a log line, of all rows with a scale, has a loss too; a null there says that the run has no scale.
-    scaled = any(row.get(TAGS["loss_scale"]) is not None for row in rows if TAGS["loss"] in row)
+    # An overflow's row has a scale, 1, even in a run without one; a log line's has null then.
+    unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
     return RunHistory(
         loss=_series(rows, TAGS["loss"]),
         valid_loss=_series(rows, TAGS["valid_loss"]),
-        loss_scale=_series(rows, TAGS["loss_scale"]) if scaled else Series([], []),
+        loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
         overflows=_series(list(_overflows(rows)), TAGS["loss_scale"]),
         precision=_precision([row for row in rows if any(tag.startswith("precision/") for tag in row)]),
     )

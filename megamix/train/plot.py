@@ -78,7 +78,7 @@ def _heat_map(heat_map: HeatMap, title: str, factor: float) -> Figure:
     figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
     axes = figure.subplots()
     mesh = axes.pcolormesh([[factor * value for value in row] for row in heat_map.values])
-    axes.set_facecolor("lightgrey")  # where there is no number: an overflow, or nothing was updated
+    axes.set_facecolor("lightgrey")  # where there is no number, see docs/operations.md
     axes.invert_yaxis()  # the model's first layer on top
     every = -(-num_steps // _MOST_TICKS)
     axes.set_xticks([column + 0.5 for column in range(0, num_steps, every)], map(str, heat_map.steps[::every]))
