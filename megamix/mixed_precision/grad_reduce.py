@@ -46,7 +46,13 @@ class GradReduce:
         return self.grad_shards[bucket]
 
     def reset(self) -> None:
-        """The step has used all sums: expect the next step's."""
+        """The step has used all sums, or its backward has failed: expect the next step's.
+
+        What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
+        over the gradients of the next attempt.
+        """
+        for pending in self._pending:
+            pending.wait()
         self._full = [False] * len(self._full)
         self._pending.clear()
 

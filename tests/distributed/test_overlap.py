@@ -1,5 +1,5 @@
-"""Communication hides behind compute and never races it: order of launch, late gathers, compiled blocks, engines
-that go away.
+"""Communication hides behind compute and never races it: order of launch, late gathers, compiled blocks, a backward
+that fails under way, engines that go away.
 """
 
 from __future__ import annotations
@@ -101,6 +101,40 @@ def test_a_bucket_that_is_full_before_its_predecessor_waits_for_it(run_ranks) ->
 def test_without_overlap_nothing_is_launched_before_backward_ends(run_ranks) -> None:
     for events in run_ranks(_order_of_events, 2, False, 0):
         assert events[0] == "last gradient"
+
+
+class _Planted(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")
+
+
+def _train_after_a_backward_that_failed_under_way() -> list[str]:
+    case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, tied=False)
+    backward, attempts = ShardedEngine.backward, []
+
+    def twice(engine: ShardedEngine, loss: torch.Tensor) -> None:
+        attempts.append(loss)
+        if len(attempts) == 1:
+            block = engine.module.blocks[1]  # the first bucket, and no other, is on its way when this one fails
+            with block.register_forward_hook(lambda module, args, out: _Planted.apply(out)):
+                other = loss_of(engine.module, make_batch(9, dist.get_rank(), 0))
+            with pytest.raises(ValueError, match="planted"):
+                backward(engine, other)
+        backward(engine, loss)
+
+    with mock.patch.object(ShardedEngine, "backward", twice):
+        return differences(case, *run_engine(case))
+
+
+def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks) -> None:
+    assert run_ranks(_train_after_a_backward_that_failed_under_way, 2) == [[], []]
 
 
 def _drop_an_engine_in_flight_then_train() -> list[str]:
