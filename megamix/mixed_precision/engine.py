@@ -14,7 +14,7 @@ from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
-from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
 from megamix.mixed_precision.grad_stats import PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params
@@ -60,10 +60,17 @@ class ShardedEngine:
         topology = Topology.current(sharding.dp_group)
         specs, groups = describe_params(model, optimizer)
         self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
-        self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
+        sum_dtype = precision.sum_dtype(topology.dp_size)
+        self.collectives = make_collectives(
+            topology, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
+        )
         self.clock = Clock(device)
         self._fingerprint = _hash(self.layout, type(optimizer).__name__, precision.dtype)
-        _require_equal(self.collectives, device, _hash(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
+        _require_equal(
+            self.collectives,
+            device,
+            _hash(self._fingerprint, optimizer, clip_grad, grad_accum_steps, grad_dtype, sum_dtype),
+        )
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
         self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
@@ -80,14 +87,16 @@ class ShardedEngine:
         self.loss_scale = precision.loss_scale or StaticLossScale()
         self.loss_scale.to(device)
         self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
-        self.grad_reduce = GradReduce(self.half_grads.flat, self.collectives, sharding.overlap, self.clock)
         self.param_gather = ParamGather(
             model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
         )
-        self._update, self._row_stats = choose_update(
-            optimizer, groups, self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
+        grad_shards = make_grad_shards(self.half_grads.flat, topology, sum_dtype)
+        self._update, row_stats = choose_update(
+            optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
         )  # fmt: skip
-
+        self.grad_reduce = GradReduce(
+            self.half_grads.flat, grad_shards, row_stats, self.collectives, sharding.overlap, self.clock
+        )
         self.piece_stats = PieceStats(self.layout, topology.dp_rank, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -148,7 +157,7 @@ class ShardedEngine:
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
-            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
+            by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
             stats = agree(by_piece, self.collectives)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
@@ -252,7 +261,7 @@ def _require_equal(collectives: Collectives, device: torch.device, settings: str
     if different:
         raise ValueError(
             f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
-            "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
+            "names, shapes, dtypes, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
         )
 
 

@@ -132,7 +132,9 @@ def choose_update(
     library = LibraryUpdate(optimizer, groups), chunked_row_stats
     if not try_compiler:
         return library
-    compiled = CompiledUpdate(optimizer, groups, half.device), _compile(row_stats)
+    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
+    compiled_stats = torch.no_grad()(_compile(row_stats))
+    compiled = CompiledUpdate(optimizer, groups, half.device), compiled_stats
     compiles, reason = True, "another rank has no compiler"
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.

@@ -115,8 +115,8 @@ class _Planted(torch.autograd.Function):
         raise ValueError("planted")
 
 
-def _train_after_a_backward_that_failed_under_way() -> list[str]:
-    case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, tied=False)
+def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str]:
+    case = Case(torch.bfloat16, torch.bfloat16, reduce_dtype, dp_size=2, bucket_size=1500, tied=False)
     backward, attempts = ShardedEngine.backward, []
 
     def twice(engine: ShardedEngine, loss: torch.Tensor) -> None:
@@ -133,8 +133,9 @@ def _train_after_a_backward_that_failed_under_way() -> list[str]:
         return differences(case, *run_engine(case))
 
 
-def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks) -> None:
-    assert run_ranks(_train_after_a_backward_that_failed_under_way, 2) == [[], []]
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks, reduce_dtype: str) -> None:
+    assert run_ranks(_train_after_a_backward_that_failed_under_way, 2, reduce_dtype) == [[], []]
 
 
 def _drop_an_engine_in_flight_then_train() -> list[str]:
@@ -152,7 +153,7 @@ def test_an_engine_dropped_in_flight_leaves_the_group_to_the_next(run_ranks) -> 
     assert run_ranks(_drop_an_engine_in_flight_then_train, 2) == [[], []]
 
 
-def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
+def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[float], int]:
     """(losses compiled, losses plain, graphs of the blocks)."""
 
     def train(compiled: bool) -> list[float]:
@@ -163,7 +164,7 @@ def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
         engine = ShardedEngine(
             model,
             AdamW(lr=0.01),
-            Precision(torch.float16, loss_scale=StaticLossScale(2.0**8)),
+            Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype),
             Sharding(units=[*model.blocks], bucket_size=1500),
             clip_grad=0.5,
             compile_update=compiled,
@@ -184,8 +185,9 @@ def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
     return compiled, train(False), graphs
 
 
-def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks) -> None:
-    for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, deadline_s=300.0):
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
+    for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):
         # FP16 activations round at 2**-11; six steps of a model this small stay within a few of those.
         assert compiled == pytest.approx(plain, abs=2.0**-8)
         assert graphs == 1  # all blocks share one, and the hooks that await gathers split none

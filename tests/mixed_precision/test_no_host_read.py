@@ -55,10 +55,12 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps() -> tuple[int, int]:
+def _twenty_steps(reduce_dtype: str = "half") -> tuple[int, int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
-    precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**8, growth_interval=4))
+    precision = Precision(
+        torch.float16, loss_scale=DynamicLossScale(2.0**8, growth_interval=4), reduce_dtype=reduce_dtype
+    )
     sharding = Sharding(units=[*model.blocks], bucket_size=1500)
     engine = ShardedEngine(model, AdamW(lr=0.01), precision, sharding, clip_grad=0.5, compile_update=False)
     results = []
@@ -74,8 +76,9 @@ def test_a_step_reads_nothing_in_one_process() -> None:
     assert _twenty_steps() == (1, 19)
 
 
-def test_a_step_reads_nothing_on_two_ranks(run_ranks) -> None:
-    assert run_ranks(_twenty_steps, 2) == [(1, 19), (1, 19)]
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_a_step_reads_nothing_on_two_ranks(run_ranks, reduce_dtype: str) -> None:
+    assert run_ranks(_twenty_steps, 2, reduce_dtype) == [(1, 19), (1, 19)]
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {
