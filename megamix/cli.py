@@ -53,7 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
 
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
-    bench.add_argument("what", choices=["update", "train", "fp16", "overlap", "startup", "all"], help="what to measure")
+    benches = ["update", "train", "fp16", "overlap", "wire", "startup", "all"]
+    bench.add_argument("what", choices=benches, help="what to measure")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
