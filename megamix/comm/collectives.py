@@ -182,13 +182,12 @@ class GlooCollectives(_ManyRanks):
         return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
 
 
-def sum_in_rank_order(parts: Tensor, out: Tensor, each: Callable[[Tensor], object] | None = None) -> None:
+def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
 
-    `each` is called with every finished piece of `out`, in order, while it is in cache.
     Shapes: parts half or FP32 (dp_size, shard_numel) -> out half or FP32 (shard_numel,).
     """
-    # On a GPU the launches of small pieces cost more than its cache saves.
+    # A GPU's launches cost more than its cache saves: there the whole is one piece.
     size = min(_SUM_CHUNK, out.numel()) if out.is_cpu else out.numel()
     rounded = out.dtype != torch.float32
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
@@ -200,8 +199,6 @@ def sum_in_rank_order(parts: Tensor, out: Tensor, each: Callable[[Tensor], objec
             total.add_(part)
         if rounded:
             piece.copy_(total)
-        if each is not None:
-            each(piece)
 
 
 def make_collectives(

@@ -11,6 +11,10 @@ from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
 from megamix.comm.topology import Topology
 
+# Elements that are summed before their statistics are taken. Their 8 MiB are still in cache then; of smaller pieces the
+# calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory saves. A multiple of ROW.
+_PIECE = 1 << 21
+
 
 def make_grad_shards(half_grads: Sequence[Tensor], topology: Topology, sum_dtype: torch.dtype) -> list[Tensor]:
     """Where each bucket's sum over the ranks will lie: views into the gradient buffers, no memory is added.
@@ -93,7 +97,13 @@ class GradReduce:
             self._pending.append(pending)
 
     def _sum(self, bucket: int, parts: Tensor) -> None:
-        """Sum half parts into the FP32 shard and take its statistics on the way, instead of in a pass of their own."""
-        rows: list[Tensor] = []
-        sum_in_rank_order(parts, self._grad_shards[bucket], lambda piece: rows.append(self._row_stats(piece)))
+        """Sum half parts into the FP32 shard, and take the statistics of each piece while it is in cache, instead of in
+        a pass of their own.
+        """
+        grad_shard = self._grad_shards[bucket]
+        size = _PIECE if grad_shard.is_cpu else grad_shard.numel()  # as for the sum: on a GPU there are no pieces
+        rows = []
+        for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
+            sum_in_rank_order(piece_parts, piece)
+            rows.append(self._row_stats(piece))
         self._rows[bucket] = torch.cat(rows, dim=1)

@@ -67,10 +67,8 @@ def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch,
     whole, pieces = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sum_in_rank_order(parts, whole)
     monkeypatch.setattr(collectives, "_SUM_CHUNK", 64)
-    seen: list[Tensor] = []
-    sum_in_rank_order(parts, pieces, lambda piece: seen.append(piece.clone()))
+    sum_in_rank_order(parts, pieces)
     assert torch.equal(whole, pieces)
-    assert torch.equal(torch.cat(seen), whole)  # each piece, once, in order, finished
 
 
 def _exchange() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megamix.clock import Clock
 from megamix.comm import collectives
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
+from megamix.mixed_precision import grad_reduce
 from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from tests.conftest import FULL
@@ -57,11 +59,8 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
 
 
 def _reduce_in_small_pieces(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
-    kept, collectives._SUM_CHUNK = collectives._SUM_CHUNK, 256
-    try:
+    with mock.patch.object(collectives, "_SUM_CHUNK", 128), mock.patch.object(grad_reduce, "_PIECE", 256):
         return _reduce(dtype, numels)
-    finally:
-        collectives._SUM_CHUNK = kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
