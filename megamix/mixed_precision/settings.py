@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
 
     found_inf: Tensor  # bool (): nothing was changed
     grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
-    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
+    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
