@@ -63,9 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     plot.set_defaults(run=_plot)
 
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
-    bench.add_argument(
-        "what", choices=["update", "train", "fp16", "overlap", "examine", "startup", "all"], help="what to measure"
-    )
+    benches = ["update", "train", "fp16", "overlap", "wire", "examine", "startup", "all"]
+    bench.add_argument("what", choices=benches, help="what to measure")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),

@@ -12,7 +12,7 @@ from megamix.config import ModelConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.optimizers import AdamW
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.train.precision_report import gather_precision
@@ -55,16 +55,21 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
 
 
 class Ours:
-    """megamix. `wide`: half products computed in FP32 on a CPU without FP16 units."""
+    """megamix. `wide`: half products computed in FP32 on a CPU without FP16 units. `reduce_dtype` "fp32": with FP32
+    gradients.
+    """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, wide: bool = True, overlap: bool = True):
+    def __init__(
+        self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
+        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None,
+    ):  # fmt: skip
         model = make_model(work, wide=wide)
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
         self.engine = ShardedEngine(
             model,
             AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
-            Precision(dtype, loss_scale=loss_scale),
+            Precision(dtype, torch.float32 if reduce_dtype == "fp32" else None, loss_scale, reduce_dtype),
             Sharding(units=[*model.blocks], overlap=overlap),
             clip_grad=work.clip_grad,
             compile_update=work.compile_update,

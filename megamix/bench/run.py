@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megamix.bench.report import Result, append_line, describe_machine
 from megamix.bench.startup_bench import StartupSettings, startup
-from megamix.bench.train_bench import TrainSettings, examine, fp16, overlap, train
+from megamix.bench.train_bench import TrainSettings, examine, fp16, overlap, train, wire
 from megamix.bench.update_bench import UpdateSettings, update
 
 
@@ -18,6 +18,7 @@ def run(what: str, rounds: int, output: Path) -> None:
         "train": lambda: train(TrainSettings(rounds=rounds)),
         "fp16": lambda: fp16(TrainSettings(rounds=rounds)),
         "overlap": lambda: overlap(TrainSettings(rounds=rounds)),
+        "wire": lambda: wire(TrainSettings(rounds=rounds)),
         "examine": lambda: examine(TrainSettings(rounds=rounds, ranks=1)),
         "startup": lambda: startup(StartupSettings(rounds=rounds)),
     }

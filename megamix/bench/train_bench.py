@@ -1,4 +1,6 @@
-"""Whole training steps, the sides in turns: torch's own ways beside ours, FP16, overlap off, examined steps."""
+"""Whole training steps, the sides in turns: torch's own ways beside ours, FP16, overlap off, each way to sum gradients,
+examined steps.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from megamix.bench.report import Goal, Result, progress, show
 from megamix.bench.spread import Spread, paired_ratio, spread
 from megamix.bench.train_rank import Side, TrainRank, Turn
 from megamix.config import MetricsConfig, ModelConfig
+from megamix.mixed_precision.settings import ReduceDtype
 from megamix.model.flops import parameter_count
 from megamix.model.ops import cpu_multiplies_fp16
 
@@ -93,6 +96,13 @@ def overlap(settings: TrainSettings) -> Result:
     gain = _speed_up(measured["overlap on"], measured["overlap off"])
     goals = [Goal("tokens/s with overlap over without", gain.median, 1.03, spread=gain)]
     return _result("overlap", settings, measured, goals, _exposed(measured))
+
+
+def wire(settings: TrainSettings) -> Result:
+    """Ours with each `reduce_dtype`, in BF16."""
+    modes: tuple[ReduceDtype, ...] = ("half", "half_fp32_sum", "fp32")
+    measured = measure([Side(mode, partial(Ours, reduce_dtype=mode)) for mode in modes], settings)
+    return _result("wire", settings, measured, [], _exposed(measured))
 
 
 def examine(settings: TrainSettings) -> Result:

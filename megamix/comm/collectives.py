@@ -73,6 +73,15 @@ class Collectives:
         """
         return _Done()
 
+    def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
+        """Start sending every rank its part of `half_grads`; its `wait` calls `use(parts)` once.
+
+        `parts`: this rank's part as each rank has it, in rank order. They lie in a scratch buffer that the next
+        exchange fills anew; `half_grads` has been sent by then and may be overwritten.
+        Shapes: half_grads (padded_numel,) -> parts (dp_size, padded_numel / dp_size), same dtype.
+        """
+        return _Works([], then=lambda: use(half_grads.unsqueeze(0)))
+
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
         return _Done()
@@ -89,7 +98,29 @@ class Collectives:
         return ok
 
 
-class NcclCollectives(Collectives):  # pragma: CUDA only
+class _ManyRanks(Collectives):
+    """What both backends do alike."""
+
+    def __init__(self, topology: Topology, scratch: Tensor):
+        super().__init__(topology)
+        self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
+        self._exchanging: Pending = _Done()
+
+    def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
+        self._exchanging.wait()  # its parts are used before these come into their place
+        parts = self.scratch[: half_grads.numel()]
+        work = dist.all_to_all_single(parts, half_grads, group=self.topology.dp_group, async_op=True)
+        by_rank = parts.view(self.topology.dp_size, -1)
+        # On a GPU `wait` orders the current stream behind the exchange, and `use` works on that stream; the next
+        # exchange starts behind it.
+        self._exchanging = _Works([work], then=lambda: use(by_rank))
+        return self._exchanging
+
+    def broadcast(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
+
+
+class NcclCollectives(_ManyRanks):  # pragma: CUDA only
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
@@ -107,15 +138,12 @@ class NcclCollectives(Collectives):  # pragma: CUDA only
         _all_gather(table, row, group=self.topology.dp_group)
         return table
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
-
     def agree(self, ok: bool) -> bool:
         device = torch.device("cuda", torch.cuda.current_device())
         return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=device)).all())
 
 
-class GlooCollectives(Collectives):
+class GlooCollectives(_ManyRanks):
     """Gloo: reduce-scatter is an all-to-all, an FP32 sum in rank order and one rounding.
 
     2.4 times faster than Gloo's own, in a fixed order, and it overflows to inf as NCCL's does. The parts arrive in
@@ -123,18 +151,8 @@ class GlooCollectives(Collectives):
     it.
     """
 
-    def __init__(self, topology: Topology, scratch: Tensor):
-        super().__init__(topology)
-        self.scratch = scratch  # gradient dtype, (largest padded_numel,)
-        self._reducing: Pending = _Done()
-
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
-        self._reducing.wait()
-        parts = self.scratch[: half_grads.numel()]
-        work = dist.all_to_all_single(parts, half_grads, group=self.topology.dp_group, async_op=True)
-        by_rank = parts.view(self.topology.dp_size, -1)
-        self._reducing = _Works([work], then=lambda: sum_in_rank_order(by_rank, grad_shard))
-        return self._reducing
+        return self.exchange(half_grads, lambda parts: sum_in_rank_order(parts, grad_shard))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         if (
@@ -160,32 +178,39 @@ class GlooCollectives(Collectives):
         _all_gather(table.view(-1), row, group=self.topology.dp_group)
         return table
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
-
     def agree(self, ok: bool) -> bool:
         return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
 
 
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
-    """Sum the ranks' parts in FP32, rank 0 first, and round once into `out`.
+    """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
 
-    Shapes: parts half or FP32 (dp_size, shard_numel) -> out (shard_numel,), same dtype.
+    Shapes: parts half or FP32 (dp_size, shard_numel) -> out half or FP32 (shard_numel,).
     """
-    accumulator = torch.empty(min(_SUM_CHUNK, out.numel()), dtype=torch.float32, device=out.device)
-    for start in range(0, out.numel(), _SUM_CHUNK):
-        end = min(start + _SUM_CHUNK, out.numel())
-        total = accumulator[: end - start].copy_(parts[0, start:end])
-        for part in parts[1:, start:end]:
+    # A GPU's launches cost more than its cache saves: there the whole is one piece.
+    size = min(_SUM_CHUNK, out.numel()) if out.is_cpu else out.numel()
+    rounded = out.dtype != torch.float32
+    accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
+    for start in range(0, out.numel(), size):
+        piece = out[start : start + size]
+        total = accumulator[: piece.numel()] if rounded else piece
+        total.copy_(parts[0, start : start + size])
+        for part in parts[1:, start : start + size]:
             total.add_(part)
-        out[start:end].copy_(total)
+        if rounded:
+            piece.copy_(total)
 
 
-def make_collectives(topology: Topology, scratch_numel: int, dtype: torch.dtype, device: torch.device) -> Collectives:
-    """The collectives of this topology's backend. `scratch_numel`: the largest bucket, held by Gloo alone."""
+def make_collectives(
+    topology: Topology, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
+) -> Collectives:
+    """The collectives of this topology's backend.
+
+    `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `exchange` will be called.
+    """
     if topology.dp_group is None:
         return Collectives(topology)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
     if topology.dp_group._get_backend(device).name() == "nccl":  # pragma: CUDA only
-        return NcclCollectives(topology)
+        return NcclCollectives(topology, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
     return GlooCollectives(topology, torch.zeros(scratch_numel, dtype=dtype, device=device))

@@ -145,6 +145,23 @@ def _fp16_is_scaled(config: Config) -> Iterator[str]:
         )
 
 
+def _sums_suit_gradients(config: Config) -> Iterator[str]:
+    precision = config.precision
+    dtype, grad_dtype, reduce_dtype = precision.dtype, precision.grad_dtype, precision.reduce_dtype
+    half_grads = "fp32" not in (dtype, grad_dtype)
+    if half_grads and reduce_dtype == "fp32":
+        yield (
+            f'precision.reduce_dtype: got "fp32", but gradients are {dtype}, and wider on the wire they say no more; '
+            'write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"'
+        )
+    if not half_grads and reduce_dtype in ("half", "half_fp32_sum"):
+        fix = "" if dtype == "fp32" else ', or grad_dtype = "half"'
+        yield (
+            f'precision.reduce_dtype: got "{reduce_dtype}", but gradients are FP32 with dtype = "{dtype}" and '
+            f'grad_dtype = "{grad_dtype}"; write reduce_dtype = "fp32"{fix}'
+        )
+
+
 def _scale_range(config: Config) -> ScaleRange:
     """What is set, and the rule's own value for what is not; without a rule as if it were dynamic."""
     section = config.precision
@@ -221,6 +238,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _warmup_fits,
     _decay_fits,
     _fp16_is_scaled,
+    _sums_suit_gradients,
     _scale_has_room,
     _scale_starts_in_room,
     _micro_batches_fill_batch,

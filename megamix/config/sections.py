@@ -127,6 +127,9 @@ class PrecisionConfig(Section):
     """Format of parameters, activations and gradients; master weights and optimizer state are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
     """Format in which a step's gradients are added up: half is dtype's own, fp32 costs two more bytes a parameter."""
+    reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None
+    """How gradients travel to the rank that owns their sum, and what it keeps: half and half, half and FP32, FP32 and
+    FP32. Not set: half, or fp32 where grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleName | float, BeforeValidator(check_loss_scale)] = "auto"
     """The rule: auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed,
     off, or a number: a fixed scale."""

@@ -15,7 +15,7 @@ from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.fingerprint import fingerprint, require_equal
 from megamix.mixed_precision.flat_layout import Run, build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
-from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
@@ -62,10 +62,14 @@ class ShardedEngine:
         specs, groups = describe_params(model, optimizer)
         self.param_names = [spec.name for spec in specs]  # in registration order
         self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
-        self.collectives = make_collectives(topology, self.layout.largest_bucket, grad_dtype, device)
+        sum_dtype = precision.sum_dtype(topology.dp_size)
+        self.collectives = make_collectives(
+            topology, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
+        )
         self.clock = Clock(device)
         self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
-        require_equal(self.collectives, device, fingerprint(self._fingerprint, optimizer, clip_grad, grad_accum_steps))
+        settings = fingerprint(self._fingerprint, optimizer, clip_grad, grad_accum_steps, grad_dtype, sum_dtype)
+        require_equal(self.collectives, device, settings)
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
         self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
@@ -82,14 +86,16 @@ class ShardedEngine:
         self.loss_scale = precision.loss_scale or StaticLossScale()
         self.loss_scale.to(device)
         self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
-        self.grad_reduce = GradReduce(self.half_grads.flat, self.collectives, sharding.overlap, self.clock)
         self.param_gather = ParamGather(
             model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
         )
-        self._update, self._row_stats = choose_update(
-            optimizer, groups, self.half_params.flat[0], self.half_grads.flat[0], self.collectives, compile_update,
+        grad_shards = make_grad_shards(self.half_grads.flat, topology, sum_dtype)
+        self._update, row_stats = choose_update(
+            optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
         )  # fmt: skip
-
+        self.grad_reduce = GradReduce(
+            self.half_grads.flat, grad_shards, row_stats, self.collectives, sharding.overlap, self.clock
+        )
         self.piece_stats = PieceStats(self.layout, topology.dp_rank, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -200,11 +206,12 @@ class ShardedEngine:
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
+        with self.clock.span("update"):
+            by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
+            stats = agree(by_piece, self._loss_sum, self.collectives)
         self.grad_reduce.reset()
         self._micro_batches = 0
-        with self.clock.span("update"):
-            by_piece = self.piece_stats([self._row_stats(grad_shard) for grad_shard in grad_shards])
-            return grad_shards, by_piece, agree(by_piece, self._loss_sum, self.collectives)
+        return grad_shards, by_piece, stats
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]

@@ -1,6 +1,6 @@
 """The one write: unscale, average, clip, the optimizer's equation and the cast to half, in one pass over a run.
 
-28 bytes per element with Adam and half gradients: gradient 2, master 8, two states 16, half parameter 2.
+28 bytes per element with Adam and half sums of gradients: gradient 2, master 8, two states 16, half parameter 2.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Update(Protocol):
     ) -> None:
         """Update one run in place.
 
-        Shapes: grad and half in half precision, master and states FP32, all (n,) with n a multiple of 64.
+        Shapes: half in half precision, grad too or FP32, master and states FP32, all (n,) with n a multiple of 64.
         """
 
 
@@ -124,13 +124,15 @@ def choose_update(
     """The update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
-    `half` and `grad`: any of the engine's flat buffers, for their dtypes and device. One answer for all ranks: the
-    two paths round differently (fused multiply-adds), and the choice is logged.
+    `half` and `grad`: any flat half parameters and sums of gradients, for their dtypes and device. One answer for all
+    ranks: the two paths round differently (fused multiply-adds), and the choice is logged.
     """
     library = LibraryUpdate(optimizer, groups), chunked_row_stats
     if not try_compiler:
         return library
-    compiled = CompiledUpdate(optimizer, groups, half.device), _compile(row_stats)
+    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
+    compiled_stats = torch.no_grad()(_compile(row_stats))
+    compiled = CompiledUpdate(optimizer, groups, half.device), compiled_stats
     compiles, reason = True, "another rank has no compiler"
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.

@@ -18,7 +18,8 @@ log = logging.getLogger("megamix")
 class HalfGrads:
     """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, in half or in FP32.
 
-    `flat[k]`: gradient dtype (padded_numel,) of bucket k; its padding is zero. A parameter's hook copies the first
+    `flat[k]`: gradient dtype (padded_numel,) of bucket k; its padding is zero when backward ends. Between steps it
+    may hold anything, since sums over the ranks are written into it. A parameter's hook copies the first
     micro-batch's gradient into its view and adds the later ones (copying costs 4 bytes per parameter where zeroing
     and adding costs 8), then drops `param.grad`: an FP32 `.grad` on a half parameter would make torch.compile refuse
     the block.
@@ -27,14 +28,17 @@ class HalfGrads:
     def __init__(self, layout: FlatLayout, params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device):
         self.flat = [torch.zeros(bucket.padded_numel, dtype=dtype, device=device) for bucket in layout.buckets]
         self._views: list[list[Tensor]] = []
+        self._gaps: list[list[Tensor]] = []  # the padding behind each parameter
         self._names = [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
         for bucket_index, bucket in enumerate(layout.buckets):
-            views = []
-            for index, slot in enumerate(bucket.slots):
-                views.append(self.flat[bucket_index][slot.start : slot.end].view(slot.spec.shape))
+            flat, views, gaps = self.flat[bucket_index], [], []
+            for index, (slot, whole) in enumerate(zip(bucket.slots, bucket.shard_pieces(0, 1), strict=True)):
+                views.append(flat[slot.start : slot.end].view(slot.spec.shape))
+                gaps.append(flat[slot.end : whole.end])
                 hook = self._make_hook(bucket_index, index)
                 params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._views.append(views)
+            self._gaps.append(gaps)
         self._touched = [[False] * len(views) for views in self._views]  # in this step
         self._ready = [[False] * len(views) for views in self._views]  # in the last micro-batch
         self._missing: list[int] = []  # per bucket: how many are not ready yet
@@ -63,10 +67,11 @@ class HalfGrads:
     def fill_missing(self) -> None:
         """Backward is over: a parameter that got no gradient counts as zeros, and is named once in the log."""
         silent = []
-        for views, touched, names in zip(self._views, self._touched, self._names, strict=True):
+        for views, gaps, touched, names in zip(self._views, self._gaps, self._touched, self._names, strict=True):
             for index, view in enumerate(views):
                 if not touched[index]:
                     view.zero_()
+                    gaps[index].zero_()
                     silent.append(names[index])
                 touched[index] = False
         new = [name for name in silent if name not in self._warned]
@@ -99,6 +104,8 @@ class HalfGrads:
                 self._views[bucket][index].add_(grad)
             else:
                 self._views[bucket][index].copy_(grad)
+                if self._gaps[bucket][index].numel():  # the last step's sum may lie there
+                    self._gaps[bucket][index].zero_()
                 self._touched[bucket][index] = True
             if not self._ready[bucket][index]:
                 self._ready[bucket][index] = True

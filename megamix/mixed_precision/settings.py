@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,24 @@ from torch import Tensor, nn
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.loss_scale import StaticLossScale
 
+# What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
+# FP32 and its sum in FP32.
+ReduceDtype = Literal["half", "half_fp32_sum", "fp32"]
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     """What is half and what is scaled."""
 
     dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
-    grad_dtype: torch.dtype | None = None  # in which micro-batches and ranks are summed; None: `dtype`
+    grad_dtype: torch.dtype | None = None  # in which micro-batches are summed; None: `dtype`
     loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
+    reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
+
+    def sum_dtype(self, dp_size: int) -> torch.dtype:
+        """What holds a sum over the ranks until the update reads it. A rank alone has nothing to sum."""
+        wide = self.reduce_dtype == "half_fp32_sum" and dp_size > 1
+        return torch.float32 if wide else self.grad_dtype or self.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,7 @@ class StepResult(NamedTuple):
     loss: Tensor  # FP32 (): the mean over ranks and micro-batches, without the scale
     found_inf: Tensor  # bool (): nothing was changed
     grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
-    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; its distance to 65504 is FP16's headroom
+    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
@@ -57,6 +67,14 @@ def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int
         raise ValueError(
             f"precision.grad_dtype must be None, {precision.dtype} or torch.float32, got {precision.grad_dtype}"
         )
+    half_grads = torch.float32 not in (precision.dtype, precision.grad_dtype)
+    if precision.reduce_dtype not in ((None, "half", "half_fp32_sum") if half_grads else (None, "fp32")):
+        must_be = (
+            "None, 'half' or 'half_fp32_sum' with half gradients ('fp32' needs grad_dtype=torch.float32)"
+            if half_grads
+            else "None or 'fp32' with FP32 gradients (the others need a half dtype and grad_dtype=None)"
+        )
+        raise ValueError(f"precision.reduce_dtype must be {must_be}, got {precision.reduce_dtype!r}")
     if precision.dtype == torch.float16 and precision.loss_scale is None:
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"

@@ -75,7 +75,10 @@ def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], g
         model,
         build_optimizer(config.optimizer, table),
         Precision(
-            dtype, dtype if config.precision.grad_dtype == "half" else torch.float32, build_loss_scale(config.precision)
+            dtype,
+            dtype if config.precision.grad_dtype == "half" else torch.float32,
+            build_loss_scale(config.precision),
+            config.precision.reduce_dtype,
         ),
         Sharding(units=units, bucket_size=config.parallelism.bucket_size, overlap=config.parallelism.overlap),
         clip_grad=config.optimizer.clip_grad,

@@ -11,8 +11,8 @@ import torch
 from megamix.bench import run, startup_bench, train_bench, update_bench
 from megamix.bench.report import Goal, Result
 from megamix.bench.startup_bench import StartupSettings, startup
-from megamix.bench.train_bench import Measured, TrainSettings, examine, fp16, overlap, train
-from megamix.bench.train_rank import Turn
+from megamix.bench.train_bench import Measured, TrainSettings, examine, fp16, overlap, train, wire
+from megamix.bench.train_rank import Side, Turn
 from megamix.bench.update_bench import UpdateSettings, update
 from megamix.bench.update_rank import CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, UpdateWork
 from megamix.cli import main
@@ -81,6 +81,25 @@ def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) ->
         ("peak live bytes over native's", 1.05, True),
     ]
     assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+
+
+def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = {"half": _measured([100.0]), "half_fp32_sum": _measured([80.0]), "fp32": _measured([50.0])}
+    built = {}
+
+    def measure(sides: list[Side], settings: TrainSettings) -> dict[str, Measured]:
+        built.update({side.name: side.build(settings.work).engine for side in sides})
+        return rounds
+
+    monkeypatch.setattr(train_bench, "measure", measure)
+    rows = [row[:3] for row in wire(TINY).rows]
+    assert rows == [
+        ("half", "100 [100, 100]", "1.000 [1.000, 1.000]"),
+        ("half_fp32_sum", "80 [80, 80]", "1.250 [1.250, 1.250]"),
+        ("fp32", "50 [50, 50]", "2.000 [2.000, 2.000]"),
+    ]
+    grad_dtypes = {name: engine.half_grads.flat[0].dtype for name, engine in built.items()}
+    assert grad_dtypes == {"half": torch.bfloat16, "half_fp32_sum": torch.bfloat16, "fp32": torch.float32}
 
 
 def test_examine_judges_one_examined_step_among_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +182,7 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["fp16", "all"])
 def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "examine", "startup"):
+    for name in ("update", "train", "fp16", "overlap", "wire", "examine", "startup"):
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -172,7 +191,7 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(run, name, bench)
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
-    want = ["update", "train", "fp16", "overlap", "examine", "startup"] if what == "all" else ["fp16"]
+    want = ["update", "train", "fp16", "overlap", "wire", "examine", "startup"] if what == "all" else ["fp16"]
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
 

@@ -22,6 +22,8 @@ FP32 = {
 }
 HALF = {
     "ours": Ours,
+    "half_fp32_sum": partial(Ours, reduce_dtype="half_fp32_sum"),
+    "fp32 gradients": partial(Ours, reduce_dtype="fp32"),
     "fp16": partial(Ours, dtype=torch.float16),
     "examined": Examined,
     "fp16 native": partial(Ours, dtype=torch.float16, wide=False),

@@ -61,13 +61,41 @@ def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
     assert all(torch.isinf(shard).all() for shard in run_ranks(_sum_of_two_finite_halves, 2))
 
 
-def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch, dtype: torch.dtype) -> None:
     parts = torch.stack([_inputs(rank, 1000, torch.bfloat16) for rank in range(5)])
-    whole, pieces = torch.empty(1000, dtype=torch.bfloat16), torch.empty(1000, dtype=torch.bfloat16)
+    whole, pieces = torch.empty(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sum_in_rank_order(parts, whole)
     monkeypatch.setattr(collectives, "_SUM_CHUNK", 64)
     sum_in_rank_order(parts, pieces)
     assert torch.equal(whole, pieces)
+
+
+def _exchange() -> bool:
+    """Two exchanges under way at once, too large for a socket to hold; each sender overwrites what it has sent."""
+    size, rank, numel = dist.get_world_size(), dist.get_rank(), 1 << 20
+
+    def sent(index: int, sender: int) -> Tensor:
+        return _inputs(10 * index + sender, size * numel, torch.float16)
+
+    ours = make_collectives(Topology.current(), size * numel, torch.float16, torch.device("cpu"), exchanges=True)
+    flats = [sent(index, rank) for index in range(2)]
+    received: list[Tensor] = []
+
+    def use(parts: Tensor, flat: Tensor) -> None:
+        received.append(parts.clone())
+        flat.fill_(float("nan"))
+
+    pending = [ours.exchange(flat, lambda parts, flat=flat: use(parts, flat)) for flat in flats]
+    for work in (*pending, *pending):
+        work.wait()
+    want = [torch.stack([sent(index, other).view(size, -1)[rank] for other in range(size)]) for index in range(2)]
+    return len(received) == 2 and all(map(torch.equal, received, want))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_exchange_brings_every_ranks_part_once(run_ranks, size: int) -> None:
+    assert all(run_ranks(_exchange, size))
 
 
 def _all_gather() -> bool:
@@ -111,9 +139,12 @@ def test_a_rank_alone_is_the_identity() -> None:
     assert type(alone) is Collectives
     flat = torch.arange(4.0)
     alone.reduce_scatter(flat, flat).wait()
+    received: list[Tensor] = []
+    alone.exchange(flat, received.append).wait()
     alone.all_gather(flat, flat).wait()
     alone.broadcast(flat)
     assert flat.tolist() == [0, 1, 2, 3]
+    assert [parts.tolist() for parts in received] == [[[0, 1, 2, 3]]]
     assert alone.table(flat).tolist() == [[0, 1, 2, 3]]
     assert (alone.agree(True), alone.agree(False)) == (True, False)
 

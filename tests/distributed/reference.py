@@ -29,10 +29,10 @@ def train_reference(
     model: nn.Module,
     loss_of: Callable[[nn.Module, int, int, int], Tensor],  # model, step, rank, micro-batch
     optimizer: Optimizer,
-    settings: Any,  # steps, dp_size, grad_accum_steps, dtype, grad_dtype, loss_scale, clip_grad
+    settings: Any,  # steps, dp_size, grad_accum_steps, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
 ) -> Reference:
     """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded
-    once.
+    once unless the sum stays in FP32.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64
@@ -60,8 +60,10 @@ def train_reference(
         total = {}
         for name, param in params.items():
             zeros = torch.zeros_like(param, dtype=settings.grad_dtype)
-            total[name] = sum(sums.get(name, zeros).float() for sums in rank_sums).to(settings.grad_dtype)
-            total[name] = F.pad(total[name].float().flatten(), (0, -param.numel() % 64))
+            total[name] = sum(sums.get(name, zeros).float() for sums in rank_sums)
+            if settings.reduce_dtype != "half_fp32_sum":
+                total[name] = total[name].to(settings.grad_dtype).float()
+            total[name] = F.pad(total[name].flatten(), (0, -param.numel() % 64))
         divisor = settings.loss_scale * settings.dp_size * settings.grad_accum_steps
         rows = torch.cat([grad.view(-1, 64).square().sum(1) for grad in total.values()])
         grad_norm = rows.double().sum().sqrt() / divisor

@@ -1,4 +1,4 @@
-"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient exists while gradients
+"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient is added while gradients
 are half.
 """
 
@@ -15,13 +15,13 @@ from megamix.bench.live_storage import LiveStorage
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
-def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
+def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, int, float]:
     """(live bytes counted, bytes by the layout, scratch bytes, live bytes without scratch per parameter)."""
     dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     with LiveStorage() as tracker:
         model = make_model()
         num_params = sum(param.numel() for param in model.parameters())
-        precision = Precision(torch.float16, grad_dtype, DynamicLossScale(init_scale=2.0**8))
+        precision = Precision(torch.float16, grad_dtype, DynamicLossScale(init_scale=2.0**8), reduce_dtype)
         engine = ShardedEngine(model, optimizer, precision, Sharding(bucket_size=2000), compile_update=False)
         for step in range(3):
             engine.backward(loss_of(model, make_batch(step, rank, 0)))
@@ -42,32 +42,36 @@ def _bytes(optimizer, grad_dtype: torch.dtype) -> tuple[int, int, int, float]:
 
 
 CASES = [
-    (AdamW(lr=0.01), torch.float16, lambda dp_size: 4 + 12 / dp_size),
-    (NAG(lr=0.01), torch.float16, lambda dp_size: 4 + 8 / dp_size),
-    (NAG(lr=0.01, momentum=0.0), torch.float16, lambda dp_size: 4 + 4 / dp_size),
-    (AdamW(lr=0.01), torch.float32, lambda dp_size: 6 + 12 / dp_size),
+    (AdamW(lr=0.01), torch.float16, "half", lambda dp_size: 4 + 12 / dp_size),
+    (AdamW(lr=0.01), torch.float16, "half_fp32_sum", lambda dp_size: 4 + 12 / dp_size),
+    (NAG(lr=0.01), torch.float16, "half", lambda dp_size: 4 + 8 / dp_size),
+    (NAG(lr=0.01, momentum=0.0), torch.float16, "half", lambda dp_size: 4 + 4 / dp_size),
+    (AdamW(lr=0.01), torch.float32, "fp32", lambda dp_size: 6 + 12 / dp_size),
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "grad_dtype", "formula"), CASES)
+@pytest.mark.parametrize(("optimizer", "grad_dtype", "reduce_dtype", "formula"), CASES)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_live_bytes_equal_the_formula(run_ranks, optimizer, grad_dtype, formula, dp_size: int) -> None:
-    ranks = [_bytes(optimizer, grad_dtype)] if dp_size == 1 else run_ranks(_bytes, dp_size, optimizer, grad_dtype)
+def test_live_bytes_equal_the_formula(
+    run_ranks, optimizer, grad_dtype, reduce_dtype: str, formula, dp_size: int
+) -> None:
+    args = (optimizer, grad_dtype, reduce_dtype)
+    ranks = [_bytes(*args)] if dp_size == 1 else run_ranks(_bytes, dp_size, *args)
     for live, resident, scratch, per_param in ranks:
         assert live == resident + scratch
         assert per_param == pytest.approx(formula(dp_size), rel=1e-12)
 
 
-def _fp32_tensors_of_gradient_size() -> int:
+def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
     """How many FP32 storages as large as a bucket or a shard of one appear during backward and step, beyond master
-    and states.
+    and states and the half gradients' own memory.
     """
     model = make_model()
-    engine = ShardedEngine(
-        model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(bucket_size=10**9), compile_update=False
-    )
+    precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
+    engine = ShardedEngine(model, AdamW(lr=0.01), precision, Sharding(bucket_size=10**9), compile_update=False)
     rank = dist.get_rank()
-    own = {tensor.data_ptr() for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0])}
+    kept = (engine.master_shard.master[0], *engine.master_shard.states[0], engine.half_grads.flat[0])
+    own = {tensor.data_ptr() for tensor in kept}
     shard_numel = engine.master_shard.master[0].numel()
 
     class Spy(LiveStorage):
@@ -86,19 +90,20 @@ def _fp32_tensors_of_gradient_size() -> int:
     return Spy.found
 
 
-def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, monkeypatch) -> None:
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, reduce_dtype: str) -> None:
     # The pieces of the path without a compiler are 1 MiB: larger than this model, so they are cut for the test to
     # see a whole copy.
-    assert run_ranks(_with_small_pieces, 2) == [0, 0]
+    assert run_ranks(_with_small_pieces, 2, reduce_dtype) == [0, 0]
 
 
-def _with_small_pieces() -> int:
+def _with_small_pieces(reduce_dtype: str) -> int:
     from megamix.comm import collectives
     from megamix.mixed_precision import fused_update, grad_stats
 
     kept = collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK
     collectives._SUM_CHUNK = fused_update._CHUNK = grad_stats._CHUNK = 128
     try:
-        return _fp32_tensors_of_gradient_size()
+        return _fp32_tensors_of_gradient_size(reduce_dtype)
     finally:
         collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK = kept

@@ -36,6 +36,7 @@ CLIP = {"off": 0.0, "idle": 1000.0, "binding": 0.05}
 class Case:
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    reduce_dtype: str | None = None
     optimizer: str = "adamw"
     dp_size: int = 1
     bucket_size: int | None = None
@@ -58,8 +59,9 @@ class Case:
 
 
 AXES = {
-    "dtype": [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
-              (torch.float16, torch.float32), (torch.bfloat16, torch.float32)],
+    "dtypes": [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16, "half"),
+               (torch.float16, torch.float16, "half_fp32_sum"), (torch.bfloat16, torch.bfloat16, "half_fp32_sum"),
+               (torch.float32, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float32, "fp32")],
     "optimizer": [*OPTIMIZERS],
     "bucket_size": [1, 1111, 10**9],
     "overlap": [True, False],
@@ -85,9 +87,8 @@ def _cases(dp_size: int, count: int) -> list[Case]:
     picks = covering + product[: max(0, count - len(covering))]
     cases = []
     for settings in picks:
-        dtype, grad_dtype = settings.pop("dtype") if "dtype" in settings else (None, None)
-        cases.append(Case(dtype=dtype, grad_dtype=grad_dtype, dp_size=dp_size, **settings))
-        settings["dtype"] = (dtype, grad_dtype)
+        others = {name: value for name, value in settings.items() if name != "dtypes"}
+        cases.append(Case(*settings["dtypes"], dp_size=dp_size, **others))
     return cases
 
 
@@ -99,7 +100,7 @@ def run_engine(
     engine = ShardedEngine(
         model,
         OPTIMIZERS[case.optimizer],
-        Precision(case.dtype, case.grad_dtype, scale),
+        Precision(case.dtype, case.grad_dtype, scale, case.reduce_dtype),
         Sharding([*model.blocks] if case.units else [], group, case.bucket_size, case.overlap),
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,

@@ -36,14 +36,14 @@ class Injector:
         return grad
 
 
-def _build(optimizer, dtype: torch.dtype) -> tuple[ShardedEngine, Injector]:
+def _build(optimizer, dtype: torch.dtype, reduce_dtype: str = "half") -> tuple[ShardedEngine, Injector]:
     model = make_model()
     injector = Injector(model)
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     engine = ShardedEngine(
         model,
         optimizer,
-        Precision(dtype, loss_scale=scale),
+        Precision(dtype, loss_scale=scale, reduce_dtype=reduce_dtype),
         Sharding(units=[*model.blocks], bucket_size=1500),
         clip_grad=0.5,
         grad_accum_steps=ACCUM,
@@ -67,9 +67,11 @@ def _everything(engine: ShardedEngine) -> list[Tensor]:
     return [tensor.clone() for tensor in (*tensors, *engine.half_params.flat)]
 
 
-def _inject_everywhere(optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool) -> tuple[int, list[str]]:
+def _inject_everywhere(
+    optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool, reduce_dtype: str = "half"
+) -> tuple[int, list[str]]:
     """(injections made, what went wrong) over every rank x bucket x micro-batch x value."""
-    engine, injector = _build(optimizer, dtype)
+    engine, injector = _build(optimizer, dtype, reduce_dtype)
     me, dp_size = engine.collectives.topology.dp_rank, engine.collectives.topology.dp_size
     wrong, count, step = [], 0, 0
     _step(engine, injector, step)
@@ -103,6 +105,13 @@ def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_si
     answers = [_inject_everywhere(*args)] if dp_size == 1 else run_ranks(_inject_everywhere, dp_size, *args)
     assert not sum((wrong for _, wrong in answers), [])
     assert min(count for count, _ in answers) >= dp_size * 3 * ACCUM * len(values)  # at least three buckets
+
+
+def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks) -> None:
+    args = (AdamW(lr=0.01), torch.float16, [float("-inf"), float("nan")], False, "half_fp32_sum")
+    for count, wrong in run_ranks(_inject_everywhere, 2, *args):
+        assert count >= 2 * 3 * ACCUM * 2
+        assert not wrong
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 40_000.0), (torch.bfloat16, 3e38)])

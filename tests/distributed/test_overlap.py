@@ -1,5 +1,5 @@
-"""Communication hides behind compute and never races it: order of launch, late gathers, compiled blocks, engines
-that go away.
+"""Communication hides behind compute and never races it: order of launch, late gathers, compiled blocks, a backward
+that fails under way, engines that go away.
 """
 
 from __future__ import annotations
@@ -103,6 +103,41 @@ def test_without_overlap_nothing_is_launched_before_backward_ends(run_ranks) -> 
         assert events[0] == "last gradient"
 
 
+class _Planted(torch.autograd.Function):
+    """Identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("planted")
+
+
+def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str]:
+    case = Case(torch.bfloat16, torch.bfloat16, reduce_dtype, dp_size=2, bucket_size=1500, tied=False)
+    backward, attempts = ShardedEngine.backward, []
+
+    def twice(engine: ShardedEngine, loss: torch.Tensor) -> None:
+        attempts.append(loss)
+        if len(attempts) == 1:
+            block = engine.module.blocks[1]  # the first bucket, and no other, is on its way when this one fails
+            with block.register_forward_hook(lambda module, args, out: _Planted.apply(out)):
+                other = loss_of(engine.module, make_batch(9, dist.get_rank(), 0))
+            with pytest.raises(ValueError, match="planted"):
+                backward(engine, other)
+        backward(engine, loss)
+
+    with mock.patch.object(ShardedEngine, "backward", twice):
+        return differences(case, *run_engine(case))
+
+
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_a_backward_that_failed_under_way_leaves_nothing_in_the_next_step(run_ranks, reduce_dtype: str) -> None:
+    assert run_ranks(_train_after_a_backward_that_failed_under_way, 2, reduce_dtype) == [[], []]
+
+
 def _drop_an_engine_in_flight_then_train() -> list[str]:
     model = make_model()
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), compile_update=False)
@@ -118,7 +153,7 @@ def test_an_engine_dropped_in_flight_leaves_the_group_to_the_next(run_ranks) -> 
     assert run_ranks(_drop_an_engine_in_flight_then_train, 2) == [[], []]
 
 
-def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
+def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[float], int]:
     """(losses compiled, losses plain, graphs of the blocks)."""
 
     def train(compiled: bool) -> list[float]:
@@ -129,7 +164,7 @@ def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
         engine = ShardedEngine(
             model,
             AdamW(lr=0.01),
-            Precision(torch.float16, loss_scale=StaticLossScale(2.0**8)),
+            Precision(torch.float16, loss_scale=StaticLossScale(2.0**8), reduce_dtype=reduce_dtype),
             Sharding(units=[*model.blocks], bucket_size=1500),
             clip_grad=0.5,
             compile_update=compiled,
@@ -150,8 +185,9 @@ def _compiled_blocks_and_update() -> tuple[list[float], list[float], int]:
     return compiled, train(False), graphs
 
 
-def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks) -> None:
-    for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, deadline_s=300.0):
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
+    for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):
         # FP16 activations round at 2**-11; six steps of a model this small stay within a few of those.
         assert compiled == pytest.approx(plain, abs=2.0**-8)
         assert graphs == 1  # all blocks share one, and the hooks that await gathers split none

@@ -273,6 +273,16 @@ WRONG_SETTINGS = [
     (lambda: _engine(precision=Precision(torch.float16)), "FP16 gradients need one; pass loss_scale=DynamicLossScale"),
     (lambda: _engine(precision=Precision(torch.float64)), "precision.dtype must be .* got torch.float64"),
     (lambda: _engine(precision=Precision(torch.bfloat16, torch.float16)), "precision.grad_dtype must be None"),
+    (
+        lambda: _engine(precision=Precision(torch.bfloat16, reduce_dtype="fp32")),
+        "precision.reduce_dtype must be .* with half gradients .'fp32' needs grad_dtype=torch.float32., got 'fp32'",
+    ),
+    (
+        lambda: _engine(precision=Precision(torch.bfloat16, torch.float32, reduce_dtype="half_fp32_sum")),
+        "precision.reduce_dtype must be None or 'fp32' with FP32 gradients .* got 'half_fp32_sum'",
+    ),
+    (lambda: _engine(precision=Precision(torch.float32, reduce_dtype="half")), "'fp32' with FP32 gradients"),
+    (lambda: _engine(precision=Precision(reduce_dtype="bf16")), "precision.reduce_dtype must be .* got 'bf16'"),
     (lambda: _engine(clip_grad=-1.0), "clip_grad must not be negative, got -1.0"),
     (lambda: _engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
     (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),

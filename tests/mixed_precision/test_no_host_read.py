@@ -30,6 +30,7 @@ from megamix import (
     TorchLossScale,
 )
 from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.settings import ReduceDtype
 from tests.distributed.models import loss_of, make_batch, make_model
 
 ADAMW = AdamW(lr=0.01)
@@ -69,10 +70,16 @@ def no_host_read() -> Iterator[None]:
         yield
 
 
-def _twenty_steps(scale: StaticLossScale, optimizer: Optimizer = ADAMW, examine: bool = False) -> tuple[int, int]:
+def _twenty_steps(
+    scale: StaticLossScale | None = None,
+    optimizer: Optimizer = ADAMW,
+    reduce_dtype: ReduceDtype = "half",
+    examine: bool = False,
+) -> tuple[int, int]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     model = make_model()
-    precision = Precision(torch.float16, loss_scale=scale)
+    scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
+    precision = Precision(torch.float16, loss_scale=scale, reduce_dtype=reduce_dtype)
     sharding = Sharding(units=[*model.blocks], bucket_size=1500)
     engine = ShardedEngine(model, optimizer, precision, sharding, clip_grad=0.5, compile_update=False)
     results = []
@@ -101,15 +108,16 @@ def test_a_step_reads_nothing_with_any_loss_scale(scale: StaticLossScale) -> Non
 
 @pytest.mark.parametrize("optimizer", [NAG(lr=0.01), NAG(lr=0.01, momentum_form="velocity")])
 def test_a_step_reads_nothing_with_any_optimizer(optimizer: Optimizer) -> None:
-    assert _twenty_steps(DynamicLossScale(2.0**8, growth_interval=4), optimizer) == (1, 19)
+    assert _twenty_steps(None, optimizer) == (1, 19)
 
 
-def test_a_step_reads_nothing_on_two_ranks(run_ranks) -> None:
-    assert run_ranks(_twenty_steps, 2, DynamicLossScale(2.0**8, growth_interval=4)) == [(1, 19), (1, 19)]
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_a_step_reads_nothing_on_two_ranks(run_ranks, reduce_dtype: ReduceDtype) -> None:
+    assert run_ranks(_twenty_steps, 2, None, ADAMW, reduce_dtype) == [(1, 19), (1, 19)]
 
 
 def test_an_examined_step_reads_nothing_in_backward_either(run_ranks) -> None:
-    assert run_ranks(_twenty_steps, 2, DynamicLossScale(2.0**8, growth_interval=4), ADAMW, True) == [(1, 19), (1, 19)]
+    assert run_ranks(_twenty_steps, 2, None, ADAMW, "half", True) == [(1, 19), (1, 19)]
 
 
 PLANTED: dict[str, Callable[[Tensor], Any]] = {

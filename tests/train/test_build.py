@@ -80,6 +80,19 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     )
 
 
+def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:
+    given = []
+    monkeypatch.setattr(
+        "megamix.train.build.ShardedEngine", lambda model, optimizer, precision, *_, **__: given.append(precision)
+    )
+    for keys in ({"reduce_dtype": "half_fp32_sum"}, {"grad_dtype": "fp32"}):
+        build_engine(tiny_job(tmp_path, precision=keys), nn.Linear(4, 4), [], grad_accum_steps=1)
+    wide, fp32 = given
+    assert (wide.dtype, wide.grad_dtype, wide.reduce_dtype) == (torch.float16, torch.float16, "half_fp32_sum")
+    assert (fp32.dtype, fp32.grad_dtype, fp32.reduce_dtype) == (torch.float16, torch.float32, None)
+    assert [wide.sum_dtype(dp_size) for dp_size in (1, 2)] == [torch.float16, torch.float32]
+
+
 @pytest.mark.parametrize(("grad_dtype", "want"), [("half", torch.float16), ("fp32", torch.float32)])
 def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dtype) -> None:
     config = tiny_job(

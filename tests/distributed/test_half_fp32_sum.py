@@ -1,0 +1,148 @@
+"""`reduce_dtype="half_fp32_sum"`: halves travel, their sum stays in FP32, and none of it is left in the next step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix import AdamW, Precision, ShardedEngine, StaticLossScale
+from megamix.clock import Clock
+from megamix.comm import collectives
+from megamix.comm.collectives import make_collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision import grad_reduce
+from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
+from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
+from tests.conftest import FULL
+from tests.distributed.reference import train_reference
+from tests.distributed.test_equals_reference import Case, differences, run_engine
+
+SIZES = range(2, 9) if FULL else (2, 3, 4, 8)
+
+
+def _halves(rank: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Over 21 octaves, so that most sums need more digits than a half has."""
+    generator = torch.Generator().manual_seed(100 * bucket + rank)
+    octaves = torch.randint(-10, 11, (numel,), generator=generator)
+    return torch.ldexp(torch.randn(numel, generator=generator), octaves).to(dtype)
+
+
+def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
+    """Per bucket: the largest error over its bound, that of the sum rounded to half, and whether the statistics are
+    `row_stats` of the sum.
+    """
+    topology, cpu = Topology.current(), torch.device("cpu")
+    size, rank = topology.dp_size, topology.dp_rank
+    flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
+    shards = make_grad_shards(flats, topology, torch.float32)
+    wire = make_collectives(topology, size * max(numels), dtype, cpu, exchanges=True)
+    reduce = GradReduce(flats, shards, chunked_row_stats, wire, overlap=True, clock=Clock(cpu))
+    reduce.launch_rest()
+    results = []
+    for bucket, numel in enumerate(numels):
+        parts = torch.stack([_halves(other, bucket, size * numel, dtype).view(size, -1)[rank] for other in range(size)])
+        exact = parts.double().sum(0)
+        # Each of the n - 1 additions in FP32 multiplies its exact result by some 1 + d with |d| <= u = 2**-24, so each
+        # part ends up with at most n - 1 such factors: |sum - exact| <= ((1 + u)**(n - 1) - 1) * sum of |parts|. The
+        # FP64 sum's own error is covered by 2**-50.
+        bound = ((1 + 2.0**-24) ** (size - 1) - 1 + 2.0**-50) * parts.double().abs().sum(0)
+        shard = reduce.wait(bucket)
+        rounded = shard.to(dtype)
+        errors = [float(((total.double() - exact).abs() / bound).max()) for total in (shard, rounded)]
+        results.append((*errors, torch.equal(reduce.rows(bucket), row_stats(shard))))
+    return results
+
+
+def _reduce_in_small_pieces(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
+    with mock.patch.object(collectives, "_SUM_CHUNK", 128), mock.patch.object(grad_reduce, "_PIECE", 256):
+        return _reduce(dtype, numels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sum_is_as_exact_as_fp32_and_its_statistics_are_those_of_the_shard(run_ranks, size: int, dtype) -> None:
+    for results in run_ranks(_reduce_in_small_pieces, size, dtype, [64, 6400, 256, 320]):
+        for error, error_of_half, same_statistics in results:
+            assert error <= 1
+            assert error_of_half > 100  # so a sum that was rounded on the way would have been noticed
+            assert same_statistics
+
+
+class _Slope(nn.Module):
+    """A module whose gradient is what it is given. 200 elements leave a gap of 56 to the end of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 200))
+
+    def forward(self, slope: Tensor) -> Tensor:
+        return (self.weight.float() * slope).sum()
+
+
+def _steep(model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    slope = 32.0 * torch.randint(40_000 // 32, 65_504 // 32 + 1, (200,), generator=generator)  # halves, finite
+    return model(slope)
+
+
+def _train_where_every_sum_exceeds_fp16(reduce_dtype: str) -> tuple[list[bool], list[float], Tensor]:
+    model = _Slope()
+    precision = Precision(torch.float16, loss_scale=StaticLossScale(1.0), reduce_dtype=reduce_dtype)
+    engine = ShardedEngine(model, AdamW(lr=0.1), precision, clip_grad=0.5, compile_update=False)
+    found_inf, norms = [], []
+    for step in range(3):
+        engine.backward(_steep(model, step, dist.get_rank(), 0))
+        result = engine.step()
+        found_inf.append(bool(result.found_inf))
+        norms.append(float(result.grad_norm))
+    return found_inf, norms, engine.full_weights()["weight"]
+
+
+def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run_ranks) -> None:
+    settings = SimpleNamespace(
+        steps=3, dp_size=2, grad_accum_steps=1, dtype=torch.float16, grad_dtype=torch.float16,
+        reduce_dtype="half_fp32_sum", loss_scale=1.0, clip_grad=0.5,
+    )  # fmt: skip
+    want = train_reference(_Slope(), _steep, AdamW(lr=0.1), settings)
+    for found_inf, norms, weight in run_ranks(_train_where_every_sum_exceeds_fp16, 2, "half_fp32_sum"):
+        assert found_inf == [False] * 3
+        assert norms == want.grad_norms
+        assert torch.equal(weight, want.masters["weight"][:200])
+    for found_inf, _, weight in run_ranks(_train_where_every_sum_exceeds_fp16, 2, "half"):
+        assert found_inf == [True] * 3
+        assert torch.equal(weight, torch.linspace(-1, 1, 200))
+
+
+def _skip_blocks(dtype: torch.dtype) -> list[str]:
+    """Parameters without a gradient and padding, in buckets of one and of many parameters, with and without overlap."""
+    wrong = []
+    for bucket_size, overlap in ((1, True), (1111, True), (10**9, False)):
+        case = Case(dtype, dtype, "half_fp32_sum", dp_size=2, bucket_size=bucket_size, overlap=overlap,
+                    grad_accum_steps=2, clip_grad=0.05, flavours="differ")  # fmt: skip
+        wrong += differences(case, *run_engine(case))
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_sum_of_one_step_leaves_nothing_in_the_next(run_ranks, dtype: torch.dtype) -> None:
+    assert run_ranks(_skip_blocks, 2, dtype) == [[], []]
+
+
+def _different_sums() -> str:
+    try:
+        ShardedEngine(
+            nn.Linear(3, 3), AdamW(lr=0.1), Precision(reduce_dtype=("half", "half_fp32_sum")[dist.get_rank()])
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_that_would_sum_differently_are_told_so(run_ranks) -> None:
+    for message in run_ranks(_different_sums, 2):
+        assert "hold different models or settings" in message
