@@ -126,13 +126,13 @@ def choose_update(
     """The update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
-    `half` and `grad`: any flat half parameters and sums of gradients, for their dtypes and device. One answer for all ranks: the
-    two paths round differently (fused multiply-adds), and the choice is logged.
+    `half` and `grad`: any flat half parameters and any sum of gradients, for their dtypes and device. One answer for
+    all ranks: the two paths round differently (fused multiply-adds), and the choice is logged.
     """
     library = LibraryUpdate(optimizer, groups), chunked_row_stats
     if not try_compiler:
         return library
-    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
+    # A graph is compiled for autograd on or off. It is off in the hooks of backward, which take statistics as well.
     compiled_stats = torch.no_grad()(_compile(row_stats))
     compiled = CompiledUpdate(optimizer, groups, half.device), compiled_stats
     compiles, reason = True, "another rank has no compiler"
