@@ -27,7 +27,8 @@ _GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wa
 
 # fork would copy the parent's threads' locks and hang; spawn imports torch anew for every rank.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
 
 
 class RankFailure(AssertionError):

@@ -20,7 +20,7 @@ from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, cli
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
-from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_settings
@@ -271,11 +271,22 @@ class ShardedEngine:
             )
         for bucket in self.param_gather.order_of_need:
             self.master_shard.restore(bucket, state["master"][bucket], state["states"][bucket])
-            self.param_gather.half_shards[bucket].copy_(self.master_shard.master[bucket])
-            self.param_gather.launch(bucket)
+        self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """What this rank owns of masters and states: views, to read or, before `publish_masters`, to write."""
+        self._require_between_steps("owned_ranges()")
+        return list(self.master_shard.owned_ranges())
+
+    def publish_masters(self) -> None:
+        """Make every half parameter the cast of its master, which was written. Every rank must call it."""
+        self._require_between_steps("publish_masters()")
+        for bucket in self.param_gather.order_of_need:
+            self.param_gather.half_shards[bucket].copy_(self.master_shard.master[bucket])
+            self.param_gather.launch(bucket)
 
     def _require_between_steps(self, call: str) -> None:
         if self._micro_batches:

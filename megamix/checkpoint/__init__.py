@@ -1,0 +1,13 @@
+"""Checkpoints in model space: what the ranks own, saved as boxes of whole parameters, loads on any other layout.
+
+boxes        arithmetic: a flat range of a block as boxes of the full parameter, intersections
+folder       the names in a folder of checkpoints, and what each says
+files        the only calls that change the disk, and the checksum
+tensor_file  a safetensors file, streamed
+parts        what one rank holds of the run's state, and where it belongs
+manifest     the JSON that makes files a checkpoint
+together     work that succeeds on every rank or on none
+save         the commit: fresh folder, files, manifest, rename; and what is removed after it
+verify       a checkpoint found good, or what is wrong with it
+load         the newest good checkpoint, into an engine of any layout
+"""

@@ -1,0 +1,40 @@
+"""What lies in a folder of checkpoints: the names tell it, and a rename changes it at once."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+_COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = ".partial-"  # being written or removed; the next save removes what is left of it
+_DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Those that were committed, the newest first."""
+    numbers = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if match := _COMPLETE.fullmatch(path.name):
+            numbers[path] = (int(match[1]), int(match[2] or 0))
+    return sorted(numbers, key=numbers.__getitem__, reverse=True)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _UNFINISHED in path.name)
+
+
+def name_for(folder: Path, applied_updates: int) -> str:
+    """A name that is free. Two saves after the same update may differ, in what is to be tried again."""
+    name = f"step_{applied_updates:08d}"
+    taken = {path.name for path in checkpoints(folder)}
+    return next(free for free in (name, *(f"{name}.{n}" for n in range(1, len(taken) + 1))) if free not in taken)
+
+
+def unfinished_name(name: str) -> str:
+    # Never the same twice: written into a folder that an earlier attempt left, the files of two steps would mix.
+    return name + _UNFINISHED + secrets.token_hex(4)
+
+
+def damaged_name(name: str) -> str:
+    return name + _DAMAGED + secrets.token_hex(4)
