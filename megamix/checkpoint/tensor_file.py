@@ -26,12 +26,14 @@ def key_of(param: str, state: str, box: Box) -> str:
 
 def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
     """The parameter, the state and the box of `key_of`. Raises: ValueError."""
-    pieces = key.rsplit("|", 2)  # from the right: a module may bear any name
     try:
-        param, state, offset = pieces
-        return param, state, Box(tuple(int(number) for number in offset.split(",") if number), tuple(shape))
+        param, state, numbers = key.rsplit("|", 2)  # from the right: a module may bear any name
+        offset = tuple(int(number) for number in numbers.split(",") if number)
     except ValueError:
-        raise ValueError(f"tensor {key!r} is not named parameter|state|offset") from None
+        raise ValueError(f"{key[:200]!r} is not parameter|state|offset") from None
+    if len(offset) != len(shape):
+        raise ValueError(f"{key[:200]!r} has {len(offset)} dims by its name and {len(shape)} by its shape")
+    return param, state, Box(offset, tuple(shape))
 
 
 def header(parts: Sequence[Part]) -> bytes:

@@ -102,9 +102,9 @@ def read_header(path: Path) -> list[tuple[str, str, Stored]]:
             for key in file.keys():  # noqa: SIM118 (it is no dict)
                 part = file.get_slice(key)
                 if part.get_dtype() != "F32":
-                    raise ValueError(f"{path}: {key!r} is {part.get_dtype()}, every state is F32")
+                    raise ValueError(f"{key[:200]!r} is {part.get_dtype()}, every state is F32")
                 param, state, box = parse_key(key, part.get_shape())
                 found.append((param, state, Stored(path.name, key, box)))
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return found

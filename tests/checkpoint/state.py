@@ -16,6 +16,8 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
 from megamix.checkpoint.save import save, take_snapshot
 from megamix.checkpoint.together import Together
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.optimizers import Optimizer
 from tests.distributed.models import make_model
 
@@ -32,6 +34,10 @@ def make_engine(
 
 def together_of(engine: ShardedEngine) -> Together:
     return Together(engine.collectives, engine.applied_updates.device)
+
+
+def alone() -> Together:
+    return Together(Collectives(Topology()), torch.device("cpu"))
 
 
 @functools.cache
