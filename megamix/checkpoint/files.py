@@ -54,13 +54,17 @@ class Files:
     def write_file(self, path: Path, chunks: Iterable[memoryview]) -> Written:
         """Write a new file that is on the disk when this returns."""
         size = crc32 = 0
-        with self.create(path) as file:
-            for chunk in chunks:
-                # While the bytes are in the cache, and of what was meant to be written: what the disk makes of it is
-                # found by reading.
-                size, crc32 = size + chunk.nbytes, zlib.crc32(chunk, crc32)
-                self.write(file, chunk)
-            self.sync_file(file)
+        try:
+            with self.create(path) as file:
+                for chunk in chunks:
+                    # While the bytes are in the cache, and of what was meant to be written: what the disk makes of it
+                    # is found by reading.
+                    size, crc32 = size + chunk.nbytes, zlib.crc32(chunk, crc32)
+                    self.write(file, chunk)
+                self.sync_file(file)
+        except OSError as error:
+            error.filename = str(path)  # a failed write or sync does not say of what
+            raise
         return Written(size, crc32)
 
     def remove_tree(self, path: Path) -> None:
