@@ -10,4 +10,8 @@ together     work that succeeds on every rank or on none
 save         the commit: fresh folder, files, manifest, rename; and what is removed after it
 verify       a checkpoint found good, or what is wrong with it
 load         the newest good checkpoint, into an engine of any layout
+pieces       a checkpoint's states piece by piece
+diff         what differs between two checkpoints
+export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
+commands     what `megamix checkpoint` prints
 """

@@ -6,6 +6,7 @@ import re
 import secrets
 from pathlib import Path
 
+IN_RUN = "checkpoints"  # the folder's name in a run's folder
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".partial-"  # being written or removed; the next save removes what is left of it
 _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
@@ -22,6 +23,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def unfinished(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _UNFINISHED in path.name)
+
+
+def set_aside(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if _DAMAGED in path.name)
 
 
 def name_for(folder: Path, applied_updates: int) -> str:
