@@ -30,10 +30,12 @@ def set_aside(folder: Path) -> list[Path]:
 
 
 def name_for(folder: Path, applied_updates: int) -> str:
-    """A name that is free. Two saves after the same update may differ, in what is to be tried again."""
+    """A name behind all others of the same update: two saves after it may differ, in what is to be tried again."""
     name = f"step_{applied_updates:08d}"
-    taken = {path.name for path in checkpoints(folder)}
-    return next(free for free in (name, *(f"{name}.{n}" for n in range(1, len(taken) + 1))) if free not in taken)
+    for path in checkpoints(folder):
+        if (match := _COMPLETE.fullmatch(path.name)) and int(match[1]) == applied_updates:
+            return f"{name}.{int(match[2] or 0) + 1}"  # the newest of them comes first
+    return name
 
 
 def unfinished_name(name: str) -> str:

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from megamix.checkpoint import tensor_file
 from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints, name_for, unfinished, unfinished_name
-from megamix.checkpoint.manifest import MANIFEST, FileRecord, Manifest, RunRecord, describe, manifest_text
-from megamix.checkpoint.parts import Part, owned_parts, state_names
+from megamix.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_text
+from megamix.checkpoint.parts import Part
+from megamix.checkpoint.snapshot import Snapshot
 from megamix.checkpoint.together import FailedTogether, Together
-from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
 FEWEST_KEPT = 2  # if the newest is found damaged, there is another one
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What one rank saves."""
-
-    manifest: Manifest  # its files still to be named; the same on every rank
-    parts: Sequence[Part]
-
-    @property
-    def largest_size(self) -> int:
-        """Bytes that all ranks together will not exceed: the FP32 states, and room for names."""
-        numel = sum(math.prod(param.shape) for param in self.manifest.params)
-        return int(4 * numel * len(self.manifest.states) * 1.01) + (1 << 20)
-
-
-def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
-    """The engine's state between two steps: views, so save it before the next one. Reads the device."""
-    return Snapshot(describe(engine, state_names(engine), run), owned_parts(engine))
 
 
 def save(folder: Path, snapshot: Snapshot, together: Together, keep: int, files: Files | None = None) -> Path:

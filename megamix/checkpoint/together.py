@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megamix.comm.collectives import Collectives
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Topology
 
 
 class FailedTogether(OSError):
@@ -25,6 +28,20 @@ class Together:
     def __init__(self, collectives: Collectives, device: torch.device):
         self._collectives, self._device = collectives, device
         self.rank, self.size = collectives.topology.dp_rank, collectives.topology.dp_size
+
+    @staticmethod
+    def apart(topology: Topology, timeout_s: float) -> Together:
+        """Over a group of its own, for use beside the engine's collectives. Every rank must call it.
+
+        Units: `timeout_s` bounds the wait for the slowest rank's work; after it the group is of no more use.
+        """
+        group = None
+        if topology.dp_group is not None:
+            ranks = dist.get_process_group_ranks(topology.dp_group)
+            group = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), backend="gloo")
+        host = torch.device("cpu")
+        own = Topology(topology.dp_size, topology.dp_rank, group)
+        return Together(make_collectives(own, 0, torch.uint8, host), host)
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
         """Every rank works; all get all the results, in rank order. They must be JSON.

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.files import Files
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
-from megamix.checkpoint.save import save, take_snapshot
+from megamix.checkpoint.save import save
+from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
@@ -38,6 +41,15 @@ def together_of(engine: ShardedEngine) -> Together:
 
 def alone() -> Together:
     return Together(Collectives(Topology()), torch.device("cpu"))
+
+
+def make_saver(folder: Path, together: Together, files: Files | None = None) -> Saver:
+    """Keeps two checkpoints; a save that fails raises here, in whichever thread."""
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    return Saver(folder, 2, together, saved=lambda path: None, failed=failed, files=files)
 
 
 @functools.cache

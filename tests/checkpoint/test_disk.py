@@ -19,7 +19,8 @@ import pytest
 from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.save import save, take_snapshot
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import FailedTogether
 from tests.checkpoint.faults import FaultyFiles, listing
 from tests.checkpoint.state import alone, fill, make_engine, resume, save_steps, together_of

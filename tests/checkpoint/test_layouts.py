@@ -16,7 +16,8 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.load import load, newest_checkpoint, read_parts
 from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.parts import Part, parts_of_range
-from megamix.checkpoint.save import Snapshot, begin, commit, save, take_snapshot, write_parts
+from megamix.checkpoint.save import begin, commit, save, write_parts
+from megamix.checkpoint.snapshot import Snapshot, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.flat_layout import ParamSpec
 from tests.checkpoint.state import (
