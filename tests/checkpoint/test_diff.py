@@ -15,7 +15,8 @@ from megamix.checkpoint import pieces
 from megamix.checkpoint.diff import changes, differences
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
-from megamix.checkpoint.save import save, take_snapshot
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from tests.checkpoint.state import fill, make_engine, save_steps, together_of

@@ -16,7 +16,8 @@ from megamix import NAG
 from megamix.checkpoint import pieces
 from megamix.checkpoint.export_dcp import export_dcp
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.save import save, take_snapshot
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from tests.checkpoint.faults import listing
