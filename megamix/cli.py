@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(verbs.add_parser("checkpoint", help="look at a run's checkpoints, or hand one to torch"))
 
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
-    benches = ["update", "train", "fp16", "overlap", "wire", "examine", "startup", "all"]
+    benches = ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup", "all"]
     bench.add_argument("what", choices=benches, help="what to measure")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(
