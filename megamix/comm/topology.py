@@ -36,7 +36,7 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # pragma: CUDA only
 
 
-def start_ranks(device: torch.device, timeout_s: float = 600.0) -> Topology:
+def start_ranks(device: torch.device, timeout_s: float) -> Topology:
     """Join the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone.
 
     Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.

@@ -194,6 +194,8 @@ class ParallelismConfig(Section):
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True
     """Whether communication runs beside backward and forward; the result is the same either way."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a rank may stand still, computing or waiting for another one, before all ranks end."""
 
 
 class CheckpointConfig(Section):

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, start_ranks
-from megamix.config import Config, grad_accum_steps
+from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFile
@@ -23,6 +24,9 @@ from megamix.train.generate import sample_text
 from megamix.train.metrics import MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.report import IntervalReport
+from megamix.train.run_lock import run_lock
+from megamix.train.signals import LeaveRequest, signals_noted
+from megamix.train.status import EndedEarlyError, RunStatus
 from megamix.train.trainer import VALIDATION_SEED, Trainer
 
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
@@ -31,21 +35,69 @@ PROMPT = "def "  # how the sample at the end of a run begins, if the run has a t
 def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
-    Raises: GaveUpError, with the weights saved, if the run overflows on and on.
+    Raises: EndedEarlyError, with the weights saved, if the run gave up or was asked to leave; ConfigError if another
+    job holds the run's folder.
     """
     device = local_device()
-    topology = start_ranks(device)
+    topology = start_ranks(device, config.parallelism.timeout_s)
     try:
-        if topology.dp_group is not None:
-            dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
-        folder = run_folder.claim(config) if topology.dp_rank == 0 else Path(config.checkpoint.folder)
-        return _train(config, folder, topology, device)
+        # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
+        with signals_noted() as leave, ExitStack() as stack:
+            folder = _claim(config, topology, device, stack)
+            return _run(config, folder, topology, device, leave)
     finally:
         if topology.dp_group is not None:
             dist.destroy_process_group()
 
 
-def _train(config: Config, folder: Path, topology: Topology, device: torch.device) -> float | None:
+def _claim(config: Config, topology: Topology, device: torch.device, stack: ExitStack) -> Path:
+    """Lock the run's folder and write into it, on the first rank; its refusal is every rank's. Returns the folder."""
+    folder = Path(config.checkpoint.folder)
+    if topology.dp_group is not None:
+        dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
+    refusal = None
+    if topology.dp_rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(run_lock(folder, say=print))
+            # Another job may have come and gone since all ranks looked.
+            if problems := run_folder.folder_problems(config.checkpoint.folder):
+                raise ConfigError(problems, "job")
+            run_folder.claim(config)
+        except (ConfigError, OSError) as error:
+            refusal = error
+    if not make_collectives(topology, 0, torch.uint8, device).agree(refusal is None):
+        raise refusal or ConfigError(["checkpoint.folder: the first rank could not claim it"], "job")
+    return folder
+
+
+def _run(config: Config, folder: Path, topology: Topology, device: torch.device, leave: LeaveRequest) -> float | None:
+    """Train, and leave in the folder's status how it ended."""
+    status = RunStatus(folder, config.training.steps)
+    first = topology.dp_rank == 0
+    if first:
+        status.write("running")
+    try:
+        valid_loss = _train(config, topology, device, leave, status)
+    except EndedEarlyError as early:
+        if first:
+            status.write(early.state, str(early))
+        if topology.dp_group is not None:
+            dist.barrier()  # torchrun ends all ranks 30 s after the first one that left early: the first may still save
+        raise
+    except BaseException as error:
+        if first:
+            status.write("failed", f"{type(error).__name__}: {error}")
+        raise
+    if first:
+        status.write("finished")
+    return valid_loss
+
+
+def _train(
+    config: Config, topology: Topology, device: torch.device, leave: LeaveRequest, status: RunStatus
+) -> float | None:
+    folder = Path(config.checkpoint.folder)
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -70,24 +122,25 @@ def _train(config: Config, folder: Path, topology: Topology, device: torch.devic
             _mfu_per_token_rate(config, topology.dp_size, device),
         )
         trainer = Trainer(config, engine, loader, validation, report, console, writer)
-        valid_loss, gave_up = None, None
+        status.update = lambda: trainer.plan.applied
+        valid_loss, early = None, None
         try:
-            valid_loss = trainer.train()
-        except GaveUpError as error:
-            gave_up = error
+            valid_loss = trainer.train(leave)
+        except EndedEarlyError as error:
+            early = error
     weights = engine.full_weights()
     if first:
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
         console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
-        if gave_up is not None:
-            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
-        elif config.data.tokenizer is not None:
+        if isinstance(early, GaveUpError):
+            run_folder.write_text(folder / run_folder.GAVE_UP, f"{early}\n")
+        elif early is None and config.data.tokenizer is not None:
             tokenizer = Path(config.data.tokenizer)
             text = sample_text(model, tokenizer, PROMPT, max_new_tokens=128, seed=config.training.seed)
             run_folder.write_text(folder / run_folder.SAMPLE, text)
             console.line(f"sample of text ({folder / run_folder.SAMPLE}):\n{text}")
-    if gave_up is not None:
-        raise gave_up
+    if early is not None:
+        raise early
     return valid_loss
 
 
