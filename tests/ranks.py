@@ -27,7 +27,7 @@ _GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wa
 
 # fork would copy the parent's threads' locks and hang; spawn imports torch anew for every rank.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "megamix.train.job"])
 
 
 class RankFailure(AssertionError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,15 @@ def local_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # pragma: CUDA only
+
+
+def side_store(topology: Topology) -> Store:
+    """The store in which the ranks have met, for messages beside the collectives: by a connection of its own, and with
+    keys that no job before this one in the same processes has used. Every rank must call it.
+    """
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    job = store.add(f"megamix/rank {topology.dp_rank}", 1)
+    return PrefixStore(f"megamix/job {job}", store)
 
 
 def start_ranks(device: torch.device, timeout_s: float) -> Topology:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology, local_device, start_ranks
+from megamix.comm.topology import Topology, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
@@ -21,6 +21,7 @@ from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine
 from megamix.train.console import Console
 from megamix.train.generate import sample_text
+from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.report import IntervalReport
@@ -28,6 +29,7 @@ from megamix.train.run_lock import run_lock
 from megamix.train.signals import LeaveRequest, signals_noted
 from megamix.train.status import EndedEarlyError, RunStatus
 from megamix.train.trainer import VALIDATION_SEED, Trainer
+from megamix.train.watchdog import Watchdog
 
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
@@ -39,7 +41,8 @@ def run_job(config: Config) -> float | None:
     job holds the run's folder.
     """
     device = local_device()
-    topology = start_ranks(device, config.parallelism.timeout_s)
+    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
+    topology = start_ranks(device, config.parallelism.timeout_s + 1.0)
     try:
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted() as leave, ExitStack() as stack:
@@ -87,7 +90,8 @@ def _run(config: Config, folder: Path, topology: Topology, device: torch.device,
         raise
     except BaseException as error:
         if first:
-            status.write("failed", f"{type(error).__name__}: {error}")
+            notes = getattr(error, "__notes__", [])  # the watchdog's verdict
+            status.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
         raise
     if first:
         status.write("finished")
@@ -124,10 +128,11 @@ def _train(
         trainer = Trainer(config, engine, loader, validation, report, console, writer)
         status.update = lambda: trainer.plan.applied
         valid_loss, early = None, None
-        try:
-            valid_loss = trainer.train(leave)
-        except EndedEarlyError as error:
-            early = error
+        with _watchdog(config, topology, trainer, status, leave):
+            try:
+                valid_loss = trainer.train(leave)
+            except EndedEarlyError as error:
+                early = error
     weights = engine.full_weights()
     if first:
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
@@ -142,6 +147,21 @@ def _train(
     if early is not None:
         raise early
     return valid_loss
+
+
+def _watchdog(config: Config, topology: Topology, trainer: Trainer, status: RunStatus, leave: LeaveRequest) -> Watchdog:
+    clock, plan = trainer.engine.clock, trainer.plan
+    roll = None
+    if topology.dp_group is not None:
+        roll = RollCall(side_store(topology), topology.dp_rank, topology.dp_size)
+    return Watchdog(
+        roll,
+        config.parallelism.timeout_s,
+        lambda: Place(clock.entered, clock.doing(), max(plan.launched - 1, 0)),
+        status,
+        leave,
+        launched=dist.is_torchelastic_launched(),
+    )
 
 
 def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError
 from megamix.data.durable import sync_file
+from megamix.train.liveness import process_start
 
 LOCK = "run.lock"
 STALE_S = 60.0  # without a touch, before a lock of another host counts as left behind
@@ -52,15 +53,6 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def process_start(pid: int) -> str:
-    """When a process of this host started, in ticks since boot; "" if it is no more. Tells a reused pid apart."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if after_name[0] in "ZX" else after_name[19]  # a zombie is dead, though its parent has not noticed
 
 
 def _open_locked(path: Path) -> int | None:

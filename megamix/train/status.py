@@ -46,7 +46,7 @@ class RunStatus:
     """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
 
     def __init__(self, folder: Path, steps: int):
-        self._folder, self._steps = folder, steps
+        self.folder, self._steps = folder, steps
         self.update: Callable[[], int] = lambda: 0  # applied updates; training puts its own here
 
     def write(self, state: State, reason: str = "") -> None:
@@ -60,4 +60,4 @@ class RunStatus:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        write_text(self._folder / STATUS, json.dumps(values, indent=2) + "\n")
+        write_text(self.folder / STATUS, json.dumps(values, indent=2) + "\n")

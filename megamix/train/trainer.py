@@ -170,7 +170,8 @@ class Trainer:
                 if self._stop_reason:
                     raise self._preempted()
                 for samples in self._micro_batches((range(start, start + batch_size),)):
-                    losses.append(self.engine(*self._load(self.validation, samples)))
+                    with self.engine.clock.span("validation"):
+                        losses.append(self.engine(*self._load(self.validation, samples)))
         self.engine.module.train()
         loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
