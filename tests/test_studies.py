@@ -12,7 +12,9 @@ from typing import Any
 
 import bf16_rounding
 import gemm_accumulation
+import loss_scales
 import memory
+import overflow
 import passes
 import pytest
 import regression
@@ -22,7 +24,7 @@ import torch
 import vanishing
 
 ROOT = Path(__file__).parents[1]
-STUDIES = (bf16_rounding, gemm_accumulation, memory, passes, regression, vanishing)
+STUDIES = (bf16_rounding, gemm_accumulation, loss_scales, memory, overflow, passes, regression, vanishing)
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
 
@@ -108,6 +110,37 @@ def test_octaves_are_those_of_frexp() -> None:
     assert vanishing.zeros(counts) == 4 / len(values)
     assert vanishing.lost(counts) == int((exponents - 1 < -24).sum()) / len(values)
     assert vanishing.subnormal(counts) == vanishing.share(counts, -24, -14)
+
+
+def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monkeypatch) -> None:
+    findings = overflow.measure(small=True)
+    runs = findings.runs
+    ended = {name: run for name, run in runs.items() if run.history.valid_loss.values}
+    assert {*runs} - {*ended} == {"static 2^20, requeue", "static 2^24, requeue"}
+    assert {(run.applied, run.overflowed) for name, run in runs.items() if name not in ended} == {(0, 20)}
+    for name, run in ended.items():
+        assert run.applied == findings.steps
+        assert (run.overflowed > 0) == name.startswith("dynamic"), name
+        loss, reference = (each.history.valid_loss.values[-1] for each in (run, runs[overflow.REFERENCE]))
+        assert abs(loss - reference) < 0.03, name
+    for name, run in runs.items():
+        fate = overflow.Fate.LOST if run.on_overflow == "skip" else overflow.Fate.REQUEUED
+        assert run.fates == dict.fromkeys(overflow.Fate, 0) | {fate: run.overflowed}, name
+    _shows(overflow, findings, tmp_path, monkeypatch)
+
+
+def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch) -> None:
+    findings = loss_scales.measure(small=True)
+    for world in ("drift", loss_scales.NOISY):
+        outcome = findings.by_rule["headroom"][world]
+        assert outcome.share < 0.0002
+        assert 2 <= outcome.octaves_below < 6  # the price of it
+    # Every other rule begins with overflows.
+    assert {rule: by_world["fixed"].search for rule, by_world in findings.by_rule.items()} == {
+        "headroom": 0, "dynamic": 9, "torch": 1, "MXNet": 2, "deepspeed": 2, "deepspeed, consecutive": 2,
+        "megatron": 18,
+    }  # fmt: skip
+    _shows(loss_scales, findings, tmp_path, monkeypatch)
 
 
 def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch) -> None:

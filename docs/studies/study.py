@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 
+from megamix.data.corpus import Corpus, named_corpus
+from megamix.data.prepare import prepare_corpus
+
+ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"
 
 
@@ -46,6 +50,18 @@ def save_figure(name: str, draw: Callable[[Any], None]) -> None:
     FIGURES.mkdir(exist_ok=True)
     # Without metadata the same figure is the same file, whichever matplotlib drew it.
     figure.savefig(FIGURES / f"{name}.png", dpi=100, metadata={"Software": None})
+
+
+def prepare_text(small: bool, folder: Path) -> Path:
+    """Where `train` and `valid` lie: the folder that the quickstart uses as well, prepared if it is not there.
+
+    Small: a folder in `folder`, with this package's own sources in a vocabulary of 300.
+    """
+    if not small:
+        stdlib = ROOT / "runs/data/stdlib"
+        return prepare_corpus(named_corpus("stdlib"), stdlib, vocab_size=2048, valid_fraction=0.05).output_dir
+    sources = Corpus(flag="the package's sources", root=ROOT / "megamix", suffix=".py")
+    return prepare_corpus(sources, folder / "text", vocab_size=300, valid_fraction=0.1).output_dir
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

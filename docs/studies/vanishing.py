@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from megamix.config import Config, load_config
-from megamix.data.corpus import Corpus, named_corpus
-from megamix.data.prepare import prepare_corpus
 from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
 from megamix.train.build import build_engine
 
-ROOT = Path(__file__).parents[2]
 BIAS = 127  # of FP32's exponent
 SMALLEST_NORMAL, SMALLEST, TOO_LARGE = -14, -24, 16  # FP16's range, as powers of two
 SCALES = (0, 4, 8, 12, 16, 20)  # powers of two
@@ -112,23 +109,13 @@ def layer_of(name: str) -> str:
     return f"block {int(rest.partition('.')[0]) + 1}" if first == "blocks" else first
 
 
-def prepare_text(small: bool) -> TokenFile:
-    """Small: this package's own sources, made anew; else the folder that the quickstart uses as well."""
-    if not small:
-        prepared = prepare_corpus(
-            named_corpus("stdlib"), ROOT / "runs/data/stdlib", vocab_size=2048, valid_fraction=0.05
-        )
-        return TokenFile(prepared.output_dir / "train")
-    sources = Corpus(flag="the package's sources", root=ROOT / "megamix", suffix=".py")
-    with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare_corpus(sources, Path(folder) / "data", vocab_size=300, valid_fraction=0.0)
-        return TokenFile(prepared.output_dir / "train")  # stays readable: the file is mapped
-
-
 def measure(small: bool = False) -> Findings:
     overrides = ("precision.dtype=fp32", "optimizer.compile=false", *(SMALL if small else FULL))
-    config = load_config(ROOT / "configs/quickstart.toml", overrides)
-    return train(config, prepare_text(small), watch_every=4)
+    config = load_config(study.ROOT / "configs/quickstart.toml", overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        # Stays readable: the file is mapped.
+        text_file = TokenFile(study.prepare_text(small, Path(folder)) / "train")
+    return train(config, text_file, watch_every=4)
 
 
 def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:

@@ -74,7 +74,8 @@ class Collectives:
         return _Done()
 
     def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
-        """Start sending every rank its part of `half_grads`; its `wait` calls `use(parts)` once.
+        """Start sending every rank its part of `half_grads`; `use(parts)` is called once, by the first `wait` or by the
+        next exchange.
 
         `parts`: this rank's part as each rank has it, in rank order. They lie in a scratch buffer that the next
         exchange fills anew; `half_grads` has been sent by then and may be overwritten.
@@ -187,9 +188,9 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 
     Shapes: parts half or FP32 (dp_size, shard_numel) -> out half or FP32 (shard_numel,).
     """
-    # A GPU's launches cost more than its cache saves: there the whole is one piece.
-    size = min(_SUM_CHUNK, out.numel()) if out.is_cpu else out.numel()
     rounded = out.dtype != torch.float32
+    # Without an accumulator the whole is one piece on a GPU, where launches cost more than the cache saves.
+    size = min(_SUM_CHUNK, out.numel()) if rounded or out.is_cpu else out.numel()
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
     for start in range(0, out.numel(), size):
         piece = out[start : start + size]

@@ -44,6 +44,7 @@ class PieceStats:
     def __init__(self, layout: FlatLayout, rank: int, device: torch.device):
         by_bucket = [bucket.shard_pieces(rank, layout.dp_size) for bucket in layout.buckets]
         self.pieces: list[Piece] = [piece for pieces in by_bucket for piece in pieces]
+        self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in by_bucket]
         self.row_borders = [
             torch.tensor([0, *(piece.end // ROW for piece in pieces)], device=device) for pieces in by_bucket
         ]
@@ -54,11 +55,15 @@ class PieceStats:
             torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=borders, unsafe=True)
             for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
         ]
-        peaks = [
-            torch.segment_reduce(bucket_rows[1], "max", offsets=borders, unsafe=True)
-            for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
-        ]
-        return torch.stack([torch.cat(sums), torch.cat(peaks).double()])
+        # Not segment_reduce: its maximum takes ten times as long on a CPU. Both keep NaN.
+        peaks = torch._foreach_max(
+            [
+                piece
+                for bucket_rows, counts in zip(rows, self._row_counts, strict=True)
+                for piece in torch.split(bucket_rows[1], counts)
+            ]
+        )
+        return torch.stack([torch.cat(sums), torch.stack(peaks).double()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -134,6 +136,46 @@ def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path
     weights = load_file(tmp_path / "run/weights.safetensors")
     want = _run(_job(tmp_path / "short", data, {"init_scale": 2.0**8, **precision}, steps=7))[1]
     assert all(torch.equal(weights[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed: int) -> None:
+    rng = random.Random(seed)
+    precision = {"init_scale": 2.0**8, "min_scale": 2.0**6, "max_overflows_at_floor": 3, "max_retries": 9}
+    config = _job(tmp_path, data, precision, steps=50)
+    first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
+    backward, injected = trainer.ShardedEngine.backward, []
+
+    def poisoned(engine: Any, loss: torch.Tensor) -> None:
+        if not injected:
+            injected.append(rng.choice(engine.param_names))
+            param = engine.half_params.params[injected[0]]
+            place = rng.randrange(param.numel())
+
+            def poison(grad: torch.Tensor) -> torch.Tensor:
+                grad = grad.clone()
+                grad.view(-1)[place] += value if engine.skipped_steps + engine.applied_updates >= first else 0
+                return grad
+
+            param.register_hook(poison)
+        backward(engine, loss)
+
+    with mock.patch.object(trainer.ShardedEngine, "backward", poisoned), pytest.raises(GaveUpError) as caught:
+        run_recorded(config)
+    report = str(caught.value)
+    named = re.findall(r"^  (\S+): (\S+) in (\d+) of (\d+)$", report, re.MULTILINE)
+    assert [(name, kind) for name, kind, *_ in named] == [(injected[0], fault)]
+    assert named[0][2] == named[0][3]  # in every overflow
+    assert f"  {injected[0]}: {fault} on rank 0, micro-batch" in report
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
+    config = _job(tmp_path, data, {"init_scale": 2.0**6}, steps=5, seed=seed)
+    record = run_recorded(config)
+    assert len(record.attempts) == 5
+    assert "overflow" not in capsys.readouterr().out
+    assert not (tmp_path / "run/set_aside.jsonl").exists()
 
 
 def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data) -> None:
