@@ -83,7 +83,7 @@ def test_of_two_that_start_at_once_one_is_refused(tmp_path) -> None:
 
 
 def test_the_lock_of_a_job_that_failed_is_gone(tmp_path) -> None:
-    with pytest.raises(OSError), run_lock(tmp_path, _no_line):
+    with pytest.raises(OSError, match="disk"), run_lock(tmp_path, _no_line):
         raise OSError("disk")
     assert list(tmp_path.iterdir()) == []
 
