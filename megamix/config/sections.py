@@ -203,6 +203,8 @@ class CheckpointConfig(Section):
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
+    max_restarts: NonNegativeInt = 3
+    """Starts in a row that may fail without getting further than the one before, until the run gives up."""
 
 
 class MetricsConfig(Section):

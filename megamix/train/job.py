@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from megamix.train.overflow_budget import GaveUpError
 from megamix.train.report import IntervalReport
 from megamix.train.run_lock import run_lock
 from megamix.train.signals import LeaveRequest, signals_noted
-from megamix.train.status import EndedEarlyError, RunStatus
+from megamix.train.status import EndedEarlyError, RunStatus, StuckError
 from megamix.train.trainer import VALIDATION_SEED, Trainer
 from megamix.train.watchdog import Watchdog
 
@@ -37,51 +38,57 @@ PROMPT = "def "  # how the sample at the end of a run begins, if the run has a t
 def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
-    Raises: EndedEarlyError, with the weights saved, if the run gave up or was asked to leave; ConfigError if another
-    job holds the run's folder.
+    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave; ConfigError if
+    another job holds the run's folder.
     """
+    launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     topology = start_ranks(device, config.parallelism.timeout_s + 1.0)
+    status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
     try:
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted() as leave, ExitStack() as stack:
-            folder = _claim(config, topology, device, stack)
-            return _run(config, folder, topology, device, leave)
+            _claim(config, status, topology, device, stack)
+            return _run(config, topology, device, status, leave, launcher)
     finally:
         if topology.dp_group is not None:
             dist.destroy_process_group()
 
 
-def _claim(config: Config, topology: Topology, device: torch.device, stack: ExitStack) -> Path:
-    """Lock the run's folder and write into it, on the first rank; its refusal is every rank's. Returns the folder."""
-    folder = Path(config.checkpoint.folder)
+def _claim(config: Config, status: RunStatus, topology: Topology, device: torch.device, stack: ExitStack) -> None:
+    """Lock the run's folder and write into it, on the first rank; its refusal is every rank's."""
     if topology.dp_group is not None:
         dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
-    refusal = None
+    refusal: ConfigError | StuckError | None = None
     if topology.dp_rank == 0:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(run_lock(folder, say=print))
+            status.folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(run_lock(status.folder, say=print))
             # Another job may have come and gone since all ranks looked.
             if problems := run_folder.folder_problems(config.checkpoint.folder):
                 raise ConfigError(problems, "job")
             run_folder.claim(config)
-        except (ConfigError, OSError) as error:
+            status.begin(0, config.checkpoint.max_restarts)
+        except OSError as error:
+            refusal = ConfigError([f"checkpoint.folder: {error}; write another folder"], "job")
+        except (ConfigError, StuckError) as error:
             refusal = error
-    if not make_collectives(topology, 0, torch.uint8, device).agree(refusal is None):
-        raise refusal or ConfigError(["checkpoint.folder: the first rank could not claim it"], "job")
-    return folder
+    row = torch.tensor([refusal is not None, isinstance(refusal, StuckError)], dtype=torch.int32, device=device)
+    refused, stuck = make_collectives(topology, 0, torch.uint8, device).table(row)[0].tolist()
+    if refused:  # alike on every rank, so that all end with one exit status
+        elsewhere = "the first rank says why"
+        raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
 
 
-def _run(config: Config, folder: Path, topology: Topology, device: torch.device, leave: LeaveRequest) -> float | None:
+def _run(
+    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
+    launcher: int | None,
+) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
-    status = RunStatus(folder, config.training.steps)
     first = topology.dp_rank == 0
-    if first:
-        status.write("running")
     try:
-        valid_loss = _train(config, topology, device, leave, status)
+        valid_loss = _train(config, topology, device, status, leave, launcher)
     except EndedEarlyError as early:
         if first:
             status.write(early.state, str(early))
@@ -99,9 +106,9 @@ def _run(config: Config, folder: Path, topology: Topology, device: torch.device,
 
 
 def _train(
-    config: Config, topology: Topology, device: torch.device, leave: LeaveRequest, status: RunStatus
-) -> float | None:
-    folder = Path(config.checkpoint.folder)
+    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
+    launcher: int | None,
+) -> float | None:  # fmt: skip
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -118,7 +125,7 @@ def _train(
             validation = stack.enter_context(_loader(config.data.valid, config, VALIDATION_SEED, device))
         writer = None
         if first:
-            writer = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
+            writer = stack.enter_context(MetricsWriter(status.folder, tensorboard=config.metrics.tensorboard))
         report = IntervalReport(
             engine.clock,
             config.training.global_batch_size * config.model.seq_len,
@@ -128,28 +135,40 @@ def _train(
         trainer = Trainer(config, engine, loader, validation, report, console, writer)
         status.update = lambda: trainer.plan.applied
         valid_loss, early = None, None
-        with _watchdog(config, topology, trainer, status, leave):
+        with _watchdog(config, topology, trainer, status, leave, launcher):
             try:
                 valid_loss = trainer.train(leave)
             except EndedEarlyError as error:
                 early = error
-    weights = engine.full_weights()
-    if first:
-        run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
-        console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
-        if isinstance(early, GaveUpError):
-            run_folder.write_text(folder / run_folder.GAVE_UP, f"{early}\n")
-        elif early is None and config.data.tokenizer is not None:
-            tokenizer = Path(config.data.tokenizer)
-            text = sample_text(model, tokenizer, PROMPT, max_new_tokens=128, seed=config.training.seed)
-            run_folder.write_text(folder / run_folder.SAMPLE, text)
-            console.line(f"sample of text ({folder / run_folder.SAMPLE}):\n{text}")
+        console.close()
+    _save(engine, status.folder, console)
     if early is not None:
+        if first and isinstance(early, GaveUpError):
+            run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
         raise early
+    if first and config.data.tokenizer is not None:
+        _write_sample(config, model, config.data.tokenizer, console)
     return valid_loss
 
 
-def _watchdog(config: Config, topology: Topology, trainer: Trainer, status: RunStatus, leave: LeaveRequest) -> Watchdog:
+def _save(engine: ShardedEngine, folder: Path, console: Console) -> None:
+    """What a run saves before it ends: well, early or asked to leave. Every rank must call it."""
+    weights = engine.full_weights()
+    if engine.collectives.topology.dp_rank == 0:
+        run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
+        console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+
+
+def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:
+    path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+    text = sample_text(model, Path(tokenizer), PROMPT, max_new_tokens=128, seed=config.training.seed)
+    run_folder.write_text(path, text)
+    console.line(f"sample of text ({path}):\n{text}")
+
+
+def _watchdog(
+    config: Config, topology: Topology, trainer: Trainer, status: RunStatus, leave: LeaveRequest, launcher: int | None
+) -> Watchdog:
     clock, plan = trainer.engine.clock, trainer.plan
     roll = None
     if topology.dp_group is not None:
@@ -160,7 +179,7 @@ def _watchdog(config: Config, topology: Topology, trainer: Trainer, status: RunS
         lambda: Place(clock.entered, clock.doing(), max(plan.launched - 1, 0)),
         status,
         leave,
-        launched=dist.is_torchelastic_launched(),
+        launcher,
     )
 
 

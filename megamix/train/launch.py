@@ -17,6 +17,9 @@ from megamix.train.signals import NOTED
 from megamix.train.status import PreemptedError
 
 PREEMPTED = PreemptedError().exit_status
+# After SIGTERM torchrun lets its ranks live for 30 s, which may be less than a save takes. Who sent the signal ends
+# this process whenever its own patience is over, and the ranks end a hang by themselves.
+SHUTDOWN_S = 3600
 
 
 def launch(arguments: list[str]) -> int:
@@ -29,15 +32,17 @@ def launch(arguments: list[str]) -> int:
     # Below the handler: importing takes seconds.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main
+    from torch.distributed.run import get_args_parser, main
 
+    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has no such option
+        arguments = [f"--shutdown-timeout={SHUTDOWN_S}", *arguments]
     try:
         main(arguments)
     except ChildFailedError as error:
         status: int = error.get_first_failure()[1].exitcode
         # A rank that dies of the request itself was still starting: nothing is lost.
         return PREEMPTED if -status in NOTED else max(status, 1)
-    except SignalException:  # torchrun has passed it on, and has ended the ranks that did not leave within 30 s
+    except SignalException:  # torchrun has passed it on, and has waited for the ranks
         return PREEMPTED
     return 0
 
@@ -54,10 +59,11 @@ def _pass_on(number: int) -> None:
 
 def _ranks() -> list[int]:
     """The processes that this one has started."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _parent(path) == os.getpid()]
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == os.getpid()]
 
 
-def _parent(process: Path) -> int | None:
+def parent_of(process: Path) -> int | None:
+    """The parent's pid of a process given as its folder in /proc; None if it is no more."""
     try:
         return int((process / "stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

@@ -12,13 +12,19 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import Store
 
 
-def process_start(pid: int) -> str:
-    """When a process of this host started, in ticks since boot; "" if it is no more. Tells a reused pid apart."""
+def _process(pid: int) -> tuple[str, str]:
+    """(state, start in ticks since boot) of a process of this host; empty words if it is no more."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if after_name[0] in "ZX" else after_name[19]  # a zombie is dead, though its parent has not noticed
+        return "", ""
+    return after_name[0], after_name[19]
+
+
+def process_start(pid: int) -> str:
+    """When a process of this host started; "" if it is no more. Tells a reused pid apart."""
+    state, start = _process(pid)
+    return "" if state in "ZX" else start  # a zombie is dead, though its parent has not noticed
 
 
 class Place(NamedTuple):
@@ -43,12 +49,23 @@ class Sign(NamedTuple):
     def __str__(self) -> str:
         return f"{self.doing}, attempt {self.attempt} (pid {self.pid} on {self.host})"
 
+    @property
+    def is_here(self) -> bool:
+        """On this host, so that its process can be looked at."""
+        return self.host == socket.gethostname()
+
+    @property
+    def runs(self) -> bool:
+        """Of a rank of this host: its process is neither dead nor stopped."""
+        state, start = _process(self.pid)
+        return start == self.start and state not in "ZXT"
+
 
 class Verdict(NamedTuple):
     """Why all ranks must end."""
 
     text: str
-    silent: list[int]  # ranks that are dead or stopped
+    missing: list[int]  # ranks that are dead or stopped
 
 
 class RollCall:
@@ -83,5 +100,5 @@ class RollCall:
 
 def end_here(sign: Sign) -> None:
     """Kill a rank of this host: a stopped process notices nothing, and would keep its memory and its GPU."""
-    if sign.host == socket.gethostname() and process_start(sign.pid) == sign.start != "":
+    if sign.is_here and process_start(sign.pid) == sign.start:
         os.kill(sign.pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ A handler must not do more: it may run in the middle of anything, a save include
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,12 +19,9 @@ class LeaveRequest:
 
     def __init__(self) -> None:
         self.reason = 0
-        self.asked_s = 0.0  # time.monotonic() of the request: torchrun kills its ranks 30 s after SIGTERM
 
     def ask(self, reason: int) -> None:
-        if not self.reason:
-            self.asked_s = time.monotonic()
-            self.reason = reason
+        self.reason = self.reason or reason
 
 
 @contextmanager

@@ -88,7 +88,6 @@ class Trainer:
                 self._try(plan.take())
             if self.validation is not None:
                 valid_loss = self._validate(stop, leave)
-        self.console.close()
         return valid_loss
 
     def _stops(self) -> list[int]:

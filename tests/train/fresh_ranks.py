@@ -17,12 +17,13 @@ import torch.distributed as dist
 from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
-from megamix.train import job
+from megamix.train import job, watchdog
 from megamix.train.batch_plan import Attempt, BatchPlan
-from tests.ranks import _CONTEXT
+from tests.conftest import FULL
+from tests.ranks import _CONTEXT, DEADLINE_S
 
 
-def _rank_main(rank: int, size: int, folder: str, at_attempt: Callable[[int, int], None] | None) -> None:
+def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
@@ -30,10 +31,10 @@ def _rank_main(rank: int, size: int, folder: str, at_attempt: Callable[[int, int
         os.dup2(log.fileno(), 2)
 
     def start_ranks(device: torch.device, timeout_s: float) -> Topology:
+        store = dist.TCPStore("127.0.0.1", port)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )  # fmt: skip
+            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
+        )
         return Topology.current()
 
     take = BatchPlan.take
@@ -44,7 +45,12 @@ def _rank_main(rank: int, size: int, folder: str, at_attempt: Callable[[int, int
             at_attempt(rank, attempt.number)
         return attempt
 
-    with mock.patch.object(job, "start_ranks", start_ranks), mock.patch.object(BatchPlan, "take", take_and_tell):
+    with (
+        mock.patch.object(job, "start_ranks", start_ranks),
+        mock.patch.object(BatchPlan, "take", take_and_tell),
+        # On a machine with more to do than cores the last resort may be faster than what it is the last resort for.
+        mock.patch.object(watchdog, "_LAST_RESORT_S", watchdog._LAST_RESORT_S if FULL else DEADLINE_S),
+    ):
         status = main(["train", f"{folder}/job.toml"])
     os._exit(status) if status else None
 
@@ -55,8 +61,11 @@ class FreshRanks:
     def __init__(self, config: Config, size: int, at_attempt: Callable[[int, int], None] | None = None):
         self.folder = Path(config.checkpoint.folder).parent
         (self.folder / "job.toml").write_text(config_to_toml(config))
+        # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = [
-            _CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), at_attempt)) for rank in range(size)
+            _CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            for rank in range(size)
         ]
         for process in self.processes:
             process.start()

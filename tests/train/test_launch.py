@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
@@ -30,7 +31,7 @@ def _handler_of_its_own() -> Iterator[None]:
 )
 def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, status: int) -> None:
     def fail(arguments: list[str]) -> None:
-        assert arguments == ["--standalone", "job"]
+        assert arguments[-2:] == ["--standalone", "job"]
         failures = {
             rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="")
             for rank, code in ((0, -15), (1, exit_code))
@@ -45,6 +46,16 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: None)
     assert launch([]) == 0
+
+
+def test_ranks_get_the_time_to_save_where_torchrun_can_be_told(monkeypatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(torch.distributed.run, "main", calls.append)
+    for options in ("--standalone --shutdown-timeout", "--standalone"):
+        parser = SimpleNamespace(format_help=lambda options=options: options)
+        monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda parser=parser: parser)
+        launch(["--shutdown-timeout=7"])  # the user's own comes later and wins
+    assert calls == [["--shutdown-timeout=3600", "--shutdown-timeout=7"], ["--shutdown-timeout=7"]]
 
 
 def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import FULL
+from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.jobs import tiny_job, write_data
 
-TIMEOUT_S = 3.0
-FAULT_AT = 40  # the number of an attempt
+TIMEOUT_S = 3.0 if FULL else 5.0  # a loaded machine must not stand still for as long without a fault
+FAULT_AT = 6  # the number of an attempt
 
 
 def _mark(folder: Path, victim: int, rank: int, number: int) -> bool:
@@ -60,34 +62,39 @@ CASES = CASES if FULL else [(_killed, 0), (_stopped, 1), (_asleep, 0), (_elsewhe
 class Ended(NamedTuple):
     ranks: FreshRanks
     statuses: list[int | None]
-    took_s: float  # from the fault to the end of the last rank
+    took_s: float  # from the fault until the last rank has ended
     status: dict[str, Any]
     folder: Path
 
 
+def _start(base: Path, fault: Callable[..., None], victim: int) -> FreshRanks:
+    folder = base / f"{fault.__name__}{victim}"
+    folder.mkdir()
+    config = tiny_job(
+        folder,
+        data={"train": str(base / "data/train"), "valid": None},
+        training={"steps": 100_000, "eval_interval": 0},
+        parallelism={"timeout_s": TIMEOUT_S},
+        metrics={"tensorboard": False},
+    )
+    return FreshRanks(config, 2, partial(fault, folder, victim))
+
+
+def _ended(ranks: FreshRanks) -> Ended:
+    statuses = ranks.join(DEADLINE_S)
+    took_s = ranks.ended_s - float((ranks.folder / "fault").read_text())
+    return Ended(ranks, statuses, took_s, json.loads((ranks.folder / "run/status.json").read_text()), ranks.folder)
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
-    """All cases, run at the same time: nearly all of it is waiting."""
+    """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting."""
     base = tmp_path_factory.mktemp("faults")
     write_data(base / "data")
-    started = {}
-    for number, (fault, victim) in enumerate(CASES):
-        folder = base / str(number)
-        folder.mkdir()
-        config = tiny_job(
-            folder,
-            data={"train": str(base / "data/train"), "valid": None},
-            training={"steps": 100_000, "eval_interval": 0},
-            parallelism={"timeout_s": TIMEOUT_S},
-            metrics={"tensorboard": False},
-        )
-        started[fault, victim] = folder, FreshRanks(config, 2, partial(fault, folder, victim))
-    results = {}
-    for case, (folder, ranks) in started.items():
-        statuses = ranks.join(60)
-        took_s = ranks.ended_s - float((folder / "fault").read_text())
-        results[case] = Ended(ranks, statuses, took_s, json.loads((folder / "run/status.json").read_text()), folder)
-    return results
+    if FULL:
+        return {case: _ended(_start(base, *case)) for case in CASES}
+    started = {case: _start(base, *case) for case in CASES}
+    return {case: _ended(ranks) for case, ranks in started.items()}
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
@@ -95,7 +102,8 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
     end = ended[fault, victim]
     dies = fault in (_killed, _stopped)
     assert end.statuses == [-signal.SIGKILL if rank == victim and dies else 1 for rank in range(2)]
-    assert end.took_s < TIMEOUT_S + 2
+    if FULL:
+        assert end.took_s < TIMEOUT_S + 2
     verdict = {
         _killed: f"rank {victim} died; rank {1 - victim} was in",
         _stopped: f"no sign of life from rank {victim}\n",
@@ -105,7 +113,8 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
     assert end.status["state"] == "failed"
     assert verdict in end.status["reason"]
     assert f"rank {victim}: last in " in end.status["reason"]
-    assert f"attempt {FAULT_AT}" in end.status["reason"]
+    # A rank may die with the last words of the attempt before unsent.
+    assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status["reason"])
     assert any(verdict in end.ranks.said(rank) for rank in range(2))
 
 
