@@ -194,6 +194,8 @@ class ParallelismConfig(Section):
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True
     """Whether communication runs beside backward and forward; the result is the same either way."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a rank may stand still, computing or waiting for another one, before all ranks end."""
 
 
 class CheckpointConfig(Section):
@@ -201,6 +203,8 @@ class CheckpointConfig(Section):
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
+    max_restarts: NonNegativeInt = 3
+    """Starts in a row that may fail without getting further than the one before, until the run gives up."""
 
 
 class MetricsConfig(Section):

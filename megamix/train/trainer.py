@@ -24,6 +24,8 @@ from megamix.train.overflow_log import OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
+from megamix.train.signals import LeaveRequest, reason_words
+from megamix.train.status import PreemptedError
 
 # Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
 # seed is.
@@ -55,13 +57,15 @@ class Trainer:
         self.overflows = OverflowLog(config, engine, console, writer)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
+        self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
 
-    def train(self) -> float | None:
+    def train(self, leave: LeaveRequest) -> float | None:
         """All updates and the validations. Returns the last validation loss (nats per token), if there is validation
         data.
 
-        Raises: GaveUpError once the budget of overflows is spent.
+        Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
+        every rank after the same update.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
@@ -73,14 +77,17 @@ class Trainer:
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
-                while plan.must_settle(until=stop):
+                while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
                 if plan.applied == stop:
                     break
+                if self._stop_reason:
+                    raise self._preempted()
+                if leave.reason:
+                    self.engine.request_stop(leave.reason)
                 self._try(plan.take())
             if self.validation is not None:
-                valid_loss = self._validate(stop)
-        self.console.close()
+                valid_loss = self._validate(stop, leave)
         return valid_loss
 
     def _stops(self) -> list[int]:
@@ -114,6 +121,7 @@ class Trainer:
         attempt = self.plan.oldest()
         outcome = self.readout.read(attempt.number)
         examination = self._examinations.pop(attempt.number, None)
+        self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
         # Who overflowed is known of every attempt; rank and micro-batch only where it was examined. The attempt after
         # this outcome is: with requeue and redo the same batch again.
@@ -129,6 +137,12 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(self.plan.applied, layers)
 
+    def _preempted(self) -> PreemptedError:
+        return PreemptedError(
+            f"asked to leave ({reason_words(self._stop_reason)}): ended after update {self.plan.applied} of "
+            f"{self.config.training.steps}; the weights are saved"
+        )
+
     def _log(self, update: int, outcome: Outcome) -> None:
         metrics = self.report.metrics(
             update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
@@ -137,9 +151,11 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(update, metrics.values())
 
-    def _validate(self, done: int) -> float:
+    def _validate(self, done: int, leave: LeaveRequest) -> float:
         """Mean loss over the validation batches and all ranks, in half precision as trained. Every rank must call
         it.
+
+        Raises: PreemptedError between two batches, on every rank between the same ones.
         """
         assert self.validation is not None
         self.report.pause()
@@ -148,8 +164,13 @@ class Trainer:
         batch_size = self.config.training.global_batch_size
         with torch.no_grad():
             for start in range(0, self.config.training.eval_batches * batch_size, batch_size):
+                reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
+                self._stop_reason = int(self.engine.collectives.table(reason).max())
+                if self._stop_reason:
+                    raise self._preempted()
                 for samples in self._micro_batches((range(start, start + batch_size),)):
-                    losses.append(self.engine(*self._load(self.validation, samples)))
+                    with self.engine.clock.span("validation"):
+                        losses.append(self.engine(*self._load(self.validation, samples)))
         self.engine.module.train()
         loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
