@@ -6,6 +6,7 @@ import re
 import secrets
 from pathlib import Path
 
+MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".partial-"  # being written or removed; the next save removes what is left of it
 _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
@@ -22,6 +23,18 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def unfinished(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _UNFINISHED in path.name)
+
+
+def set_aside(folder: Path) -> list[Path]:
+    """Those that were found damaged."""
+    return sorted(path for path in folder.iterdir() if _DAMAGED in path.name) if folder.is_dir() else []
+
+
+def applied_updates(checkpoint: Path) -> int:
+    """As the name has it."""
+    match = _COMPLETE.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
 
 
 def name_for(folder: Path, applied_updates: int) -> str:

@@ -274,11 +274,9 @@ class ShardedEngine:
         if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
             raise ValueError(
                 f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-                f"{self._fingerprint[:12]}; build the engine with the model, ranks, bucket_size and optimizer settings "
-                "that it was saved with"
+                f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, optimizer settings"
             )
-        for bucket in self.param_gather.order_of_need:
-            self.master_shard.restore(bucket, state["master"][bucket], state["states"][bucket])
+        self.master_shard.restore(state["master"], state["states"])
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
@@ -292,9 +290,7 @@ class ShardedEngine:
     def publish_masters(self) -> None:
         """Make every half parameter the cast of its master, which was written. Every rank must call it."""
         self._require_between_steps("publish_masters()")
-        for bucket in self.param_gather.order_of_need:
-            self.param_gather.half_shards[bucket].copy_(self.master_shard.master[bucket])
-            self.param_gather.launch(bucket)
+        self.param_gather.publish(self.master_shard.master)
 
     def _require_between_steps(self, call: str) -> None:
         if self._micro_batches:

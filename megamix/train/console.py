@@ -19,10 +19,10 @@ class Console:
             with suppress(BrokenPipeError):  # whoever read this has died; that must not end a run that can still save
                 print(text, flush=True)  # at once: whoever follows a log file waits for this line
 
-    def advance(self) -> None:
-        """A step has ended."""
+    def advance(self, steps: int = 1) -> None:
+        """Steps have ended."""
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(steps)
 
     def close(self) -> None:
         if self._bar is not None:

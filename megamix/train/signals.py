@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from types import FrameType
 
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PARENT_DIED = 256  # a reason beside the signals' numbers
+PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
 
 
 class LeaveRequest:
-    """Whether this rank was asked to leave, and why: 0, a signal's number, or PARENT_DIED. The first reason stays."""
+    """Whether this rank was asked to leave, and why: 0, a signal's number, or a reason of ours. The first one stays."""
 
     def __init__(self) -> None:
         self.reason = 0
@@ -49,4 +49,5 @@ def signals_noted() -> Iterator[LeaveRequest]:
 
 
 def reason_words(reason: int) -> str:
-    return "a launcher died" if reason == PARENT_DIED else signal.Signals(reason).name
+    ours = {PARENT_DIED: "a launcher died", SAVE_FAILED: "a checkpoint could not be saved"}
+    return ours.get(reason) or signal.Signals(reason).name

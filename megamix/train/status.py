@@ -25,7 +25,7 @@ EXIT_STATUS: dict[State, int | None] = {"running": None, "finished": 0, "failed"
 
 
 class EndedEarlyError(Exception):
-    """The run ended in good order, with its weights saved, before all its updates; the message says why."""
+    """The run ended in good order, on all ranks alike, before all its updates; the message says why."""
 
     state: State
 
@@ -40,6 +40,12 @@ class PreemptedError(EndedEarlyError):
     """The run was asked to leave."""
 
     state: State = "preempted"
+
+
+class SaveFailedError(EndedEarlyError):
+    """A checkpoint could not be written, and going on without one was not wanted or made no sense."""
+
+    state: State = "failed"
 
 
 class StuckError(EndedEarlyError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +16,19 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
+from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
-from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.overflow_log import OverflowLog
+from megamix.train.metrics import METRICS, MetricsWriter, format_line
+from megamix.train.overflow_budget import GaveUpError
+from megamix.train.overflow_log import SET_ASIDE, OverflowLog
 from megamix.train.precision_report import gather_precision
+from megamix.train.progress import Progress
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
-from megamix.train.signals import LeaveRequest, reason_words
-from megamix.train.status import PreemptedError
+from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
+from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
 
 # Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
 # seed is.
@@ -49,16 +52,40 @@ class Trainer:
         self.loader, self.validation = loader, validation
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
-        self.plan = BatchPlan(
-            config.training.steps, config.training.global_batch_size,
-            config.precision.on_overflow, config.precision.max_retries,
-        )  # fmt: skip
+        self.plan = self._plan(None)
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowLog(config, engine, console, writer)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
+        self._validated = 0  # the update after which the last validation was
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
+
+    def _plan(self, state: PlanState | None) -> BatchPlan:
+        training, precision = self.config.training, self.config.precision
+        return BatchPlan(
+            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, state
+        )  # fmt: skip
+
+    def begin(self, progress: Progress, checkpoints: RunCheckpoints) -> None:
+        """Where the run takes up, and what saves it; before `train`."""
+        self.checkpoints = checkpoints
+        self.plan = self._plan(progress.plan())
+        self.overflows.count, self._validated = progress.skipped, progress.validated
+        self.report.go_on_from(progress.attempts, progress.losses())
+        self.console.advance(progress.applied)
+
+    def progress(self) -> Progress:
+        """What a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is settled."""
+        while self.plan.must_settle(until=0):
+            with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
+                self._settle()
+        sizes = {}
+        if self.writer is not None:
+            self.writer.sync()
+            logs = (Path(self.config.checkpoint.folder) / name for name in (METRICS, SET_ASIDE))
+            sizes = {log.name: log.stat().st_size for log in logs if log.exists()}
+        return Progress.of(self.plan.state(), self.report.losses, self.overflows.count, self._validated, sizes)
 
     def train(self, leave: LeaveRequest) -> float | None:
         """All updates and the validations. Returns the last validation loss (nats per token), if there is validation
@@ -82,18 +109,27 @@ class Trainer:
                 if plan.applied == stop:
                     break
                 if self._stop_reason:
-                    raise self._preempted()
+                    raise self._leaves()
                 if leave.reason:
                     self.engine.request_stop(leave.reason)
                 self._try(plan.take())
-            if self.validation is not None:
+            is_new = self._validated < stop  # else it was validated before the run was interrupted
+            if is_new and self.validation is not None and self._is_due(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(stop, leave)
+            if stop < self.config.training.steps and self._is_due(stop, self.config.checkpoint.save_interval):
+                with self.engine.clock.span("save"):
+                    self.checkpoints.save(self.progress())
         return valid_loss
 
     def _stops(self) -> list[int]:
-        """The updates after which to validate; the last one ends the run."""
-        steps, eval_interval = self.config.training.steps, self.config.training.eval_interval
-        return [*(range(eval_interval, steps, eval_interval) if eval_interval else ()), steps]
+        """The updates, from where the run takes up, after which to validate or save; the last one ends the run."""
+        steps = self.config.training.steps
+        intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
+        stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
+        return sorted(stop for stop in {*stops, steps} if stop >= self.plan.applied)
+
+    def _is_due(self, update: int, interval: int) -> bool:
+        return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
         self._prefetch(self.plan.next_new())
@@ -137,7 +173,9 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(self.plan.applied, layers)
 
-    def _preempted(self) -> PreemptedError:
+    def _leaves(self) -> EndedEarlyError:
+        if self._stop_reason == SAVE_FAILED:
+            return SaveFailedError(f"ended after update {self.plan.applied}: {reason_words(SAVE_FAILED)}, see the log")
         return PreemptedError(
             f"asked to leave ({reason_words(self._stop_reason)}): ended after update {self.plan.applied} of "
             f"{self.config.training.steps}; the weights are saved"
@@ -167,11 +205,12 @@ class Trainer:
                 reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
                 self._stop_reason = int(self.engine.collectives.table(reason).max())
                 if self._stop_reason:
-                    raise self._preempted()
+                    raise self._leaves()
                 for samples in self._micro_batches((range(start, start + batch_size),)):
                     with self.engine.clock.span("validation"):
                         losses.append(self.engine(*self._load(self.validation, samples)))
         self.engine.module.train()
+        self._validated = done
         loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
