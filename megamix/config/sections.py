@@ -205,6 +205,8 @@ class CheckpointConfig(Section):
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
     max_restarts: NonNegativeInt = 3
     """Starts in a row that may fail without getting further than the one before, until the run gives up."""
+    verify_interval: NonNegativeInt = 100
+    """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
 
 
 class MetricsConfig(Section):

@@ -16,6 +16,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.replicas import check_replicas
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.build import build_loss_scale
 from megamix.train.console import Console
@@ -65,7 +66,7 @@ class Trainer:
         data.
 
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
-        every rank after the same update.
+        every rank after the same update; DamagedError once the ranks' copies of a parameter differ.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
@@ -105,6 +106,9 @@ class Trainer:
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
+        if _is_due(attempt.number, self.config.checkpoint.verify_interval):
+            with self.engine.clock.span("replica_check"):
+                check_replicas(self.engine)
 
     def _backward(self, batch: GlobalBatch) -> None:
         clock = self.engine.clock
@@ -215,8 +219,7 @@ class Trainer:
         return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
 
     def _is_examined(self, attempt: int) -> bool:
-        interval = self.config.metrics.precision_interval
-        return interval > 0 and (attempt + 1) % interval == 0
+        return _is_due(attempt, self.config.metrics.precision_interval)
 
     @contextmanager
     def _profiled(self, attempt: int) -> Iterator[None]:
@@ -234,3 +237,8 @@ class Trainer:
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
             self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")
+
+
+def _is_due(attempt: int, interval: int) -> bool:
+    """Whether this is one of every `interval` attempts; 0: never."""
+    return interval > 0 and (attempt + 1) % interval == 0
