@@ -85,7 +85,7 @@ class Trainer:
                 if self._stop_reason:
                     raise self._preempted()
                 if leave.reason:
-                    self.engine.request_stop(leave.reason)
+                    self.engine.stop_request.fill_(leave.reason)
                 self._try(plan.take())
             if self.validation is not None:
                 valid_loss = self._validate(stop, leave)
