@@ -217,6 +217,8 @@ class CheckpointConfig(Section):
     run; the path of a checkpoint is where a new run begins."""
     max_restarts: NonNegativeInt = 3
     """Starts in a row that may fail without getting further than the one before, until the run gives up."""
+    verify_interval: NonNegativeInt = 100
+    """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
 
 
 class MetricsConfig(Section):

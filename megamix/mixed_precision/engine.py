@@ -102,7 +102,8 @@ class ShardedEngine:
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
         self._scale_used = self.loss_scale.loss_scale.clone()
-        self._stop_request = torch.zeros((), dtype=torch.float64, device=device)
+        # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
+        self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
         self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
         self._micro_batches = 0  # of this step, so far
         self._examination: Examination | None = None  # of this step, if it was asked for
@@ -158,13 +159,6 @@ class ShardedEngine:
         rank, device = self.collectives.topology.dp_rank, self._scale_used.device
         self._examination = Examination(self.layout, rank, self.param_names, self.grad_accum_steps, device)
 
-    def request_stop(self, reason: int) -> None:
-        """From the next `step()` on every rank's `StepResult.stop_requested` is at least `reason`, a positive number.
-
-        It travels in the table that the ranks exchange anyway, so all of them learn of it at the same step.
-        """
-        self._stop_request.fill_(reason)
-
     def step(self) -> StepResult:
         """Agree, update and send out; the host never waits for the device.
 
@@ -216,7 +210,7 @@ class ShardedEngine:
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(by_piece, self._loss_sum, self._stop_request, self.collectives)
+            stats = agree(by_piece, self._loss_sum, self.stop_request, self.collectives)
         self.grad_reduce.reset()
         self._micro_batches = 0
         return grad_shards, by_piece, stats

@@ -16,6 +16,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.replicas import check_replicas
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
@@ -92,7 +93,7 @@ class Trainer:
         data.
 
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
-        every rank after the same update.
+        every rank after the same update; DamagedError once the ranks' copies of a parameter differ.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
@@ -111,12 +112,12 @@ class Trainer:
                 if self._stop_reason:
                     raise self._leaves()
                 if leave.reason:
-                    self.engine.request_stop(leave.reason)
+                    self.engine.stop_request.fill_(leave.reason)
                 self._try(plan.take())
             is_new = self._validated < stop  # else it was validated before the run was interrupted
-            if is_new and self.validation is not None and self._is_due(stop, self.config.training.eval_interval):
+            if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
                 valid_loss = self._validate(stop, leave)
-            if stop < self.config.training.steps and self._is_due(stop, self.config.checkpoint.save_interval):
+            if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
                 with self.engine.clock.span("save"):
                     self.checkpoints.save(self.progress())
         return valid_loss
@@ -128,7 +129,7 @@ class Trainer:
         stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
         return sorted(stop for stop in {*stops, steps} if stop >= self.plan.applied)
 
-    def _is_due(self, update: int, interval: int) -> bool:
+    def _stops_for(self, update: int, interval: int) -> bool:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
@@ -141,6 +142,9 @@ class Trainer:
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
+        if _is_due(attempt.number, self.config.checkpoint.verify_interval):
+            with self.engine.clock.span("replica_check"):
+                check_replicas(self.engine)
 
     def _backward(self, batch: GlobalBatch) -> None:
         clock = self.engine.clock
@@ -254,8 +258,7 @@ class Trainer:
         return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
 
     def _is_examined(self, attempt: int) -> bool:
-        interval = self.config.metrics.precision_interval
-        return interval > 0 and (attempt + 1) % interval == 0
+        return _is_due(attempt, self.config.metrics.precision_interval)
 
     @contextmanager
     def _profiled(self, attempt: int) -> Iterator[None]:
@@ -273,3 +276,8 @@ class Trainer:
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
             self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")
+
+
+def _is_due(attempt: int, interval: int) -> bool:
+    """Whether this is one of every `interval` attempts; 0: never."""
+    return interval > 0 and (attempt + 1) % interval == 0

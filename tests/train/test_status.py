@@ -8,8 +8,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megamix.config import Config, ConfigError
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.replicas import DamagedError
+from megamix.mixed_precision.settings import StepResult
 from megamix.train import run_folder
 from megamix.train.run_lock import LOCK, run_lock
 from megamix.train.status import STATUS, RunStatus, State, StuckError
@@ -72,11 +76,6 @@ def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text: str) -> Non
     assert _starts(tmp_path, [(0, "failed")], max_restarts=0) == 1
 
 
-def _job_that_fails(config: Config) -> str:
-    with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
-        return _end_of(config)
-
-
 def _end_of(config: Config) -> str:
     # The folder of a run is refused to any other run; these starts are of one.
     with mock.patch.object(run_folder, "folder_problems", lambda folder: []):
@@ -90,8 +89,9 @@ def _end_of(config: Config) -> str:
 def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, run_ranks) -> None:
     write_data(tmp_path / "data")
     config = tiny_job(tmp_path, checkpoint={"max_restarts": 1})
-    ends = [run_ranks(_job_that_fails, 2, config) for _ in range(3)]
-    assert ends == [["OSError"] * 2, ["OSError"] * 2, ["StuckError"] * 2]
+    with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
+        assert [_end_of(config) for _ in range(2)] == ["OSError"] * 2
+    assert run_ranks(_end_of, 2, config) == ["StuckError"] * 2
     assert _read(tmp_path / "run")["exit_status"] == 3
 
 
@@ -112,3 +112,21 @@ def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_pa
         assert "is in use by pid" in first
         assert "the first rank says why" in second
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint={"verify_interval": 4})
+    step = ShardedEngine.step
+
+    def step_and_damage(engine: ShardedEngine) -> StepResult:
+        result = step(engine)
+        engine.half_params.flat[0].view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
+        return result
+
+    with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedError) as damage:
+        run_on_ranks(config)
+    status = _read(tmp_path / "run")
+    assert (status["state"], status["update"]) == ("failed", 2)  # found in the fourth attempt; two are known applied
+    assert status["reason"] == f"DamagedError: {damage.value}"
+    assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()
