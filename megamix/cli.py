@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
-from megamix.train.overflow_budget import GaveUpError
+from megamix.train.status import EndedEarlyError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, 2 for wrong input, 3 if a training run gave up."""
+    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, 2 for wrong input, or an early-ended run's own."""
     arguments = _parser().parse_args(argv)
     try:
         status: int | None = arguments.run(arguments)
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return 2
-    except GaveUpError as error:
+    except EndedEarlyError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return error.exit_status

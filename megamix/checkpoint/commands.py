@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megamix.checkpoint.diff import differences
-from megamix.checkpoint.folder import IN_RUN, checkpoints, set_aside, unfinished
-from megamix.checkpoint.manifest import MANIFEST, read_manifest
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
+from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import Checkpoint, Damaged, check_bytes, read_checkpoint
 
 
@@ -67,7 +67,7 @@ def _folder(path: Path) -> Path:
     """Where a run, or the path itself, has its checkpoints."""
     if not path.is_dir():
         raise ValueError(f"{path} is no folder; give a run, a folder of checkpoints, or a checkpoint")
-    return path / IN_RUN if (path / IN_RUN).is_dir() else path
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
 
 
 def _checkpoints(path: Path) -> list[Path]:

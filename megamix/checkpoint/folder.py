@@ -6,7 +6,8 @@ import re
 import secrets
 from pathlib import Path
 
-IN_RUN = "checkpoints"  # the folder's name in a run's folder
+CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
+MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".partial-"  # being written or removed; the next save removes what is left of it
 _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
@@ -26,7 +27,15 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _DAMAGED in path.name)
+    """Those that were found damaged."""
+    return sorted(path for path in folder.iterdir() if _DAMAGED in path.name) if folder.is_dir() else []
+
+
+def applied_updates(checkpoint: Path) -> int:
+    """As the name has it."""
+    match = _COMPLETE.fullmatch(checkpoint.name)
+    assert match is not None, checkpoint
+    return int(match[1])
 
 
 def name_for(folder: Path, applied_updates: int) -> str:

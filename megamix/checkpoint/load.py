@@ -78,8 +78,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
     together.every(lambda: read_parts(checkpoint, owned_parts(engine)))
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
-    saved = {name: torch.tensor(value, dtype=torch.float64) for name, value in manifest.loss_scale.items()}
-    engine.loss_scale.load_state_dict(saved)
+    _load_scale(manifest, engine)
     engine.publish_masters()
 
 
@@ -96,15 +95,16 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     ]
     if manifest.states != state_names(engine):
         problems.append(f"it holds {', '.join(manifest.states)}, the optimizer needs {', '.join(state_names(engine))}")
-    saved_scale = {name: _numel(value) for name, value in manifest.loss_scale.items()}
-    own_scale = {name: value.numel() for name, value in engine.loss_scale.state_dict().items()}
-    if saved_scale != own_scale:
-        problems.append(f"its loss scale is kept in {saved_scale} (elements by name), the engine's in {own_scale}")
     return problems
 
 
-def _numel(value: float | list[float]) -> int:
-    return len(value) if isinstance(value, list) else 1
+def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
+    saved = {name: torch.tensor(value, dtype=torch.float64) for name, value in manifest.loss_scale.items()}
+    own = engine.loss_scale.state_dict()
+    if {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in own.items()}:
+        engine.loss_scale.load_state_dict(saved)
+    else:  # another rule, as where a run that gave up goes on in BF16
+        log.warning("the checkpoint's loss scale has another rule (%s): it begins anew", ", ".join(saved) or "none")
 
 
 def read_parts(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:

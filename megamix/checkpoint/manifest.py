@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 
-MANIFEST = "manifest.json"
 LARGEST = 256 << 20  # bytes: no larger file is read as a manifest
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
@@ -57,7 +56,8 @@ class RunRecord(_Record):
 
     progress: dict[str, JsonValue] = {}  # consumed samples, batches to try again
     config: str = ""  # the effective configuration, TOML
-    data_fingerprint: str = ""
+    fingerprints: dict[str, str] = {}  # of the data, by the key that names it
+    rng_rule: str = ""  # of what every random number is a function: there is no generator whose state to keep
 
 
 class Manifest(_Record):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megamix.checkpoint import tensor_file
 from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import checkpoints, name_for, unfinished, unfinished_name
-from megamix.checkpoint.manifest import MANIFEST, FileRecord, Manifest, manifest_text
+from megamix.checkpoint.folder import MANIFEST, checkpoints, name_for, unfinished, unfinished_name
+from megamix.checkpoint.manifest import FileRecord, Manifest, manifest_text
 from megamix.checkpoint.parts import Part
 from megamix.checkpoint.snapshot import Snapshot
 from megamix.checkpoint.together import FailedTogether, Together

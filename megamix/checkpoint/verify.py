@@ -10,7 +10,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from megamix.checkpoint.boxes import Box, tiling_problem
-from megamix.checkpoint.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megamix.checkpoint.tensor_file import parse_key
 
 _CHUNK = 1 << 22  # bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,10 +48,11 @@ class MasterShard:
                     views = tuple(tensor[start - first : end - first] for tensor in (master, *states))
                     yield OwnedRange(slot.spec, start - slot.start, views)
 
-    def restore(self, bucket: int, master: Tensor, states: tuple[Tensor, ...]) -> None:
-        """Copy back one bucket's saved shard and optimizer states."""
-        for mine, saved in zip((self.master[bucket], *self.states[bucket]), (master, *states), strict=True):
-            mine.copy_(saved)
+    def restore(self, master: Sequence[Tensor], states: Sequence[tuple[Tensor, ...]]) -> None:
+        """Copy back the saved shards and optimizer states of all buckets."""
+        mine = [*self.master, *(state for bucket in self.states for state in bucket)]
+        for own, saved in zip(mine, [*master, *(state for bucket in states for state in bucket)], strict=True):
+            own.copy_(saved)
 
     def gather(self, bucket: int, collectives: Collectives) -> Tensor:
         """A whole bucket's master weights, from every rank: FP32 (padded_numel,). Every rank must call it."""

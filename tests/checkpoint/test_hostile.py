@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megamix.checkpoint
-from megamix.checkpoint.manifest import LARGEST, MANIFEST
+from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.manifest import LARGEST
 from megamix.checkpoint.verify import Damaged, read_checkpoint
 from tests.checkpoint.state import save_steps
 

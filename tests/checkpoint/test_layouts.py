@@ -190,17 +190,8 @@ def _other_model() -> torch.nn.Module:
             ],
         ),
         (lambda: make_engine(optimizer=NAG(lr=0.1)), ["it holds master, exp_avg, exp_avg_sq.*needs.*momentum_buffer"]),
-        (
-            lambda: ShardedEngine(
-                make_model(),
-                AdamW(lr=0.1),
-                Precision(torch.float16, loss_scale=HeadroomLossScale(window=9)),
-                compile_update=False,
-            ),
-            ["clean_steps.*peaks"],
-        ),
     ],
-    ids=["model", "optimizer", "loss scale"],
+    ids=["model", "optimizer"],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine, told: list[str]) -> None:
     save_steps(tmp_path, [3])
@@ -230,6 +221,18 @@ def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
     assert torch.equal(target.loss_scale.peaks, source.loss_scale.peaks)
     assert source.loss_scale.peaks.count_nonzero() == 3
     assert not target.loss_scale.wants_probe
+
+
+def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> None:
+    save_steps(tmp_path, [3])
+    precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=9, init_scale=2.0**7))
+    target = ShardedEngine(make_model(), AdamW(lr=0.01), precision, compile_update=False)
+    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    assert checkpoint is not None
+    load(checkpoint, target, together_of(target))
+    assert int(target.applied_updates) == 3
+    assert (float(target.loss_scale.loss_scale), target.loss_scale.peaks.count_nonzero()) == (2.0**7, 0)
+    assert "another rule (loss_scale, clean_steps, patience)" in caplog.text
 
 
 def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:

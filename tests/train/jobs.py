@@ -58,7 +58,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
 def run_on_ranks(config: Config) -> float | None:
     """`run_job` on ranks whose process group is up already, or alone."""
     with (
-        mock.patch.object(job, "start_ranks", lambda device: Topology.current()),
+        mock.patch.object(job, "start_ranks", lambda device, timeout_s: Topology.current()),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)
