@@ -18,7 +18,7 @@ from megamix.model.flops import parameter_count
 SAVE, WRITE = "save", "write + fsync"
 LOAD, READ = "load, from the disk", "read, from the disk"
 CACHED_LOAD, CACHED_READ = "load, from memory", "read, from memory"
-STEPS = 4  # taken while a save is under way, and as many without
+STEPS = 2  # taken while a save is under way, and as many without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class FakeRanks:
         if method == "saved_bytes":
             return [13 * PARAMS] * 2
         if method == "steps_beside_a_save":
-            return [Beside(1.0, 0.25, 0.3, 4.4), Beside(0.9, 0.2, 0.375, 4.5)]
+            return [Beside(1.0, 0.25, 0.3, 2.4), Beside(0.9, 0.2, 0.375, 2.5)]
         return [SECONDS[method] - 0.1, SECONDS[method]]
 
 
@@ -51,8 +51,8 @@ def test_the_slowest_rank_counts_and_is_compared_with_plain_bytes(monkeypatch: p
     assert result.rows[1] == (
         "save", "2500 [2500, 2500]", f"{13e-6 * PARAMS / 2.5:.0f} [0, 0]", "1.25 [1.25, 1.25]"
     )  # fmt: skip
-    lost = 37.5 + 450 - 400 - 25  # % of a step: the start and four steps, less four alone and a copy
-    assert f"% of a step that 4 steps lose beside a save, beyond a copy: {lost:.0f} [62, 62]" in result.notes
+    lost = 37.5 + 250 - 200 - 25  # % of a step: the start and two steps, less two alone and a copy
+    assert f"% of a step that 2 steps lose beside a save, beyond a copy: {lost:.0f} [62, 62]" in result.notes
     assert [len(result.raw[name]) for name in result.raw] == [3] * 7
 
 
