@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
@@ -95,9 +94,11 @@ class CheckpointRank(TrainRank):
         """Leave as many pages just freed as the state's file will take. What came before would decide otherwise: on a
         virtual machine a write into pages that its host must find first takes up to three times as long.
         """
-        size = 4 * sum(flat.numel() for flat in self._state)
-        with mmap.mmap(-1, size) as memory:
-            memory[:: mmap.PAGESIZE] = bytes(-(-size // mmap.PAGESIZE))
+        path = self._folder / f"scratch_{self._rank}"
+        with open(path, "xb", buffering=0) as file:
+            for flat in self._state:
+                _write_all(file.write, flat)
+        path.unlink()
 
     def _write(self, path: Path) -> None:
         with open(path, "xb", buffering=0) as file:
