@@ -7,11 +7,7 @@ import json
 import os
 import random
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -27,7 +23,7 @@ from megamix.train.signals import NOTED, PARENT_DIED, LeaveRequest, reason_words
 from megamix.train.status import PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import counted_calls, run_on_ranks, tiny_job, write_data
 
 STEPS, EVAL_INTERVAL = 40, 7
 TRIALS = 40 if FULL else 6
@@ -50,24 +46,6 @@ def _config(folder: Path, data: Path, **precision: Any) -> Config:
     )
 
 
-@contextmanager
-def _counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
-    """`at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        if event in ("call", "c_call"):
-            at_call(calls)
-            calls += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
 def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
     """An uninterrupted run: the digest of its weights after each update, and how many calls its training makes."""
     digests = {}
@@ -84,7 +62,7 @@ def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
     train = Trainer.train
 
     def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
-        with _counted_calls(seen.append):
+        with counted_calls(seen.append):
             return train(trainer, leave)
 
     with mock.patch.object(Trainer, "train", train_counted):
@@ -103,7 +81,7 @@ def _asked(config: Config, victim: int, number: int, at_call: int) -> str:
     def train_and_be_asked(trainer: Trainer, leave: LeaveRequest) -> float | None:
         if victim != trainer.engine.collectives.topology.dp_rank:
             return train(trainer, leave)
-        with _counted_calls(ask):
+        with counted_calls(ask):
             return train(trainer, leave)
 
     with mock.patch.object(Trainer, "train", train_and_be_asked):
