@@ -46,7 +46,12 @@ def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
 
 def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     # A shorter run in a folder of its own; data is prepared once per clone, beside the user's.
-    overrides = ["training.steps=30", "training.eval_batches=2", f'checkpoint.folder="{tmp_path / "run"}"']
+    overrides = [
+        "training.steps=30",
+        "lr_schedule.warmup_steps=10",
+        "training.eval_batches=2",
+        f'checkpoint.folder="{tmp_path / "run"}"',
+    ]
     result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false")
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
