@@ -296,18 +296,19 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
 
 
 def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
-    def config(**precision: Any) -> Config:
-        return _config(tmp_path, data, precision=precision | {"max_overflows_in_a_row": 2})
-
     with pytest.raises(GaveUpError):
-        _run(config())  # attempts 3 and 4 overflow, 5 is under way
+        _run(
+            _config(tmp_path, data, precision={"max_overflows_in_a_row": 2})
+        )  # attempts 3 and 4 overflow, 5 is under way
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
     progress = read_manifest(newest / "manifest.json").run.progress
     assert (progress["applied"], progress["attempts"], progress["skipped"]) == (4, 6, 2)
     assert [waiting["samples"] for waiting in progress["waiting"]] == [[[32, 8]]]
-    rest = _run(config(dtype="bf16", init_scale=None, growth_interval=None))
+    assert (tmp_path / "run/gave_up.txt").exists()
+    rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "init_scale": None, "growth_interval": None}))
     assert (rest[0].number, rest[0].batch.samples) == (6, (range(32, 40),))
     assert _end(tmp_path)["state"][0] == STEPS
+    assert not (tmp_path / "run/gave_up.txt").exists()
 
 
 def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
