@@ -20,7 +20,7 @@ from megamix.config import Config, ConfigError
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.signals import LeaveRequest
-from megamix.train.status import EndedEarlyError
+from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
@@ -51,14 +51,18 @@ class _Crash(BaseException):
     """What no handler expects."""
 
 
-def _run(config: Config, crash_at: int | None = None) -> list[Attempt]:
-    """The job, with its overflows, to its end or until it crashes before an attempt; what was applied."""
+def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
+    """The job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt; what was
+    applied.
+    """
     record = Record()
     take, settle = BatchPlan.take, BatchPlan.settle
 
     def take_or_crash(plan: BatchPlan) -> Attempt:
         if plan.launched == crash_at:
             raise _Crash
+        if plan.launched == leave_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         record.attempts.append(take(plan))
         return record.attempts[-1]
 
@@ -72,7 +76,7 @@ def _run(config: Config, crash_at: int | None = None) -> list[Attempt]:
         mock.patch.object(BatchPlan, "take", take_or_crash),
         mock.patch.object(BatchPlan, "settle", recorded_settle),
         overflows_injected(record, BAD, frozenset()),
-        suppress(_Crash),
+        suppress(_Crash, PreemptedError),
     ):
         run_on_ranks(config)
     return record.applied
@@ -198,16 +202,24 @@ def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
-    metrics = {"tensorboard": True, "log_interval": 2}
-    _run(_config(tmp_path / "whole", data, metrics=metrics))
+    def config(folder: Path) -> Config:
+        metrics = {"tensorboard": True, "log_interval": 2}
+        # Half of the checkpoints come right after a validation.
+        return _config(folder, data, metrics=metrics, training={"eval_interval": 6})
+
+    _run(config(tmp_path / "whole"))
     want = _metrics(tmp_path / "whole"), _points(tmp_path / "whole")
     assert {"train/loss", "valid/loss", "optim/loss_scale"} <= set(want[1])
-    for crash_at in (2, 9, 13):  # before any checkpoint; overflowed on the way to the next update; in between
-        folder = tmp_path / str(crash_at)
-        config = _config(folder, data, metrics=metrics)
-        _run(config, crash_at)
-        _run(config)
-        assert (_metrics(folder), _points(folder)) == want, crash_at
+    # Before any checkpoint, after one and in between; asked to leave while a batch is tried again.
+    for name, end in {
+        "2": {"crash_at": 2},
+        "9": {"crash_at": 9},
+        "13": {"crash_at": 13},
+        "left": {"leave_at": 2},
+    }.items():
+        _run(config(tmp_path / name), **end)
+        _run(config(tmp_path / name))
+        assert (_metrics(tmp_path / name), _points(tmp_path / name)) == want, name
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks) -> None:
