@@ -18,10 +18,10 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 
 
 def test_show_prints_a_file_that_loads_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["config", QUICKSTART, "training.steps=30", "--show"]) == 0
+    assert main(["config", QUICKSTART, "training.steps=90", "--show"]) == 0
     shown = tmp_path / "shown.toml"
     shown.write_text(capsys.readouterr().out)
-    assert load_config(shown) == load_config(QUICKSTART, ["training.steps=30"])
+    assert load_config(shown) == load_config(QUICKSTART, ["training.steps=90"])
 
 
 def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,10 +62,10 @@ def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(trainer, "run", ran.append, raising=False)
     monkeypatch.setattr(trainer, "check", checked.append, raising=False)
     monkeypatch.setitem(sys.modules, "megamix.train.main", trainer)
-    assert main(["train", QUICKSTART, "training.steps=30", "--check"]) == 0
-    assert ([config.training.steps for config in checked], ran) == ([30], [])
-    assert main(["train", QUICKSTART, "training.steps=40"]) == 0
-    assert [config.training.steps for config in ran] == [40]
+    assert main(["train", QUICKSTART, "training.steps=90", "--check"]) == 0
+    assert ([config.training.steps for config in checked], ran) == ([90], [])
+    assert main(["train", QUICKSTART, "training.steps=100"]) == 0
+    assert [config.training.steps for config in ran] == [100]
 
 
 def test_prepare_writes_and_reuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

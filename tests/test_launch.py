@@ -36,12 +36,12 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     sandbox.gpus(gpus)
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run(
-        "pretrain.sh", config, "training.steps=30", MEGAMIX_PYTHON=str(sandbox.program("p")), **variables
+        "pretrain.sh", config, "training.steps=90", MEGAMIX_PYTHON=str(sandbox.program("p")), **variables
     )
     assert done.returncode == 0, done.stderr
     assert torchrun(sandbox)[1:] == [
         *("-m", "megamix.train.launch", "--standalone", f"--nproc-per-node={want}"),
-        *("-m", "megamix", "train", config, "training.steps=30"),
+        *("-m", "megamix", "train", config, "training.steps=90"),
     ]
     threads = max(1, len(os.sched_getaffinity(0)) // want)
     malloc = "" if gpus else "4294967296"

@@ -25,8 +25,8 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.mixed_precision.headroom import FP16_MAX
 
-LARGEST = 65504.0  # in FP16
 STEPS = 20_000
 NOISY = "drift and noise"  # the last of the worlds
 
@@ -90,7 +90,7 @@ def run(scale: StaticLossScale, limits: Tensor) -> Outcome:
         used = scale.loss_scale.clone()
         ratio = used.item() / limit
         found_inf = ratio > 1
-        max_abs = math.inf if found_inf else LARGEST * ratio
+        max_abs = math.inf if found_inf else FP16_MAX * ratio
         scale.update_(torch.tensor(found_inf), torch.tensor(max_abs, dtype=torch.float64), used)
         if not found_inf:
             octaves_below.append(-math.log2(ratio))

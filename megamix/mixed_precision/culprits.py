@@ -14,8 +14,7 @@ from torch import Tensor
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.flat_layout import Piece
-
-FP16_MAX = 65504.0
+from megamix.mixed_precision.headroom import FP16_MAX
 
 Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
 _FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")

@@ -87,9 +87,8 @@ class GradReduce:
     def _launch(self) -> None:
         bucket = len(self._pending)
         half_grads, grad_shard = self._half_grads[bucket], self.grad_shards[bucket]
-        with self._clock.span(
-            "exposed_reduce_scatter"
-        ):  # a backend with one scratch buffer finishes the previous bucket first
+        # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
+        with self._clock.span("exposed_reduce_scatter"):
             if grad_shard.dtype == half_grads.dtype:
                 pending = self._collectives.reduce_scatter(half_grads, grad_shard)
             else:

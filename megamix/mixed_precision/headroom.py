@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.loss_scale import StaticLossScale, require_power_of_two, require_range
 
-LIMIT = 65504.0  # FP16's largest number: every gradient, and its sum over micro-batches and ranks, must stay below
+FP16_MAX = 65504.0  # every gradient, and its sum over micro-batches and ranks, must stay below
 _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
 
 
@@ -54,11 +54,11 @@ class HeadroomLossScale(StaticLossScale):
         self.wants_probe = True
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        calls_for_half = 2 * LIMIT / self.margin
+        calls_for_half = 2 * FP16_MAX / self.margin
         peak = torch.where(found_inf, calls_for_half, max_abs) / scale_used
         self.peaks.copy_(torch.cat([peak.view(1), self.peaks[:-1]]))
         largest = self.peaks.amax()
-        room = LIMIT / self.margin / largest
+        room = FP16_MAX / self.margin / largest
         scale = (room.view(torch.int64) & _EXPONENT).view(torch.float64).clamp(self.min_scale, self.max_scale)
         doubled = (2 * self.loss_scale).clamp(max=self.max_scale)
         self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))

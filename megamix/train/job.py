@@ -98,6 +98,7 @@ def _begin(config: Config, status: RunStatus, start: Start) -> None:
     run_folder.claim(config)
     for name in (METRICS, SET_ASIDE):
         cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
+    (status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
     status.begin(start.progress.applied, config.checkpoint.max_restarts)
 
 

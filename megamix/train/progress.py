@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -19,10 +20,10 @@ class _Record(BaseModel):
 class WaitingBatch(_Record):
     """A batch that is to be tried again; see batch_plan.Waiting."""
 
-    samples: Annotated[tuple[tuple[_Count, _Count], ...], Field(strict=False)]  # (first, how many) of each range
+    samples: tuple[tuple[_Count, _Count], ...]  # (first, how many) of each range
     tries: _Count
     counted_tries: _Count
-    due_in: int
+    due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 
 class Progress(_Record):
@@ -31,10 +32,10 @@ class Progress(_Record):
     applied: _Count = 0
     attempts: _Count = 0
     cursor: _Count = 0  # the first sample never tried
-    waiting: Annotated[tuple[WaitingBatch, ...], Field(strict=False)] = ()
+    waiting: tuple[WaitingBatch, ...] = ()
     last_applied_scale: float | None = None
     skipped: _Count = 0  # attempts that overflowed
-    interval_losses: Annotated[tuple[str, ...], Field(strict=False)] = ()  # of the log interval so far, as float.hex
+    interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
     validated: _Count = 0  # the update after which the last validation was
     log_sizes: dict[str, _Count] = {}  # bytes, by file name: what is behind them was written after this
 
@@ -42,7 +43,7 @@ class Progress(_Record):
     def read(values: Mapping[str, Any]) -> Progress:
         """Raises: ValueError naming the field."""
         try:
-            return Progress.model_validate(values)
+            return Progress.model_validate_json(json.dumps(values))  # in JSON a tuple is a list
         except ValidationError as error:
             raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None
 

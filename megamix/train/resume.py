@@ -19,8 +19,8 @@ from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 
 RNG_RULE = "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout"
-# The same shapes or not, with another value these make another model, or another order of the data.
-_REFUSED = ("model.", "training.seed")
+# Whatever the shapes, with another value these make another model, other states, or another order of the data.
+_REFUSED = ("model.", "optimizer.name", "training.seed")
 _PASS = ("model.dropout", "model.compile", "model.init_std")
 
 

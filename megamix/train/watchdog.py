@@ -142,20 +142,22 @@ class Watchdog:
 
     def _wait_for_missing(self, roll: RollCall) -> list[int]:
         suspicion = _Suspicion(roll)
-        while not (missing := suspicion.missing_here()) and suspicion.age_s() < 3 * self._tick_s:
+        while not (missing := suspicion.missing_here()) and suspicion.age_s() < min(2.0, self._window_s):
             time.sleep(self._tick_s / 5)
             roll.beat(self._place())  # the others may be looking, too
         return missing or suspicion.missing()
 
     def _end(self, verdict: Verdict, roll: RollCall) -> None:
-        """End this process now: its main thread may never come back."""
-        faulthandler.dump_traceback(file=self._stacks or sys.stderr)
-        _end_missing(verdict, roll)
-        if roll.rank == _speaker(verdict, roll):
-            self._status.write("failed", verdict.text)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(EXIT_STATUS["failed"] or 1)
+        """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
+        try:
+            faulthandler.dump_traceback(file=self._stacks or sys.stderr)
+            _end_missing(verdict, roll)
+            if roll.rank == _speaker(verdict, roll):
+                self._status.write("failed", verdict.text)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(EXIT_STATUS["failed"] or 1)
 
 
 class _Suspicion:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megamix import AdamW, DynamicLossScale, HeadroomLossScale, Precision, ShardedEngine, Sharding
-from megamix.mixed_precision.headroom import LIMIT
+from megamix.mixed_precision.headroom import FP16_MAX
 from tests.distributed.models import loss_of, make_batch, make_model
 
 NAN = float("nan")
@@ -23,7 +23,7 @@ def _step_(scale: HeadroomLossScale, peak: float) -> float:
     scale.
     """
     max_abs = torch.tensor(peak * float(scale.loss_scale), dtype=torch.float64)
-    found_inf = ~(max_abs <= LIMIT)
+    found_inf = ~(max_abs <= FP16_MAX)
     scale.update_(found_inf, torch.where(found_inf, float("inf") * max_abs, max_abs), scale.loss_scale.clone())
     return float(scale.loss_scale)
 
@@ -32,7 +32,7 @@ def _after(scale: HeadroomLossScale, peaks: list[float]) -> list[float]:
     return [_step_(scale, peak) for peak in peaks]
 
 
-ONE = LIMIT / 2**10  # the largest gradient for which 2**10 leaves no room: with margin 4 it calls for 2**8
+ONE = FP16_MAX / 2**10  # the largest gradient for which 2**10 leaves no room: with margin 4 it calls for 2**8
 
 # First scale 1, margin 4, window 3, floor 1, ceiling 2**20: peaks in units of ONE, exponents of the scale after each.
 STORIES = [
@@ -65,8 +65,8 @@ def test_the_margin_is_kept_over_the_window_and_never_doubled(margin: float) -> 
     scale = HeadroomLossScale(2.0**-60, margin=margin, window=5, min_scale=2.0**-60, max_scale=2.0**60)
     peaks: list[float] = []
     for _ in range(300):
-        peaks.append(2.0 ** rng.uniform(-40, math.log2(LIMIT / float(scale.loss_scale))))  # no overflow
-        room = LIMIT / _step_(scale, peaks[-1]) / max(peaks[-5:])
+        peaks.append(2.0 ** rng.uniform(-40, math.log2(FP16_MAX / float(scale.loss_scale))))  # no overflow
+        room = FP16_MAX / _step_(scale, peaks[-1]) / max(peaks[-5:])
         assert margin <= room < 2 * margin
 
 
@@ -135,7 +135,7 @@ def _probed_against_not_probed() -> tuple[float, float, list[float], bool]:
             _backward(engine, step)
         result, other = probed.step(), plain.step()
         if step == 0:
-            room, difference = LIMIT / float(result.max_abs), abs(float(result.grad_norm - other.grad_norm))
+            room, difference = FP16_MAX / float(result.max_abs), abs(float(result.grad_norm - other.grad_norm))
         scales.append(float(result.loss_scale))
     equal = all(torch.equal(*pair) for pair in zip(probed.master_shard.master, plain.master_shard.master, strict=True))
     return room, difference, scales, equal and int(probed.applied_updates) == 4

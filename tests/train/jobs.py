@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -118,3 +120,21 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
 
     with mock.patch.object(ShardedEngine, "backward", poisoned):
         yield
+
+
+@contextmanager
+def counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
+    """`at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        if event in ("call", "c_call"):
+            at_call(calls)
+            calls += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -7,11 +7,7 @@ import json
 import os
 import random
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -27,7 +23,7 @@ from megamix.train.signals import NOTED, PARENT_DIED, LeaveRequest, reason_words
 from megamix.train.status import PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
-from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.jobs import counted_calls, run_on_ranks, tiny_job, write_data
 
 STEPS, EVAL_INTERVAL = 40, 7
 TRIALS = 40 if FULL else 6
@@ -50,24 +46,6 @@ def _config(folder: Path, data: Path, **precision: Any) -> Config:
     )
 
 
-@contextmanager
-def _counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
-    """`at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal calls
-        if event in ("call", "c_call"):
-            at_call(calls)
-            calls += 1
-
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
 def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
     """An uninterrupted run: the digest of its weights after each update, and how many calls its training makes."""
     digests = {}
@@ -84,7 +62,7 @@ def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
     train = Trainer.train
 
     def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
-        with _counted_calls(seen.append):
+        with counted_calls(seen.append):
             return train(trainer, leave)
 
     with mock.patch.object(Trainer, "train", train_counted):
@@ -92,22 +70,26 @@ def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
     return digests, len(seen)
 
 
-def _asked(config: Config, victim: int, number: int, at_call: int) -> str:
-    """Run the job; one rank gets a signal at some call in its training. Returns what became of it."""
-    train = Trainer.train
-
-    def ask(call: int) -> None:
-        if call == at_call:
-            os.kill(os.getpid(), number)
+def _asked(config: Config, victim: int, number: int, at_call: int) -> tuple[str, int]:
+    """Run the job; one rank gets a signal at some call in its training. Returns what became of it, and how many
+    attempts that rank had begun by then (0 on the other one).
+    """
+    train, begun = Trainer.train, 0
 
     def train_and_be_asked(trainer: Trainer, leave: LeaveRequest) -> float | None:
+        def ask(call: int) -> None:
+            nonlocal begun
+            if call == at_call:
+                begun = trainer.plan.launched
+                os.kill(os.getpid(), number)
+
         if victim != trainer.engine.collectives.topology.dp_rank:
             return train(trainer, leave)
-        with _counted_calls(ask):
+        with counted_calls(ask):
             return train(trainer, leave)
 
     with mock.patch.object(Trainer, "train", train_and_be_asked):
-        return _outcome(config)
+        return _outcome(config), begun
 
 
 def _outcome(config: Config) -> str:
@@ -135,19 +117,22 @@ def reference(tmp_path_factory, data, run_ranks) -> list[tuple[dict[int, str], i
 
 
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_a_signal_at_any_instant_to_any_rank_ends_all_after_one_update(
+def test_a_signal_at_any_instant_to_any_rank_ends_all_at_once_after_one_update(
     tmp_path, data, run_ranks, reference, trial: int
 ) -> None:
     rng = random.Random(trial)
     victim, number = rng.randrange(2), rng.choice(NOTED)
     digests, calls = reference[victim]
     # The last attempts are left out: their outcomes come too late for anything but the end of the run.
-    first, second = run_ranks(_asked, 2, _config(tmp_path, data), victim, number, rng.randrange(int(0.9 * calls)))
+    answers = run_ranks(_asked, 2, _config(tmp_path, data), victim, number, rng.randrange(int(0.9 * calls)))
+    (first, second), begun = [said for said, _ in answers], answers[victim][1]
     assert first == second
     assert first.startswith(f"asked to leave ({number.name}): ended after update ")
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["steps"]) == ("preempted", 75, STEPS)
     assert status["reason"] == first
+    # Where the signal is seen another attempt begins; its outcome, with the request in it, is read two attempts later.
+    assert status["update"] <= begun + 3
     assert _digest(load_file(tmp_path / "run/weights.safetensors")) == digests[status["update"]]
     assert not (tmp_path / "run/run.lock").exists()
 
@@ -177,7 +162,7 @@ def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks, refere
     assert _digest(load_file(tmp_path / "run/weights.safetensors")) == reference[0][0][EVAL_INTERVAL]
 
 
-def _asked_while_saving(config: Config) -> str:
+def _asked_while_saving(config: Config) -> tuple[str, int]:
     write = run_folder.write_weights
 
     def write_and_be_asked(path: Path, weights: dict[str, Tensor]) -> None:
