@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
-from megamix.train.overflow_budget import GaveUpError
+from megamix.train.status import EndedEarlyError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit status is 0, 2 for wrong input, or 3 if a training run gave up."""
+    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, 2 for wrong input, or an early-ended run's own."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except ConfigError as error:
         # Every rank of a distributed run finds the same mistake; one of them says so.
         if os.environ.get("RANK", "0") == "0":
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return 2
-    except GaveUpError as error:
+    except EndedEarlyError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return error.exit_status
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,8 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
     plot.set_defaults(run=_plot)
 
+    _add_checkpoint(verbs.add_parser("checkpoint", help="look at a run's checkpoints, or hand one to torch"))
+
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
-    benches = ["update", "train", "fp16", "overlap", "wire", "examine", "startup", "all"]
+    benches = ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup", "all"]
     bench.add_argument("what", choices=benches, help="what to measure")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(
@@ -80,6 +82,22 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     config.set_defaults(run=_config)
     return parser
+
+
+def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
+    actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
+    ls = actions.add_parser("ls", help="a line for each: step, time, size, layout, complete, damaged or unfinished")
+    ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
+    verify = actions.add_parser("verify", help="read every byte; exit status 1 and the file's name if one is damaged")
+    verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
+    diff = actions.add_parser("diff", help="what differs: configuration, counters, every state of every parameter")
+    diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
+    diff.add_argument("other", metavar="B", type=Path, help="another one")
+    export = actions.add_parser("export", help="full FP32 weights and optimizer states in another format")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint")
+    export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
+    export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
+    checkpoint.set_defaults(run=_checkpoint)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -131,6 +149,29 @@ def _plot(arguments: argparse.Namespace) -> None:
             print(line)
     except ValueError as error:  # by the contract of plot a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from megamix.checkpoint import commands
+    from megamix.checkpoint.verify import Damaged
+
+    actions = {
+        "ls": lambda: commands.ls(arguments.path),
+        "verify": lambda: commands.verify(arguments.path),
+        "diff": lambda: commands.diff(arguments.path, arguments.other),
+        "export": lambda: commands.export(arguments.path, arguments.output),
+    }
+    try:
+        for line in actions[arguments.action]():
+            print(line)
+    except Damaged as error:
+        print(f"megamix checkpoint {arguments.action}: damaged", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:  # by the contract of these functions a mistake in the flags, or the disk
+        raise ConfigError([str(error)], arguments.action) from error
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> None:

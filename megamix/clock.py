@@ -19,20 +19,23 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.enabled = False
+        self.entered = 0  # spans so far, measured or not: what another thread sees of this one's progress
         self._on_gpu = device.type == "cuda"
         self._open: list[str] = []
+        self._last = "the start"
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, str | None, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        if not self.enabled:
-            yield
-            return
         outer = self._open[-1] if self._open else None
         self._open.append(name)
+        self._last = name
+        self.entered += 1
         try:
-            if self._on_gpu:  # pragma: CUDA only
+            if not self.enabled:
+                yield
+            elif self._on_gpu:  # pragma: CUDA only
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 yield
@@ -44,6 +47,10 @@ class Clock:
                 self._add(name, outer, time.perf_counter() - start_s)
         finally:
             self._open.pop()
+
+    def doing(self) -> str:
+        """The innermost open span, else the last one; for any thread."""
+        return next(iter(self._open[-1:]), f"the code after {self._last}")
 
     def read(self) -> dict[str, float]:
         """Seconds per span since the last call. Waits for the device: call it outside the step."""

@@ -27,7 +27,8 @@ _GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wa
 
 # fork would copy the parent's threads' locks and hang; spawn imports torch anew for every rank.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"])
 
 
 class RankFailure(AssertionError):
@@ -38,7 +39,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (request := pipe.recv()) is not None:
@@ -82,7 +83,7 @@ class RankPool:
             if not ready:
                 for rank in silent:
                     failures[rank] = "did not answer in time (its stack is on stderr)"
-                    os.kill(self.processes[rank].pid, signal.SIGUSR1)
+                    os.kill(self.processes[rank].pid, signal.SIGUSR2)
                 time.sleep(0.2)  # the dump is written by a signal handler: give it the time before the kill below
                 break
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:

@@ -1,10 +1,13 @@
 """The scripts of launch/: how many ranks start, with what settings, and what is moved aside."""
 
 import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
 
+from megamix.train.signals import NOTED
 from tests.sandbox import ROOT, Sandbox
 
 
@@ -204,3 +207,10 @@ def test_slurm_template_starts_pretrain_once_a_node(sandbox: Sandbox) -> None:
     (line,) = sandbox.lines()
     assert line.startswith("2 node7:29500 42 --ntasks-per-node=1 ")
     assert line.endswith(" launch/pretrain.sh my.toml training.steps=3")
+
+
+def test_slurm_template_asks_for_a_signal_that_the_ranks_know() -> None:
+    (line,) = re.findall(r"^#SBATCH --signal=(.*)$", (ROOT / "launch/slurm.sbatch").read_text(), re.MULTILINE)
+    name, _, seconds = line.partition("@")
+    assert signal.Signals[f"SIG{name}"] in NOTED
+    assert int(seconds) > 60

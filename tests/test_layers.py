@@ -15,6 +15,7 @@ LAYER = {
     "comm": 1,
     "mixed_precision": 2,
     "data": 2,
+    "checkpoint": 3,
     "model": 3,
     "train": 4,
     "bench": 5,

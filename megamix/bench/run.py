@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
 from megamix.bench.report import Result, append_line, describe_machine
 from megamix.bench.startup_bench import StartupSettings, startup
 from megamix.bench.train_bench import TrainSettings, examine, fp16, overlap, train, wire
@@ -20,6 +21,7 @@ def run(what: str, rounds: int, output: Path) -> None:
         "overlap": lambda: overlap(TrainSettings(rounds=rounds)),
         "wire": lambda: wire(TrainSettings(rounds=rounds)),
         "examine": lambda: examine(TrainSettings(rounds=rounds, ranks=1)),
+        "checkpoint": lambda: checkpoint(CheckpointSettings(rounds=rounds)),
         "startup": lambda: startup(StartupSettings(rounds=rounds)),
     }
     report([benches[name] for name in benches if what in (name, "all")], output)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,16 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # pragma: CUDA only
 
 
-def start_ranks(device: torch.device, timeout_s: float = 600.0) -> Topology:
+def side_store(topology: Topology) -> Store:
+    """The store in which the ranks have met, for messages beside the collectives: by a connection of its own, and with
+    keys that no job before this one in the same processes has used. Every rank must call it.
+    """
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    job = store.add(f"megamix/rank {topology.dp_rank}", 1)
+    return PrefixStore(f"megamix/job {job}", store)
+
+
+def start_ranks(device: torch.device, timeout_s: float) -> Topology:
     """Join the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone.
 
     Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.

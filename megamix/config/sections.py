@@ -194,6 +194,8 @@ class ParallelismConfig(Section):
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True
     """Whether communication runs beside backward and forward; the result is the same either way."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds that a rank may stand still, computing or waiting for another one, before all ranks end."""
 
 
 class CheckpointConfig(Section):
@@ -201,6 +203,22 @@ class CheckpointConfig(Section):
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
+    save_interval: NonNegativeInt = 500
+    """Steps between checkpoints, from which a run goes on as if never stopped. 0: only at the end."""
+    keep: Annotated[PositiveInt, Field(ge=2)] = 2
+    """Checkpoints that are kept, the newest; at least 2, for the newest may turn out damaged."""
+    async_save: bool = True
+    """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
+    on_save_failure: Literal["continue", "stop"] = "continue"
+    """What a checkpoint that cannot be written means: a line in the log, or the end of the run. The last one of a run
+    must succeed either way."""
+    resume: Text = "auto"
+    """auto goes on from the newest whole checkpoint in folder, if there is one; never refuses a folder that holds a
+    run; the path of a checkpoint is where a new run begins."""
+    max_restarts: NonNegativeInt = 3
+    """Starts in a row that may fail without getting further than the one before, until the run gives up."""
+    verify_interval: NonNegativeInt = 100
+    """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
 
 
 class MetricsConfig(Section):

@@ -27,6 +27,16 @@ def append_line(path: Path, line: str) -> None:
         sync_file(handle)
 
 
+def cut_lines(path: Path, size: int) -> None:
+    """Drop what lies behind `size` bytes of a file of lines, and a line before that which a crash left unfinished."""
+    if not path.exists():
+        return
+    with path.open("r+b") as handle:
+        kept = handle.read(size)
+        handle.truncate(kept.rfind(b"\n") + 1)
+        sync_file(handle)
+
+
 def write_synced(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as handle:
         handle.write(text)

@@ -17,5 +17,6 @@ weights        full FP32 weights by the module's own names, out of the masters a
 fingerprint    every rank was given the same model and settings
 engine         the conductor
 examination    on demand: the same step looked at closely
+replicas       on demand: is every half parameter, on every rank, still the cast of its master?
 culprits       after an overflow: which parameter, rank and micro-batch
 """

@@ -20,7 +20,7 @@ from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, cli
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
-from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_settings
@@ -102,6 +102,8 @@ class ShardedEngine:
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
         self._scale_used = self.loss_scale.loss_scale.clone()
+        # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
+        self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
         self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
         self._micro_batches = 0  # of this step, so far
         self._examination: Examination | None = None  # of this step, if it was asked for
@@ -186,7 +188,7 @@ class ShardedEngine:
         loss = stats.loss_sum / (self.layout.dp_size * self.grad_accum_steps)
         return StepResult(
             loss.float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self._scale_used.clone(), scalars.lr, by_piece, examination,
+            self._scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
         )  # fmt: skip
 
     def probe_loss_scale(self) -> None:
@@ -208,7 +210,7 @@ class ShardedEngine:
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(by_piece, self._loss_sum, self.collectives)
+            stats = agree(by_piece, self._loss_sum, self.stop_request, self.collectives)
         self.grad_reduce.reset()
         self._micro_batches = 0
         return grad_shards, by_piece, stats
@@ -266,16 +268,23 @@ class ShardedEngine:
         if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
             raise ValueError(
                 f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-                f"{self._fingerprint[:12]}; build the engine with the model, ranks, bucket_size and optimizer settings "
-                "that it was saved with"
+                f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, optimizer settings"
             )
-        for bucket in self.param_gather.order_of_need:
-            self.master_shard.restore(bucket, state["master"][bucket], state["states"][bucket])
-            self.param_gather.half_shards[bucket].copy_(self.master_shard.master[bucket])
-            self.param_gather.launch(bucket)
+        self.master_shard.restore(state["master"], state["states"])
+        self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def owned_ranges(self) -> list[OwnedRange]:
+        """What this rank owns of masters and states: views, to read or, before `publish_masters`, to write."""
+        self._require_between_steps("owned_ranges()")
+        return list(self.master_shard.owned_ranges())
+
+    def publish_masters(self) -> None:
+        """Make every half parameter the cast of its master, which was written. Every rank must call it."""
+        self._require_between_steps("publish_masters()")
+        self.param_gather.publish(self.master_shard.master)
 
     def _require_between_steps(self, call: str) -> None:
         if self._micro_batches:

@@ -70,20 +70,27 @@ class PieceStats:
 class GradStats:
     """What every rank knows of this step's gradients, all of it still on the device."""
 
-    by_rank: Tensor  # FP64 (dp_size, 3): each rank's sum of squares, max abs (both scaled, summed) and sum of losses
+    # FP64 (dp_size, 4): each rank's sum of squares, max abs (both scaled, summed), sum of losses and stop request
+    by_rank: Tensor
     sum_of_squares: Tensor  # FP64 (): of the same table by the same operation, so equal on every rank
     max_abs: Tensor  # FP64 ()
     loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the scale
     found_inf: Tensor  # bool ()
+    stop_requested: Tensor  # FP64 (): the largest of the ranks' requests
 
 
-def agree(by_piece: Tensor, loss_sum: Tensor, collectives: Collectives) -> GradStats:
-    """The model's statistics from each rank's own. Shapes: by_piece FP64 (2, pieces), loss_sum FP32 ()."""
-    by_rank = collectives.table(torch.stack([by_piece[0].sum(), by_piece[1].amax(), loss_sum.double()]))
+def agree(by_piece: Tensor, loss_sum: Tensor, stop_request: Tensor, collectives: Collectives) -> GradStats:
+    """The model's statistics from each rank's own.
+
+    Shapes: by_piece FP64 (2, pieces), loss_sum FP32 (), stop_request FP64 ().
+    """
+    row = torch.stack([by_piece[0].sum(), by_piece[1].amax(), loss_sum.double(), stop_request])
+    by_rank = collectives.table(row)
     sum_of_squares = by_rank[:, 0].sum()
     return GradStats(
-        by_rank, sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), ~torch.isfinite(sum_of_squares)
-    )
+        by_rank, sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), ~torch.isfinite(sum_of_squares),
+        by_rank[:, 3].amax(),
+    )  # fmt: skip
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:

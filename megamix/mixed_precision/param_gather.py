@@ -45,6 +45,12 @@ class ParamGather:
         if not self._overlap:
             self._wait([bucket])
 
+    def publish(self, masters: Sequence[Tensor]) -> None:
+        """Cast every bucket's master shard into this rank's half shard, and launch it."""
+        for bucket in self.order_of_need:
+            self.half_shards[bucket].copy_(masters[bucket])
+            self.launch(bucket)
+
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
         self._wait(self.order_of_need)

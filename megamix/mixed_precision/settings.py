@@ -54,6 +54,7 @@ class StepResult(NamedTuple):
     max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
+    stop_requested: Tensor  # FP64 (): the largest of the ranks' `engine.stop_request`; 0: none asks
     by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
     examination: Examination | None = None  # of a step after `engine.examine_next_step()`
 

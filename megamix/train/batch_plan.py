@@ -58,6 +58,7 @@ class PlanState(NamedTuple):
     cursor: int  # the first sample never tried
     waiting: tuple[Waiting, ...]
     last_applied_scale: float | None
+    attempts: int = 0  # handed out so far
 
 
 class BatchPlan:
@@ -74,14 +75,14 @@ class BatchPlan:
         self._on_overflow, self._max_retries, self.lag = on_overflow, max_retries, LAGS[on_overflow]
         state = state or PlanState(0, 0, (), None)
         self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
-        self._attempts = 0
+        self._attempts = state.attempts
         self._in_flight: deque[Attempt] = deque()
         # Batches that overflowed, in the order in which they fall due, each with the attempt it is due at.
         self._waiting: deque[tuple[int, GlobalBatch]] = deque()
         self._left_over: Samples = ()  # samples of batches of another size: taken before the cursor's
         for batch, due_in in state.waiting:
             if num_samples(batch.samples) == global_batch_size:
-                self._waiting.append((due_in, batch))
+                self._waiting.append((self._attempts + due_in, batch))
             else:
                 self._left_over += batch.samples
 
@@ -148,4 +149,4 @@ class BatchPlan:
         assert not self._in_flight, "outcomes are still to come"
         waiting = [Waiting(batch, due - self._attempts) for due, batch in self._waiting]
         left_over = [Waiting(GlobalBatch((part,)), 0) for part in self._left_over]
-        return PlanState(self.applied, self._cursor, (*waiting, *left_over), self._last_applied_scale)
+        return PlanState(self.applied, self._cursor, (*waiting, *left_over), self._last_applied_scale, self._attempts)

@@ -1,6 +1,7 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 
@@ -15,12 +16,13 @@ class Console:
         if self._bar is not None:
             self._bar.write(text)
         elif self._speaks:
-            print(text, flush=True)  # at once: whoever follows a log file waits for this line
+            with suppress(BrokenPipeError):  # whoever read this has died; that must not end a run that can still save
+                print(text, flush=True)  # at once: whoever follows a log file waits for this line
 
-    def advance(self) -> None:
-        """A step has ended."""
+    def advance(self, steps: int = 1) -> None:
+        """Steps have ended."""
         if self._bar is not None:
-            self._bar.update()
+            self._bar.update(steps)
 
     def close(self) -> None:
         if self._bar is not None:

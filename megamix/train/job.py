@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megamix.comm.topology import Topology, local_device, start_ranks
-from megamix.config import Config, grad_accum_steps
+from megamix.checkpoint.load import load
+from megamix.checkpoint.together import Together
+from megamix.comm.collectives import make_collectives
+from megamix.comm.topology import Topology, local_device, side_store, start_ranks
+from megamix.config import Config, ConfigError, grad_accum_steps
+from megamix.data.durable import cut_lines
 from megamix.data.loader import BatchLoader
 from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFile
@@ -18,34 +24,112 @@ from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine
+from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import sample_text
-from megamix.train.metrics import MetricsWriter
+from megamix.train.liveness import Place, RollCall
+from megamix.train.metrics import METRICS, MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
+from megamix.train.overflow_log import SET_ASIDE
 from megamix.train.report import IntervalReport
+from megamix.train.resume import Start, find_start
+from megamix.train.run_lock import run_lock
+from megamix.train.signals import LeaveRequest, signals_noted
+from megamix.train.status import EndedEarlyError, RunStatus, SaveFailedError, StuckError
 from megamix.train.trainer import VALIDATION_SEED, Trainer
+from megamix.train.watchdog import Watchdog
 
+SAVE_TIMEOUT_S = 6 * 3600.0  # until which a rank that has written its share waits for the slowest one
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
 
 def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
-    Raises: GaveUpError, with the weights saved, if the run overflows on and on.
+    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave; ConfigError if
+    another job holds the run's folder.
     """
+    launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()
-    topology = start_ranks(device)
+    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
+    topology = start_ranks(device, config.parallelism.timeout_s + 1.0)
+    status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
     try:
-        if topology.dp_group is not None:
-            dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
-        folder = run_folder.claim(config) if topology.dp_rank == 0 else Path(config.checkpoint.folder)
-        return _train(config, folder, topology, device)
+        # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
+        with signals_noted() as leave, ExitStack() as stack:
+            _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
+            start = find_start(config, Together.apart(topology, SAVE_TIMEOUT_S))
+            _on_first_rank(lambda: _begin(config, status, start), topology, device)
+            return _run(config, topology, device, status, leave, launcher, start)
     finally:
         if topology.dp_group is not None:
             dist.destroy_process_group()
 
 
-def _train(config: Config, folder: Path, topology: Topology, device: torch.device) -> float | None:
+def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.device) -> None:
+    """Work on the run's folder; the first rank's refusal is every rank's."""
+    if topology.dp_group is not None:
+        dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
+    refusal: ConfigError | StuckError | None = None
+    if topology.dp_rank == 0:
+        try:
+            work()
+        except OSError as error:
+            refusal = ConfigError([f"checkpoint.folder: {error}; write another folder"], "job")
+        except (ConfigError, StuckError) as error:
+            refusal = error
+    row = torch.tensor([refusal is not None, isinstance(refusal, StuckError)], dtype=torch.int32, device=device)
+    refused, stuck = make_collectives(topology, 0, torch.uint8, device).table(row)[0].tolist()
+    if refused:  # alike on every rank, so that all end with one exit status
+        elsewhere = "the first rank says why"
+        raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
+
+
+def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
+    status.folder.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(run_lock(status.folder, say=print))
+    # Another job may have come and gone since all ranks looked.
+    if problems := run_folder.folder_problems(config):
+        raise ConfigError(problems, "job")
+
+
+def _begin(config: Config, status: RunStatus, start: Start) -> None:
+    """Nothing of an earlier start is changed before this, and from now on the folder is this run's."""
+    run_folder.claim(config)
+    for name in (METRICS, SET_ASIDE):
+        cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
+    (status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
+    status.begin(start.progress.applied, config.checkpoint.max_restarts)
+
+
+def _run(
+    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
+    launcher: int | None, start: Start,
+) -> float | None:  # fmt: skip
+    """Train, and leave in the folder's status how it ended."""
+    first = topology.dp_rank == 0
+    try:
+        valid_loss = _train(config, topology, device, status, leave, launcher, start)
+    except EndedEarlyError as early:
+        if first:
+            status.write(early.state, str(early))
+        if topology.dp_group is not None:
+            dist.barrier()  # torchrun ends all ranks 30 s after the first one that left early: the first may still save
+        raise
+    except BaseException as error:
+        if first:
+            notes = getattr(error, "__notes__", [])  # the watchdog's verdict
+            status.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
+        raise
+    if first:
+        status.write("finished")
+    return valid_loss
+
+
+def _train(
+    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
+    launcher: int | None, start: Start,
+) -> float | None:  # fmt: skip
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
@@ -55,6 +139,9 @@ def _train(config: Config, folder: Path, topology: Topology, device: torch.devic
     engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp_size))
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
+    checkpoints = RunCheckpoints(config, engine, start, console, leave)
+    if start.checkpoint is not None:
+        _load(engine, start, console)
     with ExitStack() as stack:
         loader = stack.enter_context(_loader(config.data.train, config, config.training.seed, device))
         validation = None
@@ -62,7 +149,9 @@ def _train(config: Config, folder: Path, topology: Topology, device: torch.devic
             validation = stack.enter_context(_loader(config.data.valid, config, VALIDATION_SEED, device))
         writer = None
         if first:
-            writer = stack.enter_context(MetricsWriter(folder, tensorboard=config.metrics.tensorboard))
+            writer = stack.enter_context(
+                MetricsWriter(status.folder, tensorboard=config.metrics.tensorboard, applied=start.progress.applied)
+            )
         report = IntervalReport(
             engine.clock,
             config.training.global_batch_size * config.model.seq_len,
@@ -70,25 +159,72 @@ def _train(config: Config, folder: Path, topology: Topology, device: torch.devic
             _mfu_per_token_rate(config, topology.dp_size, device),
         )
         trainer = Trainer(config, engine, loader, validation, report, console, writer)
-        valid_loss, gave_up = None, None
+        trainer.begin(start.progress, checkpoints)
+        status.update = lambda: trainer.plan.applied
+        valid_loss, early = None, None
+        with _watchdog(config, topology, trainer, status, leave, launcher):
+            try:
+                valid_loss = trainer.train(leave)
+            except EndedEarlyError as error:
+                early = error
         try:
-            valid_loss = trainer.train()
-        except GaveUpError as error:
-            gave_up = error
+            checkpoints.save_last(trainer.progress())
+        except SaveFailedError as error:
+            early = early if isinstance(early, GaveUpError) else error
+        console.close()
+    _save(engine, status.folder, console)
+    if early is not None:
+        if first and isinstance(early, GaveUpError):
+            run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
+        raise early
+    if first and config.data.tokenizer is not None:
+        _write_sample(config, model, config.data.tokenizer, console)
+    return valid_loss
+
+
+def _load(engine: ShardedEngine, start: Start, console: Console) -> None:
+    """Raises: ConfigError, before anything is changed, if the checkpoint does not fit."""
+    assert start.checkpoint is not None
+    try:
+        load(start.checkpoint, engine, start.together)
+    except ValueError as error:
+        problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
+        raise ConfigError([problem], "job") from None
+    console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
+    for line in start.changes:
+        console.line(f"changed since: {line}")
+
+
+def _save(engine: ShardedEngine, folder: Path, console: Console) -> None:
+    """What a run saves before it ends: well, early or asked to leave. Every rank must call it."""
     weights = engine.full_weights()
-    if first:
+    if engine.collectives.topology.dp_rank == 0:
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
         console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
-        if gave_up is not None:
-            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
-        elif config.data.tokenizer is not None:
-            tokenizer = Path(config.data.tokenizer)
-            text = sample_text(model, tokenizer, PROMPT, max_new_tokens=128, seed=config.training.seed)
-            run_folder.write_text(folder / run_folder.SAMPLE, text)
-            console.line(f"sample of text ({folder / run_folder.SAMPLE}):\n{text}")
-    if gave_up is not None:
-        raise gave_up
-    return valid_loss
+
+
+def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:
+    path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+    text = sample_text(model, Path(tokenizer), PROMPT, max_new_tokens=128, seed=config.training.seed)
+    run_folder.write_text(path, text)
+    console.line(f"sample of text ({path}):\n{text}")
+
+
+def _watchdog(
+    config: Config, topology: Topology, trainer: Trainer, status: RunStatus, leave: LeaveRequest, launcher: int | None
+) -> Watchdog:
+    clock, plan = trainer.engine.clock, trainer.plan
+    roll = None
+    if topology.dp_group is not None:
+        roll = RollCall(side_store(topology), topology.dp_rank, topology.dp_size)
+    return Watchdog(
+        roll,
+        config.parallelism.timeout_s,
+        lambda: Place(clock.entered, clock.doing(), max(plan.launched - 1, 0)),
+        status,
+        leave,
+        launcher,
+    )
 
 
 def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:

@@ -1,25 +1,73 @@
 """`python -m megamix.train.launch`: torchrun with its own arguments, ending with the rank's exit status.
 
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
-whose node failed.
+whose node failed. And it dies of SIGUSR1, by which a scheduler announces the end of a job's time, leaving its ranks
+behind; here that signal goes on to the ranks, which then have as long as they need.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+from megamix.train.signals import NOTED
+from megamix.train.status import PreemptedError
+
+PREEMPTED = PreemptedError().exit_status
+# After SIGTERM torchrun lets its ranks live for 30 s, which may be less than a save takes. Who sent the signal ends
+# this process whenever its own patience is over, and the ranks end a hang by themselves.
+SHUTDOWN_S = 3600
 
 
 def launch(arguments: list[str]) -> int:
-    """Start the ranks and wait. Returns 0, the exit status of the first rank that failed, or 1 for a signal."""
+    """Start the ranks and wait.
+
+    Returns 0, the exit status of the first rank that failed (1 for a signal that nobody asked for), or that of a run
+    that was asked to leave.
+    """
+    signal.signal(signal.SIGUSR1, lambda number, frame: _pass_on(number))
+    # Below the handler: importing takes seconds.
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, main
+
+    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has no such option
+        arguments = [f"--shutdown-timeout={SHUTDOWN_S}", *arguments]
     try:
         main(arguments)
     except ChildFailedError as error:
         status: int = error.get_first_failure()[1].exitcode
-        return max(status, 1)
+        # A rank that dies of the request itself was still starting: nothing is lost.
+        return PREEMPTED if -status in NOTED else max(status, 1)
+    except SignalException:  # torchrun has passed it on, and has waited for the ranks
+        return PREEMPTED
     return 0
+
+
+def _pass_on(number: int) -> None:
+    """Send a signal to the ranks; without any there is no run to end, and the launcher leaves."""
+    ranks = _ranks()
+    if not ranks:
+        sys.exit(PREEMPTED)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it has ended in this very moment
+            os.kill(rank, number)
+
+
+def _ranks() -> list[int]:
+    """The processes that this one has started."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == os.getpid()]
+
+
+def parent_of(process: Path) -> int | None:
+    """The parent's pid of a process given as its folder in /proc; None if it is no more."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 if __name__ == "__main__":

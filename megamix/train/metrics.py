@@ -29,6 +29,8 @@ TAGS = {
     "eta_s": "time/eta_s",
 }
 
+METRICS = "metrics.jsonl"
+
 # Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
 FIRST_EXPONENT, LAST_EXPONENT = -41, 16
 
@@ -101,11 +103,26 @@ def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
 class MetricsWriter:
     """Appends to FOLDER/metrics.jsonl and, if asked, to event files in FOLDER/tensorboard. One rank owns it."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
-        """Raises: ValueError if TensorBoard is asked for and not installed."""
-        self._events = _summary_writer(folder / "tensorboard") if tensorboard else None
+    def __init__(self, folder: Path, *, tensorboard: bool, applied: int = 0) -> None:
+        """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
+        forgets what it was told of later updates, but for what those lines say.
+
+        Raises: ValueError if TensorBoard is asked for and not installed.
+        """
+        self._events = _summary_writer(folder / "tensorboard", applied + 1) if tensorboard else None
         folder.mkdir(parents=True, exist_ok=True)
-        self._jsonl = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        path = folder / METRICS
+        if self._events is not None and path.exists():
+            self._tell_again(path, applied)
+        self._jsonl = path.open("a", encoding="utf-8")
+
+    def _tell_again(self, path: Path, applied: int) -> None:
+        # The attempts that overflow on the way to the next update are told under its number.
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            step = row.pop("step")
+            if step > applied:
+                self._scalars(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)})
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -142,6 +159,12 @@ class MetricsWriter:
         self._jsonl.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._jsonl.flush()  # whoever follows the file, or reads it after a kill, sees every finished line
 
+    def sync(self) -> None:
+        """Return when all that was told so far is on the disk, of TensorBoard's on its way there."""
+        sync_file(self._jsonl)
+        if self._events is not None:
+            self._events.flush()
+
     def close(self) -> None:
         sync_file(self._jsonl)
         self._jsonl.close()
@@ -149,7 +172,7 @@ class MetricsWriter:
             self._events.close()
 
 
-def _summary_writer(folder: Path) -> Any:
+def _summary_writer(folder: Path, first_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -157,7 +180,7 @@ def _summary_writer(folder: Path) -> Any:
             "metrics.tensorboard = true, but the Python package 'tensorboard' is not installed; "
             "run: pip install 'megamix[tensorboard]', or set metrics.tensorboard=false"
         ) from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first_step)
 
 
 def _add_histogram(events: Any, tag: str, exponents: tuple[int, ...], step: int) -> None:

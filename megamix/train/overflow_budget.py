@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import deque
 
 from megamix.config import PrecisionConfig
+from megamix.train.status import EndedEarlyError, State
 
 WINDOW = 1000  # attempts over which max_overflows_per_window counts
 
 
-class GaveUpError(Exception):
+class GaveUpError(EndedEarlyError):
     """The budget of overflows is spent; the message is the diagnosis."""
 
-    exit_status = 3
+    state: State = "gave_up"
 
 
 class OverflowBudget:

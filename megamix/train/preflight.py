@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+from megamix.checkpoint.folder import MANIFEST
 from megamix.config import Config, check_world_size
 from megamix.data.token_file import token_file_problems
 from megamix.train.run_folder import folder_problems
@@ -23,7 +24,12 @@ def job_problems(config: Config, world_size: int) -> list[str]:
             "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
             "pip install 'megamix[tensorboard]' or write tensorboard = false"
         )
-    return [*problems, *folder_problems(config.checkpoint.folder)]
+    if config.checkpoint.resume not in ("auto", "never") and not (Path(config.checkpoint.resume) / MANIFEST).is_file():
+        problems.append(
+            f"checkpoint.resume: {config.checkpoint.resume} is no checkpoint; write auto, never or a path such as "
+            "runs/my-run/checkpoints/step_00001000"
+        )
+    return [*problems, *folder_problems(config)]
 
 
 def _tokenizer_problems(path: str) -> list[str]:

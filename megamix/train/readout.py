@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megamix.mixed_precision.settings import StepResult
 
+_SCALARS = 6  # of a step's result, in front of by_piece
+
 
 class Outcome(NamedTuple):
     """One attempt, on the host."""
@@ -18,6 +20,7 @@ class Outcome(NamedTuple):
     grad_norm: float
     loss_scale: float  # the one it used
     lr: float
+    stop_requested: int  # why a rank wants to leave; 0: none does
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
 
 
@@ -29,13 +32,15 @@ class Readout:
 
     def __init__(self, device: torch.device, num_pieces: int, lag: int):
         self._pinned = device.type == "cuda"
-        shape = (5 + 2 * num_pieces,)
+        shape = (_SCALARS + 2 * num_pieces,)
         self._slots = [torch.empty(shape, dtype=torch.float64, pin_memory=self._pinned) for _ in range(lag)]
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying what a step has returned."""
-        scalars = (result.loss, result.found_inf, result.grad_norm, result.loss_scale, result.lr)
+        scalars = (
+            result.loss, result.found_inf, result.grad_norm, result.loss_scale, result.lr, result.stop_requested,
+        )  # fmt: skip
         values = torch.cat([torch.stack([scalar.double() for scalar in scalars]), result.by_piece.flatten()])
         slot = attempt % len(self._slots)
         self._slots[slot].copy_(values, non_blocking=True)
@@ -49,6 +54,6 @@ class Readout:
         event = self._events[slot]
         if event is not None:  # pragma: CUDA only
             event.synchronize()
-        loss, found_inf, grad_norm, loss_scale, lr = self._slots[slot][:5].tolist()
-        by_piece = self._slots[slot][5:].view(2, -1).clone()  # the slot is written again
-        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, by_piece)
+        loss, found_inf, grad_norm, loss_scale, lr, stop = self._slots[slot][:_SCALARS].tolist()
+        by_piece = self._slots[slot][_SCALARS:].view(2, -1).clone()  # the slot is written again
+        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece)

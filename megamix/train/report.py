@@ -42,6 +42,15 @@ class IntervalReport:
         self._rates = _Rates()
         self._losses: list[float] = []
 
+    @property
+    def losses(self) -> list[float]:
+        """Of the interval so far."""
+        return [*self._losses]
+
+    def go_on_from(self, attempts: int, losses: list[float]) -> None:
+        """Take up a run that has launched `attempts` and, since its last line, has had these losses."""
+        self._done, self._losses = attempts, [*losses]
+
     def add(self, loss: float) -> None:
         """Take an applied update's loss into the interval's mean."""
         self._losses.append(loss)

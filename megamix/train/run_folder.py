@@ -4,19 +4,32 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megamix.config import Config, config_to_toml, load_config
+from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
+from megamix.config import Config, ConfigError, config_to_toml, load_config
 from megamix.data.durable import sync_directory, sync_file, write_synced
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
+BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
 _MARKS = (CONFIG, WEIGHTS, "metrics.jsonl")  # a folder that holds one of these belongs to a run
 
 
-def folder_problems(folder: str) -> list[str]:
-    """Why a new run cannot write to `folder`, one line each."""
-    path = Path(folder)
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.checkpoint.folder) / CHECKPOINTS
+
+
+def folder_problems(config: Config) -> list[str]:
+    """Why a run cannot write to its folder, one line each."""
+    folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
+    if config.checkpoint.resume != "never":
+        if checkpoints(path / CHECKPOINTS):
+            return []
+        if set_aside(path / CHECKPOINTS):
+            return [f"checkpoint.folder: all checkpoints in {folder} are damaged and set aside; {BEGIN_ANEW}"]
+        if _ended_before_its_first_save(path, config):
+            return []
     held = [name for name in _MARKS if (path / name).exists()]
     if held:
         return [
@@ -28,6 +41,16 @@ def folder_problems(folder: str) -> list[str]:
             f"checkpoint.folder: {folder} cannot be made, {existing} is no folder to write to; write another folder"
         ]
     return []
+
+
+def _ended_before_its_first_save(path: Path, config: Config) -> bool:
+    """Whether the folder holds this very run, and nothing that a new start would lose."""
+    try:
+        held = load_config(path / CONFIG)
+    except ConfigError:
+        return False
+    same = all(getattr(held, name) == getattr(config, name) for name in ("model", "data", "optimizer", "training"))
+    return same and not (path / WEIGHTS).exists()
 
 
 def claim(config: Config) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,20 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
+from megamix.mixed_precision.replicas import check_replicas
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
+from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
-from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.overflow_log import OverflowLog
+from megamix.train.metrics import METRICS, MetricsWriter, format_line
+from megamix.train.overflow_budget import GaveUpError
+from megamix.train.overflow_log import SET_ASIDE, OverflowLog
 from megamix.train.precision_report import gather_precision
+from megamix.train.progress import Progress
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
+from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
+from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
 
 # Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
 # seed is.
@@ -47,21 +53,47 @@ class Trainer:
         self.loader, self.validation = loader, validation
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
-        self.plan = BatchPlan(
-            config.training.steps, config.training.global_batch_size,
-            config.precision.on_overflow, config.precision.max_retries,
-        )  # fmt: skip
+        self.plan = self._plan(None)
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowLog(config, engine, console, writer)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
+        self._validated = 0  # the update after which the last validation was
+        self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
 
-    def train(self) -> float | None:
+    def _plan(self, state: PlanState | None) -> BatchPlan:
+        training, precision = self.config.training, self.config.precision
+        return BatchPlan(
+            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, state
+        )  # fmt: skip
+
+    def begin(self, progress: Progress, checkpoints: RunCheckpoints) -> None:
+        """Where the run takes up, and what saves it; before `train`."""
+        self.checkpoints = checkpoints
+        self.plan = self._plan(progress.plan())
+        self.overflows.count, self._validated = progress.skipped, progress.validated
+        self.report.go_on_from(progress.attempts, progress.losses())
+        self.console.advance(progress.applied)
+
+    def progress(self) -> Progress:
+        """What a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is settled."""
+        while self.plan.must_settle(until=0):
+            with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
+                self._settle()
+        sizes = {}
+        if self.writer is not None:
+            self.writer.sync()
+            logs = (Path(self.config.checkpoint.folder) / name for name in (METRICS, SET_ASIDE))
+            sizes = {log.name: log.stat().st_size for log in logs if log.exists()}
+        return Progress.of(self.plan.state(), self.report.losses, self.overflows.count, self._validated, sizes)
+
+    def train(self, leave: LeaveRequest) -> float | None:
         """All updates and the validations. Returns the last validation loss (nats per token), if there is validation
         data.
 
-        Raises: GaveUpError once the budget of overflows is spent.
+        Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
+        every rank after the same update; DamagedError once the ranks' copies of a parameter differ.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
@@ -73,20 +105,32 @@ class Trainer:
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
-                while plan.must_settle(until=stop):
+                while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
                 if plan.applied == stop:
                     break
+                if self._stop_reason:
+                    raise self._leaves()
+                if leave.reason:
+                    self.engine.stop_request.fill_(leave.reason)
                 self._try(plan.take())
-            if self.validation is not None:
-                valid_loss = self._validate(stop)
-        self.console.close()
+            is_new = self._validated < stop  # else it was validated before the run was interrupted
+            if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
+                valid_loss = self._validate(stop, leave)
+            if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
+                with self.engine.clock.span("save"):
+                    self.checkpoints.save(self.progress())
         return valid_loss
 
     def _stops(self) -> list[int]:
-        """The updates after which to validate; the last one ends the run."""
-        steps, eval_interval = self.config.training.steps, self.config.training.eval_interval
-        return [*(range(eval_interval, steps, eval_interval) if eval_interval else ()), steps]
+        """The updates, from where the run takes up, after which to validate or save; the last one ends the run."""
+        steps = self.config.training.steps
+        intervals = (self.config.training.eval_interval, self.config.checkpoint.save_interval)
+        stops = {stop for interval in intervals if interval for stop in range(interval, steps, interval)}
+        return sorted(stop for stop in {*stops, steps} if stop >= self.plan.applied)
+
+    def _stops_for(self, update: int, interval: int) -> bool:
+        return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
         self._prefetch(self.plan.next_new())
@@ -98,6 +142,9 @@ class Trainer:
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
+        if _is_due(attempt.number, self.config.checkpoint.verify_interval):
+            with self.engine.clock.span("replica_check"):
+                check_replicas(self.engine)
 
     def _backward(self, batch: GlobalBatch) -> None:
         clock = self.engine.clock
@@ -114,6 +161,7 @@ class Trainer:
         attempt = self.plan.oldest()
         outcome = self.readout.read(attempt.number)
         examination = self._examinations.pop(attempt.number, None)
+        self._stop_reason = max(self._stop_reason, outcome.stop_requested)
         fate = self.plan.settle(outcome.found_inf, outcome.loss_scale)
         # Who overflowed is known of every attempt; rank and micro-batch only where it was examined. The attempt after
         # this outcome is: with requeue and redo the same batch again.
@@ -129,6 +177,14 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(self.plan.applied, layers)
 
+    def _leaves(self) -> EndedEarlyError:
+        if self._stop_reason == SAVE_FAILED:
+            return SaveFailedError(f"ended after update {self.plan.applied}: {reason_words(SAVE_FAILED)}, see the log")
+        return PreemptedError(
+            f"asked to leave ({reason_words(self._stop_reason)}): ended after update {self.plan.applied} of "
+            f"{self.config.training.steps}; the weights are saved"
+        )
+
     def _log(self, update: int, outcome: Outcome) -> None:
         metrics = self.report.metrics(
             update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
@@ -137,9 +193,11 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(update, metrics.values())
 
-    def _validate(self, done: int) -> float:
+    def _validate(self, done: int, leave: LeaveRequest) -> float:
         """Mean loss over the validation batches and all ranks, in half precision as trained. Every rank must call
         it.
+
+        Raises: PreemptedError between two batches, on every rank between the same ones.
         """
         assert self.validation is not None
         self.report.pause()
@@ -148,9 +206,15 @@ class Trainer:
         batch_size = self.config.training.global_batch_size
         with torch.no_grad():
             for start in range(0, self.config.training.eval_batches * batch_size, batch_size):
+                reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
+                self._stop_reason = int(self.engine.collectives.table(reason).max())
+                if self._stop_reason:
+                    raise self._leaves()
                 for samples in self._micro_batches((range(start, start + batch_size),)):
-                    losses.append(self.engine(*self._load(self.validation, samples)))
+                    with self.engine.clock.span("validation"):
+                        losses.append(self.engine(*self._load(self.validation, samples)))
         self.engine.module.train()
+        self._validated = done
         loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
@@ -194,8 +258,7 @@ class Trainer:
         return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
 
     def _is_examined(self, attempt: int) -> bool:
-        interval = self.config.metrics.precision_interval
-        return interval > 0 and (attempt + 1) % interval == 0
+        return _is_due(attempt, self.config.metrics.precision_interval)
 
     @contextmanager
     def _profiled(self, attempt: int) -> Iterator[None]:
@@ -213,3 +276,8 @@ class Trainer:
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
             self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")
+
+
+def _is_due(attempt: int, interval: int) -> bool:
+    """Whether this is one of every `interval` attempts; 0: never."""
+    return interval > 0 and (attempt + 1) % interval == 0

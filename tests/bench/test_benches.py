@@ -182,7 +182,7 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["fp16", "all"])
 def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "wire", "examine", "startup"):
+    for name in ("update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"):
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -191,7 +191,11 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(run, name, bench)
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
-    want = ["update", "train", "fp16", "overlap", "wire", "examine", "startup"] if what == "all" else ["fp16"]
+    want = (
+        ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"]
+        if what == "all"
+        else ["fp16"]
+    )
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
 

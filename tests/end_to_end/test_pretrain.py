@@ -34,10 +34,14 @@ def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 4, 6]
     assert load_file(tmp_path / "run/weights.safetensors")
 
-    again = _call("launch/pretrain.sh", str(config), "training.steps=6", NPROC_PER_NODE="2")
-    assert again.returncode == 2
-    assert again.stderr.count("holds another run") == 1
-    assert "Traceback" not in again.stderr
+    again = _call("launch/pretrain.sh", str(config), "training.steps=8", NPROC_PER_NODE="2")
+    assert again.returncode == 0, again.stderr
+    assert "step_00000006 after update 6\nchanged since: training.steps: 6 -> 8\n" in again.stdout
+
+    other = _call("launch/pretrain.sh", str(config), "checkpoint.resume=never", NPROC_PER_NODE="2")
+    assert other.returncode == 2
+    assert other.stderr.count("holds another run") == 1
+    assert "Traceback" not in other.stderr
 
 
 def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:

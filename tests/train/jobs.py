@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -58,7 +60,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
 def run_on_ranks(config: Config) -> float | None:
     """`run_job` on ranks whose process group is up already, or alone."""
     with (
-        mock.patch.object(job, "start_ranks", lambda device: Topology.current()),
+        mock.patch.object(job, "start_ranks", lambda device, timeout_s: Topology.current()),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)
@@ -118,3 +120,21 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
 
     with mock.patch.object(ShardedEngine, "backward", poisoned):
         yield
+
+
+@contextmanager
+def counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
+    """`at_call(n)` at the n-th call, of Python or C, in this thread: an instant that depends on no clock."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        if event in ("call", "c_call"):
+            at_call(calls)
+            calls += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
 import pytest
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megamix.train import launch
+from megamix.train import launch as launcher
+from megamix.train.launch import launch
 
 
-@pytest.mark.parametrize(("exit_code", "status"), [(3, 3), (2, 2), (1, 1), (-9, 1)])
+@pytest.fixture(autouse=True)
+def _handler_of_its_own() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+# -10, -15, -2: a rank that was still starting dies of the request to leave.
+@pytest.mark.parametrize(
+    ("exit_code", "status"), [(3, 3), (2, 2), (1, 1), (-9, 1), (75, 75), (-10, 75), (-15, 75), (-2, 75)]
+)
 def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, status: int) -> None:
     def fail(arguments: list[str]) -> None:
-        assert arguments == ["--standalone", "job"]
+        assert arguments[-2:] == ["--standalone", "job"]
         failures = {
             rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="")
             for rank, code in ((0, -15), (1, exit_code))
@@ -19,10 +39,56 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
         failures[0].timestamp, failures[1].timestamp = 2, 1
         raise ChildFailedError("megamix", failures)
 
-    monkeypatch.setattr(launch, "main", fail)
-    assert launch.launch(["--standalone", "job"]) == status
+    monkeypatch.setattr(torch.distributed.run, "main", fail)
+    assert launch(["--standalone", "job"]) == status
 
 
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "main", lambda arguments: None)
-    assert launch.launch([]) == 0
+    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: None)
+    assert launch([]) == 0
+
+
+def test_ranks_get_the_time_to_save_where_torchrun_can_be_told(monkeypatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(torch.distributed.run, "main", calls.append)
+    for options in ("--standalone --shutdown-timeout", "--standalone"):
+        parser = SimpleNamespace(format_help=lambda options=options: options)
+        monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda parser=parser: parser)
+        launch(["--shutdown-timeout=7"])  # the user's own comes later and wins
+    assert calls == [["--shutdown-timeout=3600", "--shutdown-timeout=7"], ["--shutdown-timeout=7"]]
+
+
+def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:
+    def interrupt(arguments: list[str]) -> None:
+        raise SignalException("asked", signal.SIGTERM)
+
+    monkeypatch.setattr(torch.distributed.run, "main", interrupt)
+    assert launch([]) == 75
+
+
+def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> None:
+    def train(arguments: list[str]) -> None:
+        trap = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); print(flush=True); input()"
+        with subprocess.Popen([sys.executable, "-c", trap], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+            assert rank.stdout is not None
+            rank.stdout.readline()  # its handler is in place
+            monkeypatch.setattr(launcher, "_ranks", lambda: [rank.pid, 2**22 + 1])  # one that has just ended, too
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert rank.wait(10) == 75
+
+    monkeypatch.setattr(torch.distributed.run, "main", train)
+    assert launch([]) == 0
+
+
+def test_the_ranks_are_the_launcher_s_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        assert rank.pid in launcher._ranks()
+        assert os.getppid() not in launcher._ranks()
+
+
+def test_sigusr1_before_there_are_ranks_ends_the_launcher(monkeypatch) -> None:
+    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(launcher, "_ranks", list)
+    with pytest.raises(SystemExit) as left:
+        launch([])
+    assert left.value.code == 75

@@ -19,7 +19,7 @@ from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport, peak_memory_gib
 
 CPU = torch.device("cpu")
-OUTCOME = Outcome(5.0, found_inf=False, grad_norm=1.0, loss_scale=8.0, lr=0.1, by_piece=torch.zeros(2, 1))
+OUTCOME = Outcome(5.0, False, grad_norm=1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
         live.fill_(attempt)
         pieces.fill_(attempt)
-        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, pieces))
+        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces))
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
 

@@ -80,6 +80,12 @@ MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
         _leave_a_run,
         r"checkpoint.folder: .*run holds another run \(metrics.jsonl\); write",
     ),
+    "checkpoint that is none": (
+        ["checkpoint.resume=runs"],
+        1,
+        _nothing,
+        "checkpoint.resume: runs is no checkpoint; write auto, never or a path",
+    ),
     "folder that cannot be made": (
         [],
         1,

@@ -1,0 +1,105 @@
+"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and Damaged."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+from megamix.checkpoint.diff import differences
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
+from megamix.checkpoint.manifest import read_manifest
+from megamix.checkpoint.verify import Checkpoint, Damaged, check_bytes, read_checkpoint
+
+
+def ls(path: Path) -> Iterator[str]:
+    """A line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
+    folder = _folder(path)
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
+    rows += [_row(entry) for entry in reversed(checkpoints(folder))]
+    rows += [(entry.name, "", _written(entry), _size(entry), "", "damaged, set aside") for entry in set_aside(folder)]
+    rows += [(entry.name, "", _written(entry), _size(entry), "", "unfinished") for entry in unfinished(folder)]
+    if len(rows) == 1:
+        yield f"{folder} holds no checkpoint"
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, step, written, size, layout, state in rows:
+        yield (
+            f"{name:<{widths[0]}}  {step:>{widths[1]}}  {written:<{widths[2]}}  {size:>{widths[3]}}  "
+            f"{layout:<{widths[4]}}  {state}"
+        )
+
+
+def verify(path: Path) -> Iterator[str]:
+    """Read every byte: a line for each good checkpoint, then Damaged with what is wrong with all others."""
+    problems = []
+    for found in _checkpoints(path):
+        try:
+            manifest = read_checkpoint(found).manifest
+            held = f"{len(manifest.params)} parameters, of each {', '.join(manifest.states)}"
+            yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
+        except Damaged as error:
+            problems += error.problems
+    if problems:
+        raise Damaged(problems)
+
+
+def diff(old: Path, new: Path) -> Iterator[str]:
+    """A line for each difference."""
+    same = True
+    for line in differences(_good("A", old), _good("B", new)):
+        same = False
+        yield line
+    if same:
+        yield "no difference"
+
+
+def export(path: Path, output: Path) -> Iterator[str]:
+    """Write a folder for torch.distributed.checkpoint. Raises: OSError as well."""
+    from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
+
+    checkpoint = _good("PATH", path)
+    export_dcp(checkpoint, output)
+    yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
+
+
+def _folder(path: Path) -> Path:
+    """Where a run, or the path itself, has its checkpoints."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; give a run, a folder of checkpoints, or a checkpoint")
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Those of a run or folder, the newest first; or the path itself."""
+    folder = _folder(path)
+    found = checkpoints(folder)
+    if not found and folder != path:
+        raise ValueError(f"{folder} holds no checkpoint")
+    return found or [path]
+
+
+def _good(name: str, path: Path) -> Checkpoint:
+    if (found := _checkpoints(path)) != [path]:
+        raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
+    return read_checkpoint(path)
+
+
+def _row(path: Path) -> tuple[str, ...]:
+    try:
+        manifest = read_manifest(path / MANIFEST)
+        for record in manifest.files:
+            check_bytes(path / record.name, record, content=False)
+    except (ValueError, OSError) as error:
+        return path.name, "", _written(path), _size(path), "", f"damaged: {error}"
+    written = _written(path / MANIFEST)
+    return path.name, str(manifest.applied_updates), written, _size(path), f"dp {manifest.layout.dp_size}", "complete"
+
+
+def _written(path: Path) -> str:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
+
+
+def _size(path: Path) -> str:
+    size = sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
+    return f"{size / 2**20:,.1f} MiB"

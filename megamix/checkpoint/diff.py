@@ -1,0 +1,88 @@
+"""What differs between two checkpoints: configuration, counters, and every state of every parameter."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.verify import Checkpoint
+
+_ABSENT = "(none)"
+
+
+def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
+    """A line for each; none if a run resumed from either is the same run. Holds one piece of each at a time.
+
+    By which ranks a state was saved is no difference.
+    Raises: ValueError if a checkpoint's configuration is no TOML.
+    """
+    yield from changes(_facts(old), _facts(new))
+    shapes = {param.name: param.shape for param in new.manifest.params}
+    readers = PieceReader(old), PieceReader(new)
+    for param in old.manifest.params:
+        for state in old.manifest.states:
+            if shapes.get(param.name) == param.shape and state in new.manifest.states:
+                gap = _gap(old, new, (param.name, state), readers)
+                if gap.differing:
+                    yield f"{state} of {param.name}: {gap}"
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line for each value of two trees that is not the same in both."""
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield f"{prefix}{name}: {before} -> {after}"
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All that the manifest says of the state, as a tree."""
+    manifest = checkpoint.manifest
+    run = manifest.run.model_dump()
+    try:
+        run["config"] = tomllib.loads(manifest.run.config)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
+    counters = manifest.model_dump(include={"applied_updates", "skipped_steps", "loss_scale", "states"})
+    return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}
+
+
+@dataclass(slots=True)
+class _Gap:
+    """How far two versions of one state are apart."""
+
+    numel: int = 0
+    differing: int = 0  # elements whose bits are not the same
+    largest: float = 0.0  # absolute difference; NaN if one of the two is NaN
+
+    def add(self, old: Tensor, new: Tensor) -> None:
+        # By bits, as a resumed run must be equal: a NaN is equal to itself, and 0 is not to -0.
+        other = old.view(torch.int32) != new.view(torch.int32)
+        self.numel += old.numel()
+        if count := int(other.count_nonzero()):
+            self.differing += count
+            gaps = (old[other].double() - new[other].double()).abs()
+            # torch's maximum, since Python's may lose a NaN.
+            self.largest = float(torch.cat([gaps, gaps.new_tensor([self.largest])]).max())
+
+    def __str__(self) -> str:
+        share = f"{self.differing / self.numel:.2%}"
+        return f"{self.differing:,} of {self.numel:,} elements ({share}), by at most {self.largest:.3e}"
+
+
+def _gap(old: Checkpoint, new: Checkpoint, key: tuple[str, str], readers: tuple[PieceReader, PieceReader]) -> _Gap:
+    gap = _Gap()
+    for old_place in old.stored[key]:
+        for new_place in new.stored[key]:
+            if common := old_place.box.intersection(new_place.box):
+                for piece in pieces(common):
+                    gap.add(readers[0].read(old_place, piece), readers[1].read(new_place, piece))
+    return gap

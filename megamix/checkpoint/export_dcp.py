@@ -1,0 +1,96 @@
+"""A checkpoint as a folder of torch.distributed.checkpoint, for what loads such: full FP32 tensors under torch's names.
+
+`model.NAME` holds the masters, under every name of a shared parameter. `optimizer.state.NAME.STATE` holds the
+optimizer's states, and as `step` the number of applied updates, as torch's AdamW does. The settings of the optimizer
+(torch's `param_groups`) are not in a checkpoint; its configuration is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.folder import unfinished_name
+from megamix.checkpoint.manifest import ParamRecord
+from megamix.checkpoint.parts import MASTER
+from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.verify import Checkpoint
+from megamix.data.durable import sync_directory
+
+_Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
+
+
+def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
+    """Write a folder that torch.distributed.checkpoint.load reads. Holds one piece at a time; whole or not there.
+
+    Raises: ValueError if there is something at `output`; OSError.
+    """
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"OUT: {output} is there already; give a new name")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(unfinished_name(output.name))
+    try:
+        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that this is one process
+            save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
+        sync_directory(aside)
+        aside.rename(output)
+        sync_directory(output.parent)
+    except CheckpointException as error:  # no Exception to Python
+        reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
+        raise OSError(f"{output} cannot be written: {reasons}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans by the manifest alone, and reads each piece when torch asks for it to write it."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._items: list[WriteItem] = []
+        self._nesting: dict[str, _Path] = {}  # by torch's flat name
+        self._reads: dict[MetadataIndex, Callable[[], Tensor]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        manifest, reader = self._checkpoint.manifest, PieceReader(self._checkpoint)
+        step = torch.tensor(float(manifest.applied_updates))
+        for param in manifest.params:
+            for state in manifest.states:
+                for stored in self._checkpoint.stored[param.name, state]:
+                    for piece in pieces(stored.box):
+                        for path in _paths(param, state):
+                            self._add(path, param.shape, piece, partial(reader.read, stored, piece))
+            self._add(("optimizer", "state", param.name, "step"), (), Box.whole(()), lambda: step)
+        self.plan = SavePlan(self._items, planner_data=self._nesting)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._reads[write_item.index]()
+
+    def _add(self, path: _Path, shape: tuple[int, ...], piece: Box, read: Callable[[], Tensor]) -> None:
+        where = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size))
+        content = TensorWriteData(where, TensorProperties(dtype=torch.float32), torch.Size(shape))
+        index = MetadataIndex(".".join(path), where.offsets)
+        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=content))
+        self._nesting[index.fqn] = path
+        self._reads[index] = read
+
+
+def _paths(param: ParamRecord, state: str) -> list[_Path]:
+    if state == MASTER:
+        return [("model", name) for name in (param.name, *param.aliases)]
+    return [("optimizer", "state", param.name, state)]

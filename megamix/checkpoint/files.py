@@ -1,0 +1,77 @@
+"""The only calls that change the disk, each a method of its own, so that a test can let any of them fail."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from collections.abc import Iterable
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+from megamix.data.durable import sync_directory, sync_file
+
+
+class Written(NamedTuple):
+    """What was handed to the disk."""
+
+    size: int  # bytes
+    crc32: int
+
+
+class Files:
+    """Writes checkpoints and removes them. Every method raises OSError."""
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> FileIO:
+        return open(path, "xb", buffering=0)
+
+    def write(self, file: FileIO, chunk: memoryview) -> None:
+        while chunk:  # the disk may take less than it is given
+            chunk = chunk[file.write(chunk) :]
+
+    def sync_file(self, file: FileIO) -> None:
+        sync_file(file)
+
+    def sync_directory(self, path: Path) -> None:
+        sync_directory(path)
+
+    def rename(self, path: Path, target: Path) -> None:
+        path.rename(target)
+
+    def remove_file(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        path.rmdir()
+
+    def free_space(self, path: Path) -> int:
+        """Bytes that an ordinary user may still write there."""
+        return shutil.disk_usage(path).free
+
+    def write_file(self, path: Path, chunks: Iterable[memoryview]) -> Written:
+        """Write a new file that is on the disk when this returns."""
+        size = crc32 = 0
+        try:
+            with self.create(path) as file:
+                for chunk in chunks:
+                    # While the bytes are in the cache, and of what was meant to be written: what the disk makes of it
+                    # is found by reading.
+                    size, crc32 = size + chunk.nbytes, zlib.crc32(chunk, crc32)
+                    self.write(file, chunk)
+                self.sync_file(file)
+        except OSError as error:
+            error.filename = str(path)  # a failed write or sync does not say of what
+            raise
+        return Written(size, crc32)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and what is in it, or a file, if it is there. A link is removed, never followed."""
+        if path.is_dir() and not path.is_symlink():
+            for entry in sorted(path.iterdir()):
+                self.remove_tree(entry)
+            self.remove_directory(path)
+        elif path.exists() or path.is_symlink():
+            self.remove_file(path)

@@ -1,0 +1,127 @@
+"""The manifest: the JSON file that says what a checkpoint holds. What lies in no manifest is no checkpoint.
+
+Its last line is its own checksum, over every byte before that line; so a damaged manifest is told apart from one that
+was never right, and no byte of it is free to change.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
+
+LARGEST = 256 << 20  # bytes: no larger file is read as a manifest
+_CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
+_CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
+
+# JSON's numbers are exact up to here in every reader.
+_Count = Annotated[int, Field(ge=0, le=2**53)]
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class FileRecord(_Record):
+    """One file: its name in the checkpoint's folder, bytes and checksum."""
+
+    name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # so a name leads nowhere else
+    size: _Count
+    crc32: _Count
+
+
+class ParamRecord(_Record):
+    """One parameter, whole, under its first registered name."""
+
+    name: str
+    shape: tuple[_Count, ...]
+    aliases: tuple[str, ...]
+
+
+class LayoutRecord(_Record):
+    """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
+
+    dp_size: _Count
+    buckets: tuple[_Count, ...]  # elements, with padding
+
+
+class RunRecord(_Record):
+    """What the caller wants back with the state. A checkpoint keeps it as it is."""
+
+    progress: dict[str, JsonValue] = {}  # consumed samples, batches to try again
+    config: str = ""  # the effective configuration, TOML
+    fingerprints: dict[str, str] = {}  # of the data, by the key that names it
+    rng_rule: str = ""  # of what every random number is a function: there is no generator whose state to keep
+
+
+class Manifest(_Record):
+    """All that a checkpoint says of itself."""
+
+    format: Literal["megamix checkpoint"] = "megamix checkpoint"
+    version: Literal[1] = 1
+    applied_updates: _Count
+    skipped_steps: _Count
+    loss_scale: dict[str, _Number | list[_Number]]  # by the loss scale's own state names
+    run: RunRecord
+    layout: LayoutRecord
+    states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
+    params: tuple[ParamRecord, ...]
+    files: tuple[FileRecord, ...] = ()
+
+
+def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
+    """The manifest of the engine's state, its files still to be named. Reads the device."""
+    return Manifest(
+        applied_updates=int(engine.applied_updates),
+        skipped_steps=int(engine.skipped_steps),
+        loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
+        run=run,
+        layout=LayoutRecord(
+            dp_size=engine.layout.dp_size, buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets)
+        ),
+        states=states,
+        params=tuple(describe_param(slot.spec) for bucket in engine.layout.buckets for slot in bucket.slots),
+    )
+
+
+def describe_param(spec: ParamSpec) -> ParamRecord:
+    return ParamRecord(name=spec.name, shape=spec.shape, aliases=spec.aliases)
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """The whole file."""
+    body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
+    return body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises: ValueError naming the file, and the field where it is one's fault; OSError."""
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path}: not there, or no ordinary file")
+    if (size := path.stat().st_size) > LARGEST:
+        raise ValueError(f"{path}: {size} bytes; a manifest has at most {LARGEST}")
+    text = path.read_bytes()
+    body, checksum = text[:-_CHECKSUM_LENGTH], text[-_CHECKSUM_LENGTH:]
+    if checksum != (_CHECKSUM_LINE % zlib.crc32(body)).encode():
+        raise ValueError(f"{path}: its checksum does not fit its content")
+    try:
+        manifest = Manifest.model_validate_json(body + b"}")
+    except ValidationError as error:
+        where = "; ".join(
+            f"{'.'.join(map(str, problem['loc'])) or 'the text'}: {problem['msg']}" for problem in error.errors()[:5]
+        )
+        raise ValueError(f"{path}: {where}") from None
+    for field, names in (
+        ("files", [file.name for file in manifest.files]),
+        ("params", [param.name for param in manifest.params]),
+        ("states", list(manifest.states)),
+    ):
+        if len(set(names)) != len(names):
+            raise ValueError(f"{path}: {field}: a name is there twice")
+    return manifest

@@ -1,0 +1,59 @@
+"""A safetensors file as a stream of chunks, so that nothing as large as the file is ever held.
+
+The format (github.com/huggingface/safetensors): 8 bytes, the header's length; the header, JSON that gives each
+tensor's dtype, shape and place; the tensors' bytes without gaps. What reads it here is the `safetensors` library.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.parts import Part
+
+_ALIGNMENT = 64  # of the first tensor's bytes in the file
+_CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache
+
+
+def key_of(param: str, state: str, box: Box) -> str:
+    """A tensor's name in the file; the box's size is the tensor's shape."""
+    return f"{param}|{state}|{','.join(map(str, box.offset))}"
+
+
+def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
+    """The parameter, the state and the box of `key_of`. Raises: ValueError."""
+    try:
+        param, state, numbers = key.rsplit("|", 2)  # from the right: a module may bear any name
+        offset = tuple(int(number) for number in numbers.split(",") if number)
+    except ValueError:
+        raise ValueError(f"{key[:200]!r} is not parameter|state|offset") from None
+    if len(offset) != len(shape):
+        raise ValueError(f"{key[:200]!r} has {len(offset)} dims by its name and {len(shape)} by its shape")
+    return param, state, Box(offset, tuple(shape))
+
+
+def header(parts: Sequence[Part]) -> bytes:
+    """All that precedes the tensors' bytes."""
+    entries, end = {}, 0
+    for part in parts:
+        start, end = end, end + 4 * part.box.numel
+        key = key_of(part.param, part.state, part.box)
+        entries[key] = {"dtype": "F32", "shape": part.box.size, "data_offsets": (start, end)}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
+    """The whole file, in order."""
+    yield memoryview(header(parts))
+    for part in parts:
+        assert part.tensor.dtype == torch.float32, part.tensor.dtype
+        flat = part.tensor.view(-1)
+        assert flat.numel() == part.box.numel, (flat.numel(), part.box)
+        for piece in torch.split(flat, _CHUNK):
+            yield memoryview(piece.cpu().numpy().data).cast("B")

@@ -1,0 +1,75 @@
+"""Work that succeeds on every rank or on none, and whose results all ranks know."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Topology
+
+
+class FailedTogether(OSError):
+    """Some rank could not do its part; raised on every rank alike, with every such rank named."""
+
+
+class Together:
+    """Every call must be made by all ranks, in the same order.
+
+    `device`: where the collectives' tensors live.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device):
+        self._collectives, self._device = collectives, device
+        self.rank, self.size = collectives.topology.dp_rank, collectives.topology.dp_size
+
+    @staticmethod
+    def apart(topology: Topology, timeout_s: float) -> Together:
+        """Over a group of its own, for use beside the engine's collectives. Every rank must call it.
+
+        Units: `timeout_s` bounds the wait for the slowest rank's work; after it the group is of no more use.
+        """
+        group = None
+        if topology.dp_group is not None:
+            ranks = dist.get_process_group_ranks(topology.dp_group)
+            group = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), backend="gloo")
+        host = torch.device("cpu")
+        own = Topology(topology.dp_size, topology.dp_rank, group)
+        return Together(make_collectives(own, 0, torch.uint8, host), host)
+
+    def every(self, work: Callable[[], Any]) -> list[Any]:
+        """Every rank works; all get all the results, in rank order. They must be JSON.
+
+        Raises: FailedTogether on every rank if the work raised anything on one.
+        """
+        cause = None
+        try:
+            answer = {"result": work()}
+        except Exception as error:  # whatever it was, the other ranks wait for this one's answer
+            cause, answer = error, {"error": f"{type(error).__name__}: {error}"}
+        answers = [json.loads(text) for text in self._texts(json.dumps(answer))]
+        failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+        if failures:
+            raise FailedTogether("; ".join(failures)) from cause
+        return [answer["result"] for answer in answers]
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """The first rank works; all get its result. Raises: as `every`."""
+        return self.every(work if self.rank == 0 else lambda: None)[0]
+
+    def _texts(self, text: str) -> list[str]:
+        """Every rank's text, in rank order."""
+        row = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        longest = int(self._table(torch.tensor([row.numel()])).max())
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+        padded[: row.numel()] = row
+        return [bytes(line.tolist()).decode() for line in self._table(padded)]
+
+    def _table(self, row: Tensor) -> Tensor:
+        return self._collectives.table(row.to(self._device)).cpu()

@@ -1,0 +1,39 @@
+"""What a checkpoint remembers of its data, so that a run does not go on with other data unnoticed. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from megamix.data.token_file import bin_path, idx_path
+
+_BLOCKS, _BLOCK = 256, 1 << 18  # of the tokens, evenly spread, bytes: 64 MiB, up to which every byte counts
+_PIECE = 1 << 22
+
+
+def token_file_fingerprint(prefix: Path) -> str:
+    """Of the whole index, and of the tokens' size and 64 MiB: every document added, removed or moved changes it, but
+    single tokens changed in place in a larger file may not.
+    """
+    digest = hashlib.sha256()
+    _add_file(digest, idx_path(prefix))
+    with bin_path(prefix).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "little"))
+        for number in range(_BLOCKS):
+            file.seek(number * max(_BLOCK, size // _BLOCKS))
+            digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def file_fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    _add_file(digest, path)
+    return digest.hexdigest()
+
+
+def _add_file(digest: hashlib._Hash, path: Path) -> None:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)

@@ -1,0 +1,124 @@
+"""From which checkpoint a run goes on, and whether it may: what has changed since is refused or told."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.load import newest_checkpoint, read_together
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.together import Together
+from megamix.checkpoint.verify import Checkpoint, Damaged
+from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config.toml_text import value_text
+from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
+from megamix.train.progress import Progress
+from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
+
+RNG_RULE = "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout"
+# Whatever the shapes, with another value these make another model, other states, or another order of the data.
+_REFUSED = ("model.", "optimizer.name", "training.seed")
+_PASS = ("model.dropout", "model.compile", "model.init_std")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run takes up; the same on every rank."""
+
+    checkpoint: Checkpoint | None  # None: it begins anew
+    progress: Progress
+    record: RunRecord  # what every checkpoint of this run says, without its progress
+    changes: list[str]  # of the configuration since the checkpoint
+    together: Together
+
+
+def find_start(config: Config, together: Together) -> Start:
+    """Find the checkpoint to go on from and compare it with the configuration. Every rank must call it.
+
+    Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
+    """
+    record = RunRecord.model_validate(together.first(lambda: run_record(config).model_dump(mode="json")))
+    checkpoint = find_checkpoint(config, together)
+    if checkpoint is None:
+        return Start(None, Progress(), record, [], together)
+    progress = read_progress(checkpoint)
+    if checkpoint.path.parent != checkpoint_folder(config):
+        progress = progress.model_copy(update={"log_sizes": {}})  # another run's logs
+    return Start(checkpoint, progress, record, changes(checkpoint, record), together)
+
+
+def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
+    """The one that `checkpoint.resume` asks for, verified; damaged ones in the run's folder are set aside. None for a
+    run that begins anew. Every rank must call it.
+
+    Raises: ConfigError on every rank if there are only damaged ones.
+    """
+    resume, folder = config.checkpoint.resume, checkpoint_folder(config)
+    if resume == "never":
+        return None
+    there_are_some = together.first(lambda: bool(checkpoints(folder)))
+    if there_are_some:  # also with a path: a run that began from there and was restarted goes on from its own
+        found = newest_checkpoint(folder, together)
+        if found is None:
+            raise ConfigError([f"checkpoint.folder: no checkpoint in {folder} is whole; {BEGIN_ANEW}"], "job")
+        return found
+    if resume == "auto":
+        return None
+    try:
+        return read_together(Path(resume), together)
+    except Damaged as error:
+        raise ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job") from None
+
+
+def read_progress(checkpoint: Checkpoint) -> Progress:
+    """Raises: ConfigError."""
+    try:
+        return Progress.read(checkpoint.manifest.run.progress)
+    except ValueError as error:
+        problem = f"checkpoint.resume: {checkpoint.path} was not saved by a training run: {error}; name another one"
+        raise ConfigError([problem], "job") from None
+
+
+def run_record(config: Config) -> RunRecord:
+    """What every checkpoint of this run says, without its progress. Reads the data, so one rank does."""
+    fingerprints = {"data.train": token_file_fingerprint(Path(config.data.train))}
+    if config.data.tokenizer is not None:
+        fingerprints["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
+    return RunRecord(config=config_to_toml(config), fingerprints=fingerprints, rng_rule=RNG_RULE)
+
+
+def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
+    """A line for every key that has another value since the checkpoint.
+
+    Raises: ConfigError naming each change that would make it another run.
+    """
+    saved = checkpoint.manifest.run
+    old, new = _flat(saved.config), _flat(now.config)
+    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+    refused = [
+        f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
+        f"former, or another checkpoint.folder to begin a new run"
+        for key in changed
+        if key.startswith(_REFUSED) and key not in _PASS
+    ]
+    refused += [
+        f"{key}: holds other data than when {checkpoint.path} was saved; bring that back, or write another "
+        "checkpoint.folder to begin a new run"
+        for key, fingerprint in saved.fingerprints.items()
+        if now.fingerprints.get(key, fingerprint) != fingerprint
+    ]
+    if refused:
+        raise ConfigError(refused, "job")
+    return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in changed]
+
+
+def _flat(config: str) -> dict[str, Any]:
+    tables = tomllib.loads(config)
+    return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else value_text(value)

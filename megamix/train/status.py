@@ -1,0 +1,101 @@
+"""How a run ended, for whoever decides whether to start it again: `status.json`, and the process's exit status.
+
+torchrun ends with 1 whatever its ranks ended with, and a killed process with no status of its own; the file says what
+happened, also to those who were not there. No torch here.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from megamix.train.run_folder import write_text
+
+STATUS = "status.json"
+
+State = Literal["running", "finished", "preempted", "failed", "gave_up"]
+
+# 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
+EXIT_STATUS: dict[State, int | None] = {"running": None, "finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}
+
+
+class EndedEarlyError(Exception):
+    """The run ended in good order, on all ranks alike, before all its updates; the message says why."""
+
+    state: State
+
+    @property
+    def exit_status(self) -> int:
+        status = EXIT_STATUS[self.state]
+        assert status is not None
+        return status
+
+
+class PreemptedError(EndedEarlyError):
+    """The run was asked to leave."""
+
+    state: State = "preempted"
+
+
+class SaveFailedError(EndedEarlyError):
+    """A checkpoint could not be written, and going on without one was not wanted or made no sense."""
+
+    state: State = "failed"
+
+
+class StuckError(EndedEarlyError):
+    """The run was started again and again, and fails before it gets any further."""
+
+    state: State = "gave_up"
+
+
+class RunStatus:
+    """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
+
+    def __init__(self, folder: Path, steps: int):
+        self.folder, self._steps = folder, steps
+        self.update: Callable[[], int] = lambda: 0  # applied updates; training puts its own here
+        self._start, self._restarts = 0, 0
+
+    def begin(self, update: int, max_restarts: int) -> None:
+        """The run starts from `update`, as its newest save has it.
+
+        Raises: StuckError, written down as well, at more than `max_restarts` starts in a row from one update; those
+        after a run that was asked to leave do not count.
+        """
+        try:
+            earlier = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
+            in_vain = earlier["state"] not in ("finished", "preempted") and update <= earlier["start"]
+            restarts, end = earlier["restarts"] + 1 if in_vain else 0, f"{earlier['state']} {earlier['reason']}".strip()
+        except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
+            restarts, end = 0, ""
+        self.update = lambda: update
+        self._start, self._restarts = update, restarts
+        if restarts > max_restarts:
+            stuck = StuckError(
+                f"started {restarts + 1} times from update {update} without getting further (checkpoint.max_restarts "
+                f"{max_restarts}); find out why, then remove {self.folder / STATUS}. The last start's end: {end}"
+            )
+            self.write(stuck.state, str(stuck))
+            raise stuck
+        self.write("running")
+
+    def write(self, state: State, reason: str = "") -> None:
+        values = {
+            "state": state,
+            "exit_status": EXIT_STATUS[state],
+            "update": self.update(),
+            "steps": self._steps,
+            "start": self._start,
+            "restarts": self._restarts,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "reason": reason,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        write_text(self.folder / STATUS, json.dumps(values, indent=2) + "\n")

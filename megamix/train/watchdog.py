@@ -1,0 +1,205 @@
+"""Ends this rank when another one is dead or hung, saying which; and asks the run to leave when its launcher died.
+
+A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that names
+neither. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
+looks who is silent, or else who is behind, and all ranks end with that verdict, each with its stacks in a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
+from megamix.train.signals import PARENT_DIED, LeaveRequest
+from megamix.train.status import EXIT_STATUS, RunStatus
+
+_SHOWN = 8  # ranks in a verdict
+_LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
+
+
+class Watchdog:
+    """Watches between `with` and the end of the block.
+
+    `roll`: None for a rank alone, which nobody waits for. `launcher`: its pid, whose death is a request to leave; None
+    where the parent is a shell, which a run may outlive.
+    """
+
+    def __init__(
+        self, roll: RollCall | None, timeout_s: float, place: Callable[[], Place],
+        status: RunStatus, leave: LeaveRequest, launcher: int | None,
+    ):  # fmt: skip
+        self._roll, self._timeout_s, self._place = roll, timeout_s, place
+        self._status, self._leave = status, leave
+        self._launcher = launcher
+        self._tick_s = min(0.25, timeout_s / 12)  # from one sign to the next
+        self._window_s = timeout_s / 4  # in which a living rank of another host gives a sign
+        self._since_s = time.monotonic()  # when the main thread was last seen to move
+        self._rank = roll.rank if roll is not None else 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stacks: TextIO | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self._roll is not None:
+            self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
+            self._stacks = (self._status.folder / f"stacks_rank{self._rank}.txt").open("w", encoding="utf-8")
+            with contextlib.suppress(RuntimeError):
+                self._roll.beat(self._place())  # before anything can go wrong: the others know at least who we are
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._thread.join()
+        try:
+            if isinstance(error, Exception) and self._roll is not None:
+                self._explain(error, self._roll)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if self._stacks is not None:
+                self._stacks.close()
+                if error is None:
+                    Path(self._stacks.name).unlink()
+
+    def _watch(self) -> None:
+        place, suspicion = self._place(), None
+        self._arm()
+        while not self._closing.wait(self._tick_s):
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._leave.ask(PARENT_DIED)
+            if self._roll is None:
+                continue
+            last, place = place, self._place()
+            if place != last:
+                self._since_s, suspicion = time.monotonic(), None
+                self._arm()
+            with contextlib.suppress(RuntimeError):  # the store is gone: the last resort holds
+                self._roll.beat(place)
+                if (verdict := self._roll.verdict()) is not None:
+                    self._end(verdict, self._roll)
+                if suspicion is None and self._stood_s() > self._timeout_s - self._window_s - self._tick_s:
+                    suspicion = _Suspicion(self._roll)
+                # The age too: a process that was stopped itself finds the limit passed when it goes on.
+                if suspicion is not None and suspicion.age_s() > self._window_s and self._stood_s() > self._timeout_s:
+                    verdict = self._roll.decide(self._judge(suspicion.missing(), self._roll))
+                    print(f"megamix train: {verdict.text}", file=sys.stderr)
+                    self._end(verdict, self._roll)
+
+    def _stood_s(self) -> float:
+        return time.monotonic() - self._since_s
+
+    def _arm(self) -> None:
+        """Should this thread be stuck as well, in the store or without the interpreter's lock."""
+        if self._stacks is not None:
+            faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=self._stacks)
+
+    def _judge(self, missing: list[int], roll: RollCall) -> Verdict:
+        """Who is to blame for this rank's standing still."""
+        signs = roll.signs()
+        fewest = min((sign.spans for sign in signs.values()), default=0)
+        behind = [rank for rank, sign in signs.items() if sign.spans == fewest]
+        if missing:
+            what = f"no sign of life from {_names(missing)}"
+        elif len(behind) < len(signs):
+            what = f"{_names(behind)} fell behind"
+        else:
+            what = "all ranks stand in the same place"
+        lines = [f"no progress for {self._timeout_s:g} s (parallelism.timeout_s): {what}"]
+        return Verdict("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
+
+    def _explain(self, error: Exception, roll: RollCall) -> None:
+        """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
+        traceback.print_exception(error, file=self._stacks)
+        with contextlib.suppress(RuntimeError):
+            # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
+            missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []
+            place = self._place()
+            where = f"in {place.doing}, attempt {place.attempt}"
+            if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
+                verdict = self._judge(missing, roll)
+            elif missing:
+                lines = [f"{_names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
+                verdict = Verdict("\n".join(lines), missing)
+            else:
+                verdict = Verdict(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
+            verdict = roll.decide(verdict)
+            error.add_note(verdict.text)
+            _end_missing(verdict, roll)
+            if roll.rank != 0 and roll.rank == _speaker(verdict, roll):
+                self._status.write("failed", verdict.text)
+
+    def _wait_for_missing(self, roll: RollCall) -> list[int]:
+        suspicion = _Suspicion(roll)
+        while not (missing := suspicion.missing_here()) and suspicion.age_s() < min(2.0, self._window_s):
+            time.sleep(self._tick_s / 5)
+            roll.beat(self._place())  # the others may be looking, too
+        return missing or suspicion.missing()
+
+    def _end(self, verdict: Verdict, roll: RollCall) -> None:
+        """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
+        try:
+            faulthandler.dump_traceback(file=self._stacks or sys.stderr)
+            _end_missing(verdict, roll)
+            if roll.rank == _speaker(verdict, roll):
+                self._status.write("failed", verdict.text)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(EXIT_STATUS["failed"] or 1)
+
+
+class _Suspicion:
+    """Who gives no sign of life from now on."""
+
+    def __init__(self, roll: RollCall):
+        self._roll, self._before, self._since_s = roll, roll.signs(), time.monotonic()
+
+    def age_s(self) -> float:
+        return time.monotonic() - self._since_s
+
+    def missing_here(self) -> list[int]:
+        """Of this host's ranks; the system knows, at any time and under any load."""
+        return [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
+
+    def missing(self) -> list[int]:
+        """Of all, and so only after a while: on another host a rank that has given no sign since."""
+        after = self._roll.signs()
+        elsewhere = [
+            rank
+            for rank in range(self._roll.size)
+            if rank not in after or (not after[rank].is_here and after[rank] == self._before.get(rank))
+        ]
+        return sorted({*self.missing_here(), *elsewhere})
+
+
+def _end_missing(verdict: Verdict, roll: RollCall) -> None:
+    for rank, sign in roll.signs().items():
+        if rank in verdict.missing:
+            end_here(sign)
+
+
+def _speaker(verdict: Verdict, roll: RollCall) -> int:
+    """The lowest rank that lives."""
+    return min(rank for rank in range(roll.size) if rank not in verdict.missing)
+
+
+def _names(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+
+
+def _last_places(ranks: list[int], signs: dict[int, Sign]) -> list[str]:
+    shown = dict.fromkeys([*ranks[:_SHOWN], *ranks[-1:]])
+    return [f"  rank {rank}: last in {signs[rank]}" for rank in shown if rank in signs]

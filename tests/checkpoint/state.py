@@ -1,0 +1,128 @@
+"""Engines whose state is known: every element a function of parameter, state and step alone, whatever holds it."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.parts import owned_parts
+from megamix.checkpoint.save import save
+from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.optimizers import Optimizer
+from tests.distributed.models import make_model
+
+
+def make_engine(
+    bucket_size: int | None = 1111, optimizer: Optimizer | None = None, model: nn.Module | None = None
+) -> ShardedEngine:
+    precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
+    optimizer = optimizer or AdamW(lr=0.01)
+    return ShardedEngine(
+        model or make_model(), optimizer, precision, Sharding(bucket_size=bucket_size), compile_update=False
+    )
+
+
+def together_of(engine: ShardedEngine) -> Together:
+    return Together(engine.collectives, engine.applied_updates.device)
+
+
+def alone() -> Together:
+    return Together(Collectives(Topology()), torch.device("cpu"))
+
+
+def make_saver(folder: Path, together: Together, files: Files | None = None) -> Saver:
+    """Keeps two checkpoints; a save that fails raises here, in whichever thread."""
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    return Saver(folder, 2, together, saved=lambda path: None, failed=failed, files=files)
+
+
+@functools.cache
+def full_value(name: str, state: str, shape: tuple[int, ...], step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {state} {step}".encode()))
+    return torch.randn(shape, generator=generator)
+
+
+def fill(engine: ShardedEngine, step: int) -> None:
+    """Give the engine the state of a step."""
+    shapes = _shapes(engine)
+    for part in owned_parts(engine):
+        value = full_value(part.param, part.state, shapes[part.param], step)
+        part.tensor.copy_(value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1))
+    engine.publish_masters()
+    engine.applied_updates.fill_(step)
+    engine.skipped_steps.fill_(step + 5)
+    engine.loss_scale.loss_scale.fill_(2.0**step)
+    engine.loss_scale.clean_steps.fill_(step + 7)
+
+
+def differences(engine: ShardedEngine, step: int) -> list[str]:
+    """What of the engine is not bitwise the state of that step."""
+    shapes = _shapes(engine)
+    wrong = []
+    for part in owned_parts(engine):
+        value = full_value(part.param, part.state, shapes[part.param], step)
+        if not torch.equal(part.tensor, value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1)):
+            wrong.append(f"{part.state} of {part.param} at {part.box}")
+    for name, param in engine.module.named_parameters():
+        if not torch.equal(param.data, full_value(name, "master", shapes[name], step).to(param.dtype)):
+            wrong.append(f"half {name}")
+    scale = engine.loss_scale
+    counts = [engine.applied_updates, engine.skipped_steps, scale.loss_scale, scale.clean_steps]
+    if [int(value) for value in counts] != [step, step + 5, 2**step, step + 7]:
+        wrong.append(f"counters and scale: {counts}")
+    return wrong
+
+
+def _shapes(engine: ShardedEngine) -> dict[str, tuple[int, ...]]:
+    return {slot.spec.name: slot.spec.shape for bucket in engine.layout.buckets for slot in bucket.slots}
+
+
+def save_steps(folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2) -> list[str]:
+    """Save the state of each step, on every rank; the names."""
+    engine = make_engine(bucket_size)
+    names = []
+    for step in steps:
+        fill(engine, step)
+        snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": step}, config="[model]\n"))
+        names.append(save(folder, snapshot, together_of(engine), keep).name)
+    return names
+
+
+def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, list[str]]:
+    """Load the newest good checkpoint, on every rank: its step, and what of the state is wrong."""
+    (answer,) = resume_each([folder], bucket_size)
+    return answer
+
+
+def resume_each(folders: Sequence[Path], bucket_size: int | None = 1111) -> list[tuple[int | None, list[str]]]:
+    """The same for several folders, one after the other into one engine."""
+    engine = make_engine(bucket_size)
+    together = together_of(engine)
+    answers: list[tuple[int | None, list[str]]] = []
+    for folder in folders:
+        fill(engine, 1)  # no folder holds this step, so what a load leaves alone is seen
+        checkpoint = newest_checkpoint(folder, together)
+        if checkpoint is None:
+            answers.append((None, []))
+            continue
+        load(checkpoint, engine, together)
+        step = checkpoint.manifest.applied_updates
+        assert checkpoint.manifest.run.progress == {"consumed_samples": step}
+        answers.append((step, differences(engine, step)))
+    return answers

@@ -1,0 +1,196 @@
+"""A disk that is full, read-only or gone: all ranks decide alike, one line says why, older checkpoints load."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import random
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import FailedTogether
+from tests.checkpoint.faults import FaultyFiles, listing
+from tests.checkpoint.state import alone, fill, make_engine, resume, save_steps, together_of
+from tests.conftest import FULL
+
+PLACES = 5 if FULL else 2  # of each kind and rank
+
+
+def _full(name: str, arguments: tuple[Any, ...]) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _read_only(name: str, arguments: tuple[Any, ...]) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def _gone(name: str, arguments: tuple[Any, ...]) -> None:
+    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+KINDS = (_full, _read_only, _gone)
+
+
+def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]]) -> list[tuple[str, list[str]]]:
+    """Try once per fault, (rank, call, what happens): what was raised, and what then lies in the folder."""
+    engine = make_engine()
+    fill(engine, 3)
+    together = together_of(engine)
+    snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": 3}))
+    outcomes = []
+    for rank, at, fault in faults:
+        files = FaultyFiles(at if together.rank == rank else None, fault)
+        with pytest.raises(FailedTogether) as raised:
+            save(folder, snapshot, together, 2, files)
+        outcomes.append((str(raised.value), listing(folder)))
+    return outcomes
+
+
+def _calls(folder: Path) -> list[str]:
+    """The calls of a save that works."""
+    engine = make_engine()
+    fill(engine, 3)
+    files = FaultyFiles()
+    save(folder, take_snapshot(engine, RunRecord()), together_of(engine), 2, files)
+    return files.calls
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_costs_nothing(run_ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    run_ranks(save_steps, 2, folder, [1, 2])
+    shutil.copytree(folder, tmp_path / "counted")
+    calls = run_ranks(_calls, 2, tmp_path / "counted")
+    # Up to the rename: after it the checkpoint is there, whatever fails.
+    before_commit = [range(calls[0].index("rename") + 1), range(len(calls[1]))]
+    rng = random.Random(0)
+    faults = [
+        (rank, at, kind)
+        for kind, rank in itertools.product(KINDS, (0, 1))
+        for at in rng.sample(before_commit[rank], PLACES)
+    ]
+    answers = run_ranks(_save_step_3, 2, folder, faults)
+    # What is left over is the first rank's to remove, and only it knows when it has.
+    for (rank, at, kind), (told, left), (elsewhere, _) in zip(faults, *answers, strict=True):
+        where = f"{kind.__name__} on rank {rank} before call {at} ({calls[rank][at]})"
+        assert told == elsewhere, where
+        assert told.startswith(f"rank {rank}: "), where
+        assert "[Errno" in told, where
+        assert "\n" not in told, where
+        assert left == ["step_00000001", "step_00000002"], where
+    assert run_ranks(resume, 2, folder) == [(2, [])] * 2
+    assert run_ranks(save_steps, 2, folder, [4]) == [["step_00000004"]] * 2
+
+
+def _save_within(folder: Path, rank: int, largest: int) -> str:
+    """Save with files on one rank limited to `largest` bytes by the system itself."""
+    engine = make_engine()
+    fill(engine, 3)
+    together = together_of(engine)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if together.rank == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        save(folder, take_snapshot(engine, RunRecord()), together, 2)
+    except FailedTogether as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "saved"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_must_not_grow_is_named(run_ranks, tmp_path: Path, rank: int) -> None:
+    folder = tmp_path / "checkpoints"
+    run_ranks(save_steps, 2, folder, [1, 2])
+    told = run_ranks(_save_within, 2, folder, rank, 5000)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank {rank}: OSError: [Errno {errno.EFBIG}] File too large")
+    assert f"rank_{rank:05d}.safetensors" in told[0]
+    assert run_ranks(resume, 2, folder) == [(2, [])] * 2
+    assert listing(folder) == ["step_00000001", "step_00000002"]
+
+
+class _Free(Files):
+    def __init__(self, free: int):
+        self.free = free
+
+    def free_space(self, path: Path) -> int:
+        return self.free
+
+
+def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
+    save_steps(tmp_path, [1, 2])
+    engine = make_engine()
+    fill(engine, 3)
+    snapshot = take_snapshot(engine, RunRecord())
+    with pytest.raises(FailedTogether, match=r"a checkpoint takes \d MiB, \d MiB are free"):
+        save(tmp_path, snapshot, alone(), 2, _Free(snapshot.largest_size - 1))
+    assert listing(tmp_path) == ["step_00000001", "step_00000002"]
+    save(tmp_path, snapshot, alone(), 2, _Free(snapshot.largest_size))
+    assert listing(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path: Path) -> None:
+    save_steps(tmp_path, [3])
+    snapshot = take_snapshot(make_engine(), RunRecord())
+    written = sum(file.stat().st_size for file in (tmp_path / "step_00000003").iterdir())
+    assert written <= snapshot.largest_size
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path, caplog) -> None:
+    save_steps(tmp_path / "ready", [1, 2])
+    engine = make_engine()
+    fill(engine, 3)
+    snapshot = take_snapshot(engine, RunRecord())
+
+    def save_with(files: FaultyFiles) -> None:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "ready", tmp_path / "copy")
+        assert save(tmp_path / "copy", snapshot, alone(), 2, files) == tmp_path / "copy" / "step_00000003"
+
+    counted = FaultyFiles()
+    save_with(counted)
+    committed = counted.calls.index("rename") + 2  # calls, with the sync of what was renamed
+    for at in range(committed, len(counted.calls)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="megamix"):
+            save_with(FaultyFiles(at, _read_only))
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith("an old checkpoint could not be removed: [Errno 30]")
+        assert [path.name for path in checkpoints(tmp_path / "copy")][:2] == ["step_00000003", "step_00000002"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_real_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    if os.system(f"mount -t tmpfs -o size=4m megamix-test {folder} 2>/dev/null"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        save_steps(folder / "checkpoints", [1, 2])
+        engine = make_engine()
+        fill(engine, 3)
+        snapshot = take_snapshot(engine, RunRecord())
+        (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - (40 << 10)))
+        with pytest.raises(FailedTogether, match=r"MiB are free"):
+            save(folder / "checkpoints", snapshot, alone(), 2)
+        with pytest.raises(FailedTogether, match=r"\[Errno 28\].*rank_00000.safetensors"):
+            save(folder / "checkpoints", snapshot, alone(), 2, _Free(1 << 40))
+        assert os.system(f"mount -o remount,ro {folder}") == 0
+        with pytest.raises(FailedTogether, match=r"\[Errno 30\]"):
+            save(folder / "checkpoints", snapshot, alone(), 2, _Free(1 << 40))
+        assert resume(folder / "checkpoints") == (2, [])
+    finally:
+        os.system(f"umount {folder}")

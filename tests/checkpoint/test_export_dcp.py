@@ -1,0 +1,103 @@
+"""`megamix checkpoint export --to dcp`: what torch loads is the state that was saved, whatever ranks had saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from megamix import NAG
+from megamix.checkpoint import pieces
+from megamix.checkpoint.export_dcp import export_dcp
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.verify import read_checkpoint
+from megamix.cli import main
+from tests.checkpoint.faults import listing
+from tests.checkpoint.state import fill, full_value, make_engine, save_steps, together_of
+from tests.distributed.models import make_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by dcp.load: that it is one process
+
+
+@pytest.fixture(scope="module")
+def ready(run_ranks, tmp_path_factory) -> Path:
+    """The checkpoint of step 3 by two ranks."""
+    folder = tmp_path_factory.mktemp("ready") / "checkpoints"
+    run_ranks(save_steps, 2, folder, [3])
+    return folder / "step_00000003"
+
+
+def _want(name: str, state: str, like: Tensor) -> Tensor:
+    return full_value(name, state, tuple(like.shape), 3)
+
+
+def test_torch_loads_model_and_optimizer_as_they_were_saved(
+    ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(pieces, "_LARGEST", 100)  # so that a parameter is several chunks
+    output = tmp_path / "new" / "out"
+    assert main(["checkpoint", "export", str(ready), "--to", "dcp", str(output)]) == 0
+    assert capsys.readouterr().out.startswith(f"{output}: step 3, ")
+    assert listing(output.parent) == ["out"]
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = get_optimizer_state_dict(model, optimizer)
+    weights = model.state_dict()
+    assert "head.weight" in weights  # tied: the embedding's second name
+    dcp.load({"model": weights, "optimizer": {"state": saved["state"]}}, checkpoint_id=output)
+    model.load_state_dict(weights)
+    set_optimizer_state_dict(model, optimizer, saved)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, _want(name, "master", param)), name
+        state = optimizer.state[param]
+        assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
+        assert state["step"] == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(state[key], _want(name, key, param)), (key, name)
+
+
+def test_torch_s_converter_finds_the_nested_names(ready: Path, tmp_path: Path) -> None:
+    export_dcp(read_checkpoint(ready), tmp_path / "out")
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert sorted(loaded["model"]) == sorted(make_model().state_dict())
+    state = loaded["optimizer"]["state"]["blocks.1.up.weight"]
+    assert torch.equal(state["exp_avg"], _want("blocks.1.up.weight", "exp_avg", state["exp_avg"]))
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
+    engine = make_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
+    fill(engine, 3)
+    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), together_of(engine), keep=2)
+    export_dcp(read_checkpoint(path), tmp_path / "out")
+    got: dict[str, Any] = {"model": {"gain": torch.zeros(())}}
+    got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}
+    dcp.load(got, checkpoint_id=tmp_path / "out")
+    assert torch.equal(got["model"]["gain"], full_value("gain", "master", (), 3))
+    state = got["optimizer"]["state"]["gain"]
+    assert torch.equal(state["momentum_buffer"], full_value("gain", "momentum_buffer", (), 3))
+
+
+def test_what_cannot_be_written_leaves_nothing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: pieces.PieceReader, *place: object) -> Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pieces.PieceReader, "read", full)
+    with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
+        export_dcp(read_checkpoint(ready), tmp_path / "out")
+    assert listing(tmp_path) == []

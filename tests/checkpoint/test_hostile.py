@@ -1,0 +1,209 @@
+"""A checkpoint made to do harm, with every checksum right: refused, nothing executed, nothing large allocated."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megamix.checkpoint
+from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.manifest import LARGEST
+from megamix.checkpoint.verify import Damaged, read_checkpoint
+from tests.checkpoint.state import save_steps
+
+SHARD = "rank_00000.safetensors"
+SLACK = 8 << 20  # bytes: the chunk that the checksum reads into (4 MiB), and what Python itself takes
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch EXECUTED",)
+
+
+Make = Callable[[Path], object]  # changes the checkpoint in that folder
+
+
+def _seal(path: Path, body: bytes) -> None:
+    """Write a manifest whose checksum is right."""
+    (path / MANIFEST).write_bytes(body + b',\n"crc32":"%08x"}\n' % zlib.crc32(body))
+
+
+def _body(path: Path) -> bytes:
+    text = (path / MANIFEST).read_bytes()
+    return text[: text.rindex(b',\n"crc32"')]
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest; all files' sizes and checksums, and its own, are right afterwards."""
+    fields = json.loads(_body(path) + b"}")
+    for record in fields["files"]:
+        content = (path / record["name"]).read_bytes()
+        record |= {"size": len(content), "crc32": zlib.crc32(content)}
+    change(fields)
+    _seal(path, json.dumps(fields).removesuffix("}").encode())
+
+
+def _fields(**values: Any) -> Make:
+    return lambda path: _edit(path, lambda fields: fields.update(values))
+
+
+def _named(name: str) -> Make:
+    """The file under another name, a copy of it lying where the name leads."""
+
+    def make(path: Path) -> None:
+        shutil.copy(path / SHARD, path.parent / "outside.safetensors")
+        _edit(path, lambda fields: fields["files"][0].update(name=name))
+
+    return make
+
+
+def _replaced(old: bytes, new: bytes) -> Make:
+    def make(path: Path) -> None:
+        _fields()(path)
+        assert old in _body(path)
+        _seal(path, _body(path).replace(old, new, 1))
+
+    return make
+
+
+def _content(content: bytes) -> Make:
+    """A file of tensors that is something else."""
+
+    def make(path: Path) -> None:
+        (path / SHARD).write_bytes(content)
+        _fields()(path)
+
+    return make
+
+
+def _header(key: str, shape: list[int], *offsets: int) -> Make:
+    text = json.dumps({key: {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    return _content(struct.pack("<Q", len(text)) + text + bytes(64))
+
+
+def _tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Make:
+    def make(path: Path) -> None:
+        tensors = load_file(path / SHARD)
+        change(tensors)
+        save_file(tensors, path / SHARD)
+        _fields()(path)
+
+    return make
+
+
+def _added(key: str, tensor: torch.Tensor | None = None) -> Make:
+    return _tensors(lambda held: held.update({key: torch.zeros(1) if tensor is None else tensor}))
+
+
+def _link(path: Path) -> None:
+    target = path.with_name(path.name + "-elsewhere")
+    shutil.move(path, target)
+    path.symlink_to(target)
+
+
+def _pipe(path: Path) -> None:
+    (path / SHARD).unlink()
+    os.mkfifo(path / SHARD)
+
+
+def _before_the_start(held: dict[str, torch.Tensor]) -> None:
+    held["norm.bias|master|-1"] = held.pop("norm.bias|master|0")
+
+
+def _twice(held: dict[str, torch.Tensor]) -> None:
+    held["norm.bias|master|1"] = held["norm.bias|master|0"][1:].clone()
+
+
+HUGE = 2**52
+PICKLE = pickle.dumps(_Bomb())
+HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is told)
+    "a pickle as tensors": (_content(PICKLE), f"{SHARD}: .*header"),
+    "torch's own pickle": (lambda path: (torch.save(_Bomb(), path / SHARD), _fields()(path)), f"{SHARD}: .*header"),
+    "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(PICKLE), f"{MANIFEST}: .*checksum"),
+    "a sealed pickle as manifest": (lambda path: _seal(path, PICKLE), f"{MANIFEST}: the text"),
+    "a name that leads out": (_named("../outside.safetensors"), "files.0.name"),
+    "an absolute name": (_named("/etc/passwd"), "files.0.name"),
+    "a name with a line's end": (_named(SHARD + "\n"), "files.0.name"),
+    "a link as tensors": (lambda path: _link(path / SHARD), f"{SHARD}: .*no ordinary file"),
+    "a link as manifest": (lambda path: _link(path / MANIFEST), f"{MANIFEST}: .*no ordinary file"),
+    "a link as checkpoint": (_link, "no folder"),
+    "a pipe as tensors": (_pipe, f"{SHARD}: .*no ordinary file"),
+    "a manifest without end": (lambda path: os.truncate(path / MANIFEST, LARGEST + 1), f"{MANIFEST}: {LARGEST + 1} b"),
+    "a header without end": (_content(struct.pack("<Q", 2**60) + b"{}"), f"{SHARD}: .*header too large"),
+    "a shape beyond the file": (_header("w|master|0", [HUGE], 0, 64), SHARD),
+    "a shape that overflows": (_header("w|master|0,0", [HUGE, HUGE], 0, 64), SHARD),
+    "a place beyond the file": (_header("w|master|0", [16], HUGE, HUGE + 64), SHARD),
+    "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, every state is F32"),
+    "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, every state is F32"),
+    "a key that is none": (_added("x"), f"{SHARD}: 'x'"),
+    "an offset without end": (_added("w|master|" + "9" * 9999), f"{SHARD}: 'w"),
+    "an offset of other dims": (_added("w|master|0,0"), f"{SHARD}: .* 2 dims"),
+    "an offset before the start": (_tensors(_before_the_start), "norm.bias: .*is no box"),
+    "elements twice": (_tensors(_twice), "norm.bias: .*overlap"),
+    "elements missing": (_tensors(lambda held: held.popitem()), "elements are there"),
+    "an unknown parameter": (_added("w|master|0"), f"{SHARD}: .*no state"),
+    "a parameter without end": (_fields(params=[{"name": "w", "shape": [HUGE] * 2, "aliases": []}]), "no state"),
+    "a count beyond all": (_fields(applied_updates=2**64), f"{MANIFEST}: applied_updates"),
+    "digits without end": (_replaced(b'"applied_updates": 2', b'"applied_updates": ' + b"9" * 10**5), MANIFEST),
+    "brackets without end": (_replaced(b'"params": [', b'"params": [' + b"[" * 10**5), f"{MANIFEST}: the text"),
+    "a number as text": (_fields(applied_updates="2"), f"{MANIFEST}: applied_updates"),
+    "a field nobody knows": (_fields(extra=1), f"{MANIFEST}: extra"),
+    "a file twice": (lambda path: _edit(path, lambda fields: fields["files"].append(fields["files"][0])), "twice"),
+    "another version": (_fields(version=2), f"{MANIFEST}: version"),
+}
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ready")
+    save_steps(folder, [2])
+    return folder / "step_00000002"
+
+
+def _peak_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_checkpoint_is_refused(ready: Path, tmp_path: Path, monkeypatch, name: str) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(ready, path)
+    make, told = HOSTILE[name]
+    make(path)
+    size = sum(file.lstat().st_size for file in ready.iterdir())
+    monkeypatch.chdir(tmp_path)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = _peak_bytes()
+    with pytest.raises(Damaged, match=told):
+        read_checkpoint(path)
+    assert _peak_bytes() - before <= 2 * size + SLACK
+    assert not (tmp_path / "EXECUTED").exists()
+
+
+def test_a_rewritten_checkpoint_with_nothing_wrong_passes(ready: Path, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    shutil.copytree(ready, path)
+    _tensors(lambda held: None)(path)
+    assert read_checkpoint(path).manifest.params == read_checkpoint(ready).manifest.params
+
+
+def test_no_module_of_the_package_can_unpickle() -> None:
+    for file in Path(megamix.checkpoint.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", None), *(alias.name for alias in node.names)}
+                assert not names & {"pickle", "marshal", "shelve"}, file
+            assert not (isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save")), file

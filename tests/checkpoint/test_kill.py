@@ -1,0 +1,88 @@
+"""`kill -9` at every call of a save that touches the disk, on either rank, at once or beside training: nothing that was
+complete is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.manifest import RunRecord
+from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
+from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
+from tests.conftest import FULL
+from tests.ranks import RankFailure, RankPool
+
+SAMPLE = 12  # points, where not all are taken
+
+
+def _save_step_3(folder: Path, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
+    engine = make_engine()
+    fill(engine, 3)
+    together = together_of(engine)
+    at = at if together.rank == victim else None
+    files = FaultyFiles(at, kill_in_the_middle if midway else kill)
+    saver = make_saver(folder, together, files)
+    run = RunRecord(progress={"consumed_samples": 3})
+    if beside:
+        saver.start(engine, run)
+        fill(engine, 9)  # training goes on
+        saver.finish()
+    else:
+        saver.save(engine, run)
+    return files.calls
+
+
+def _resume_and_save_step_4(folder: Path) -> tuple[int | None, list[str]]:
+    found = resume(folder)
+    save_steps(folder, [4])
+    return found
+
+
+def _points(calls: list[list[str]]) -> list[tuple[int, int, bool, bool]]:
+    """(rank, number of the call, inside it, beside training): before every call, and inside every write."""
+    points = [
+        (rank, at, midway, beside)
+        for rank, names in enumerate(calls)
+        for at, name in enumerate(names)
+        for midway in ((False, True) if name == "write" else (False,))
+        for beside in (False, True)
+    ]
+    if FULL:
+        return points
+    # One for each kind of call, as most are writes of tensors, and the rest by chance.
+    random.Random(0).shuffle(points)
+    kinds = {calls[rank][at]: (rank, at, midway, beside) for rank, at, midway, beside in points}
+    others = [point for point in points if point not in kinds.values()]
+    return [*kinds.values(), *others[: SAMPLE - len(kinds)]]
+
+
+def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    run_ranks(save_steps, 2, ready, [1, 2])
+    shutil.copytree(ready, tmp_path / "counted")
+    calls = run_ranks(_save_step_3, 2, tmp_path / "counted", -1, None, False, False)
+    committed_at = calls[0].index("rename")
+    points = _points(calls)
+    assert len(points) >= (60 if FULL else SAMPLE)
+    for rank, at, midway, beside in points:
+        where = f"rank {rank} before call {at} ({calls[rank][at]})" + " and a half" * midway + " beside" * beside
+        folder = tmp_path / "killed"
+        shutil.copytree(ready, folder)
+        pool = RankPool(2)
+        with pytest.raises(RankFailure, match=f"rank {rank}: died with exit code -9"):
+            pool.run(_save_step_3, (folder, rank, at, midway, beside), 60.0)
+        pool.close(kill=True)
+        newest = 3 if rank == 0 and at > committed_at else 2
+        assert run_ranks(_resume_and_save_step_4, 2, folder) == [(newest, [])] * 2, where
+        assert listing(folder) == [f"step_{newest:08d}", "step_00000004"], where
+        shutil.rmtree(folder)
+
+
+def test_every_call_that_changes_the_disk_is_counted() -> None:
+    composed = {"write_file", "remove_tree"}
+    assert {name for name in vars(Files) if not name.startswith("_")} == {*CALLS, *composed}

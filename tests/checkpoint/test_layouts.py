@@ -1,0 +1,254 @@
+"""A checkpoint is of the model, not of the ranks: what any layout saved, any other loads, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix import NAG, AdamW, HeadroomLossScale, ParamGroup, Precision, ShardedEngine
+from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.load import load, newest_checkpoint, read_parts
+from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
+from megamix.checkpoint.parts import Part, parts_of_range
+from megamix.checkpoint.save import begin, commit, save, write_parts
+from megamix.checkpoint.snapshot import Snapshot, take_snapshot
+from megamix.checkpoint.verify import read_checkpoint
+from megamix.mixed_precision.flat_layout import ParamSpec
+from tests.checkpoint.state import (
+    differences,
+    fill,
+    full_value,
+    make_engine,
+    resume,
+    resume_each,
+    save_steps,
+    together_of,
+)
+from tests.conftest import FULL
+from tests.distributed.models import loss_of, make_batch, make_model
+
+SIZES = (1, 2, 3, 4)
+BUCKETS = (1, 1111, None)
+# Every pair of sizes, either way; the bucket sizes differ between the two sides.
+SAVED = [*itertools.product(SIZES, BUCKETS)] if FULL else [(1, 1111), (2, 1), (3, None), (4, 1111)]
+LOADED = [*itertools.product(SIZES, BUCKETS)] if FULL else [(1, 1), (2, 1111), (3, 1111), (4, None)]
+
+
+def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path: Path) -> None:
+    folders = [tmp_path / f"{size}-{bucket_size}" for size, bucket_size in SAVED]
+    for folder, (size, bucket_size) in zip(folders, SAVED, strict=True):
+        assert run_ranks(save_steps, size, folder, [3], bucket_size) == [["step_00000003"]] * size
+    for size, bucket_size in LOADED:
+        assert run_ranks(resume_each, size, folders, bucket_size) == [[(3, [])] * len(folders)] * size
+
+
+GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
+
+
+def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
+    save_steps(tmp_path, [3])
+    engine = make_engine(optimizer=GROUPED)
+    checkpoint = newest_checkpoint(tmp_path, together_of(engine))
+    assert checkpoint is not None
+    load(checkpoint, engine, together_of(engine))
+    assert differences(engine, 3) == []
+
+
+def _train(engine: ShardedEngine, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(engine, make_batch(step, engine.collectives.topology.dp_rank, 0))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return losses
+
+
+def _loaded_and_uninterrupted(folder: Path) -> tuple[list[float], list[float], list[str]]:
+    """The losses of a resumed run and of one that went on, and what differs at their ends."""
+    source = make_engine()
+    _train(source, range(3))
+    save(folder, take_snapshot(source, RunRecord()), together_of(source), 2)
+    resumed = make_engine()
+    _train(resumed, range(5, 7))  # something else, to be overwritten
+    checkpoint = newest_checkpoint(folder, together_of(resumed))
+    assert checkpoint is not None
+    load(checkpoint, resumed, together_of(resumed))
+    went_on, again = _train(source, range(3, 6)), _train(resumed, range(3, 6))
+    one, other = source.state_dict(), resumed.state_dict()
+    unequal = [
+        f"bucket {k}"
+        for k in range(len(one["master"]))
+        for a, b in zip((one["master"][k], *one["states"][k]), (other["master"][k], *other["states"][k]), strict=True)
+        if not torch.equal(a, b)
+    ]
+    return went_on, again, unequal
+
+
+def test_a_resumed_run_is_the_run_that_went_on(run_ranks, tmp_path: Path) -> None:
+    for went_on, again, unequal in run_ranks(_loaded_and_uninterrupted, 2, tmp_path):
+        assert went_on == again
+        assert unequal == []
+
+
+# Simulated tensor and pipeline ranks: each holds a block of some parameters, and of that block a flat range.
+
+SHAPES = {"up": (8, 6), "down": (6, 8), "bias": (7,), "gain": (), "cube": (4, 6, 5), "empty": (0, 3)}
+SPLIT_DIM = {"up": 0, "down": 1, "cube": 1}  # as column- and row-parallel layers do; the others belong to one rank
+STATES = ("master", "exp_avg")
+
+
+def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
+    """The parts of every rank of a dp x tp x pp layout, their memory NaN."""
+    ranks = []
+    rng = random.Random(100 * dp_size + 10 * tp_size + pp_size)
+    for pp_rank, tp_rank in itertools.product(range(pp_size), range(tp_size)):
+        held: list[list[Part]] = [[] for _ in range(dp_size)]
+        for number, (name, shape) in enumerate(SHAPES.items()):
+            if number % pp_size != pp_rank or (name not in SPLIT_DIM and tp_rank):
+                continue
+            block = _block(shape, SPLIT_DIM.get(name), tp_rank, tp_size)
+            cuts = [0, *sorted(rng.randint(0, block.numel) for _ in range(dp_size - 1)), block.numel]
+            spec = ParamSpec(name=name, shape=shape, group=0)
+            for parts, (start, end) in zip(held, itertools.pairwise(cuts), strict=True):
+                for state in STATES:
+                    parts += parts_of_range(spec, state, start, torch.full((end - start,), torch.nan), block)
+        ranks += held
+    return ranks
+
+
+def _block(shape: tuple[int, ...], dim: int | None, rank: int, size: int) -> Box:
+    if dim is None:
+        return Box.whole(shape)
+    first, last = shape[dim] * rank // size, shape[dim] * (rank + 1) // size
+    return Box(
+        tuple(first if axis == dim else 0 for axis in range(len(shape))),
+        tuple(last - first if axis == dim else length for axis, length in enumerate(shape)),
+    )
+
+
+def _want(part: Part) -> Tensor:
+    whole = full_value(part.param, part.state, SHAPES[part.param], 3)
+    return whole[part.box.slices_in(Box.whole(whole.shape))].reshape(-1)
+
+
+def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
+    manifest = Manifest(
+        applied_updates=3, skipped_steps=0, loss_scale={"loss_scale": 1.0}, run=RunRecord(),
+        layout=LayoutRecord(dp_size=1, buckets=()), states=STATES,
+        params=tuple(ParamRecord(name=name, shape=shape, aliases=()) for name, shape in SHAPES.items()),
+    )  # fmt: skip
+    files = Files()
+    begun = folder / begin(folder, Snapshot(manifest, []), files)
+    for parts in ranks:
+        for part in parts:
+            part.tensor.copy_(_want(part))
+    written = [write_parts(begun, rank, parts, files) for rank, parts in enumerate(ranks)]
+    return folder / commit(begun, manifest, written, files)
+
+
+LAYOUTS = [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 3), (2, 2, 2), (3, 2, 1), (5, 3, 2)]
+
+
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(tmp_path: Path, saved: tuple[int, ...]) -> None:
+    checkpoint = read_checkpoint(_save_simulated(tmp_path / "checkpoints", _ranks_of(*saved)))
+    for layout in LAYOUTS:
+        for parts in _ranks_of(*layout):
+            read_parts(checkpoint, parts)
+            assert all(torch.equal(part.tensor, _want(part)) for part in parts), layout
+
+
+# What does not fit is refused, all of it told, and nothing changed.
+
+
+def _other_model() -> torch.nn.Module:
+    model = make_model()
+    del model.blocks[2]
+    model.norm = torch.nn.LayerNorm(24, bias=False)
+    model.blocks[0].up = torch.nn.Linear(24, 41)
+    model.extra = torch.nn.Linear(2, 2, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        (
+            lambda: make_engine(model=_other_model()),
+            [
+                "missing extra.weight",
+                "unknown norm.bias",
+                "unknown blocks.2.gain",
+                r"blocks.0.up.weight has shape \(40, 24\), the model's has \(41, 24\)",
+            ],
+        ),
+        (lambda: make_engine(optimizer=NAG(lr=0.1)), ["it holds master, exp_avg, exp_avg_sq.*needs.*momentum_buffer"]),
+    ],
+    ids=["model", "optimizer"],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine, told: list[str]) -> None:
+    save_steps(tmp_path, [3])
+    target = engine()
+    before = target.state_dict()
+    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    assert checkpoint is not None
+    for line in told:
+        with pytest.raises(ValueError, match=line):
+            load(checkpoint, target, together_of(target))
+    after = target.state_dict()
+    assert all(torch.equal(one, other) for one, other in zip(before["master"], after["master"], strict=True))
+    assert (after["applied_updates"], after["skipped_steps"]) == (0, 0)
+
+
+def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
+    def build() -> ShardedEngine:
+        precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=5))
+        return ShardedEngine(make_model(), AdamW(lr=0.01), precision, compile_update=False)
+
+    source, target = build(), build()
+    _train(source, range(3))
+    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source), 2)
+    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    assert checkpoint is not None
+    load(checkpoint, target, together_of(target))
+    assert torch.equal(target.loss_scale.peaks, source.loss_scale.peaks)
+    assert source.loss_scale.peaks.count_nonzero() == 3
+    assert not target.loss_scale.wants_probe
+
+
+def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> None:
+    save_steps(tmp_path, [3])
+    precision = Precision(torch.float16, loss_scale=HeadroomLossScale(window=9, init_scale=2.0**7))
+    target = ShardedEngine(make_model(), AdamW(lr=0.01), precision, compile_update=False)
+    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    assert checkpoint is not None
+    load(checkpoint, target, together_of(target))
+    assert int(target.applied_updates) == 3
+    assert (float(target.loss_scale.loss_scale), target.loss_scale.peaks.count_nonzero()) == (2.0**7, 0)
+    assert "another rule (loss_scale, clean_steps, patience)" in caplog.text
+
+
+def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    save_steps(tmp_path, [3])
+    engine = make_engine()
+    checkpoint = newest_checkpoint(tmp_path, together_of(engine))
+    assert checkpoint is not None
+    fill(engine, 2)
+    engine.backward(loss_of(engine, make_batch(0, 0, 0)))
+    with pytest.raises(RuntimeError, match="right after step"):
+        take_snapshot(engine, RunRecord())
+    with pytest.raises(OSError, match="right after step"):
+        load(checkpoint, engine, together_of(engine))
+    engine.step()
+    assert int(engine.applied_updates) == 3, "the step went on as if nothing was asked"
+
+
+def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert resume(tmp_path / "nothing") == (None, [])

@@ -1,0 +1,139 @@
+"""Saves beside training: each is the state of its own instant, one at a time, and all ranks learn the same outcome."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.load import load, newest_checkpoint, read_together
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.together import Together
+from megamix.checkpoint.verify import Checkpoint
+from tests.checkpoint.faults import FaultyFiles, listing
+from tests.checkpoint.state import alone, differences, fill, make_engine, make_saver, together_of
+from tests.conftest import FULL
+
+REPEATS = 200 if FULL else 20
+
+
+def _record(step: int) -> RunRecord:
+    return RunRecord(progress={"consumed_samples": step})
+
+
+def _changed_right_after(folder: Path) -> list[list[str]]:
+    """What differs, save by save, from the state that was to be saved."""
+    engine, target = make_engine(), make_engine()
+    together = together_of(engine)
+    saver = make_saver(folder, together)
+    wrong = []
+    for number in range(REPEATS):
+        fill(engine, 3)
+        saver.start(engine, _record(number))
+        fill(engine, 31)
+        saver.finish()
+        checkpoint = newest_checkpoint(folder, together)
+        assert checkpoint is not None
+        assert checkpoint.manifest.run == _record(number), "of several saves after one update the last is the newest"
+        load(checkpoint, target, together)
+        wrong.append(differences(target, 3))
+    return wrong
+
+
+def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path: Path) -> None:
+    for wrong in run_ranks(_changed_right_after, 2, tmp_path / "checkpoints"):
+        assert wrong == [[]] * REPEATS
+
+
+class _Impatient(Saver):
+    """Says when its caller begins to wait."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.waits = threading.Event()
+
+    def finish(self) -> None:
+        self.waits.set()
+        super().finish()
+
+
+def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    engine = make_engine()
+    saved: list[str] = []
+    files = FaultyFiles(at=3, fault=lambda name, arguments: saver.waits.wait(60.0))  # the first file is begun
+    saver = _Impatient(tmp_path, 2, alone(), lambda path: saved.append(path.name), _never, files)
+    fill(engine, 1)
+    saver.start(engine, _record(1))
+    saver.waits.clear()
+    fill(engine, 2)
+    saver.start(engine, _record(2))  # into the memory that the first one is written from
+    saver.finish()
+    assert saved == ["step_00000001", "step_00000002"]
+    for step, name in enumerate(saved, start=1):
+        load(_named(tmp_path, name), engine, alone())
+        assert differences(engine, step) == []
+
+
+def _never(error: Exception) -> None:
+    raise AssertionError(error)
+
+
+def _named(folder: Path, name: str) -> Checkpoint:
+    return read_together(folder / name, alone())
+
+
+def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
+    """What was told of a save that fails and of the one after it."""
+    engine = make_engine()
+    together = Together.apart(engine.collectives.topology, timeout_s=60.0)
+    told: list[str] = []
+
+    def full(name: str, arguments: tuple[Any, ...]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files = FaultyFiles(at=1 if together.rank == 1 else None, fault=full)
+    saver = Saver(
+        folder, 2, together,
+        saved=lambda path: told.append(f"saved {path.name} {path.is_dir()}"),
+        failed=lambda error: told.append(str(error)), files=files,
+    )  # fmt: skip
+    for step in (1, 2):
+        fill(engine, step)
+        (saver.start if beside else saver.save)(engine, _record(step))
+        saver.finish()
+    return told
+
+
+def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ranks, tmp_path: Path) -> None:
+    for beside in (False, True):
+        folder = tmp_path / str(beside)
+        told, elsewhere = run_ranks(_fails_on_rank_1, 2, folder, beside)
+        assert told == elsewhere
+        assert told[0].startswith("rank 1: OSError: [Errno 28] No space left on device")
+        assert told[1:] == ["saved step_00000002 True"]
+        assert listing(folder) == ["step_00000002"]
+
+
+def _uses_both_groups(folder: Path) -> list[float]:
+    """Collectives of training while a save's own are under way: each pair finds its like."""
+    engine = make_engine()
+    saver = make_saver(folder, Together.apart(engine.collectives.topology, timeout_s=60.0), Files())
+    sums = []
+    for step in range(5):
+        fill(engine, step)
+        saver.start(engine, _record(step))
+        for number in range(20):
+            mine = engine.applied_updates.new_tensor([number + engine.collectives.topology.dp_rank])
+            sums.append(float(engine.collectives.table(mine).sum()))
+    saver.finish()
+    return sums
+
+
+def test_training_talks_beside_a_save(run_ranks, tmp_path: Path) -> None:
+    want = [2.0 * number + 1 for _ in range(5) for number in range(20)]
+    assert run_ranks(_uses_both_groups, 2, tmp_path) == [want] * 2
+    assert listing(tmp_path) == ["step_00000003", "step_00000004"]

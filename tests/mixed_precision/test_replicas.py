@@ -1,0 +1,144 @@
+"""Silent damage: a bit that differs in any copy of any parameter is found and named; what is whole is never accused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.mixed_precision.replicas import DamagedError, check_replicas, shard_hashes
+from tests.conftest import FULL
+from tests.distributed.models import loss_of, make_batch, make_model
+
+HALF = (torch.float16, torch.bfloat16)
+TRIALS = 50 if FULL else 12  # for each of two dtypes
+
+
+def _trained(dtype: torch.dtype, steps: int = 3, compile_update: bool = False) -> ShardedEngine:
+    model = make_model()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    precision = Precision(dtype, loss_scale=StaticLossScale(2.0**8))
+    engine = ShardedEngine(model, AdamW(lr=0.01), precision, Sharding(bucket_size=1500), compile_update=compile_update)
+    for step in range(steps):
+        engine.backward(loss_of(model, make_batch(step, rank, 0)))
+        engine.step()
+    return engine
+
+
+def _verdict(engine: ShardedEngine) -> str:
+    try:
+        check_replicas(engine)
+    except DamagedError as error:
+        return str(error)
+    return "clean"
+
+
+def _flip(values: Tensor, element: int, bit: int) -> None:
+    """Flip one bit of one element in place; twice is nothing."""
+    values.view(torch.uint8)[element * values.itemsize + bit // 8] ^= 1 << bit % 8
+
+
+def _damage_and_check(dtype: torch.dtype, seeds: range) -> list[tuple[str, str]]:
+    """For each seed (what was damaged, what was said), and after it the same of a check with the damage undone."""
+    engine = _trained(dtype)
+    rank, size = engine.collectives.topology.dp_rank, engine.layout.dp_size
+    outcomes = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        victim, bucket = rng.randrange(size), rng.randrange(len(engine.layout.buckets))
+        slot = rng.choice(engine.layout.buckets[bucket].slots)
+        element = rng.randrange(slot.start, slot.end)
+        if rng.random() < 0.5:
+            damaged, values, bit = victim, engine.half_params.flat[bucket], rng.randrange(8 * dtype.itemsize)
+            done = f"rank {victim}: the half parameter {slot.spec.name}"
+        else:
+            shard_numel = engine.master_shard.master[bucket].numel()
+            bit = _bit_of_the_cast(engine, bucket, element, rng)
+            damaged, values, element = element // shard_numel, engine.master_shard.master[bucket], element % shard_numel
+            done = f"rank {damaged}: the master of {slot.spec.name}"
+        for what in (done, "clean"):
+            if rank == damaged:
+                _flip(values, element, bit)
+            outcomes.append((what, _verdict(engine)))
+    return outcomes
+
+
+def _bit_of_the_cast(engine: ShardedEngine, bucket: int, element: int, rng: random.Random) -> int:
+    """A bit of a master that its cast does not drop."""
+    value = engine.master_shard.gather(bucket, engine.collectives)[element].view(1)
+    while True:
+        flipped, bit = value.clone(), rng.randrange(32)
+        _flip(flipped, 0, bit)
+        halves = [copy.to(engine.half_params.dtype).view(torch.int16) for copy in (value, flipped)]
+        if not torch.equal(*halves):
+            return bit
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2), (torch.bfloat16, 3)])
+def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype, size) -> None:
+    answers = run_ranks(_damage_and_check, size, dtype, range(TRIALS))
+    assert all(answer == answers[0] for answer in answers)
+    for done, said in answers[0]:
+        assert (said == "clean") == (done == "clean"), (done, said)
+        assert done == "clean" or said.endswith(f"; {done}"), (done, said)
+    assert len(answers[0]) == 2 * TRIALS
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+def test_a_rank_alone_finds_that_its_two_copies_differ(dtype: torch.dtype) -> None:
+    engine = _trained(dtype)
+    assert _verdict(engine) == "clean"
+    _flip(engine.master_shard.master[0], 3, 31)
+    name = engine.layout.buckets[0].slots[0].spec.name
+    assert _verdict(engine).endswith(f"; rank 0: {name} (half parameter or master)")
+
+
+def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy() -> None:
+    engine = _trained(torch.bfloat16)
+    engine.master_shard.master[0].view(torch.int32)[3] &= -(2**16)
+    _flip(engine.master_shard.master[0], 3, 0)
+    engine.half_params.flat[0][3] = engine.master_shard.master[0][3]
+    assert _verdict(engine) == "clean"
+
+
+def _after_an_overflow() -> str:
+    engine = _trained(torch.float16)
+    engine.backward(loss_of(engine.module, make_batch(9, 0, 0)) * float("inf"))
+    assert engine.step().found_inf
+    return _verdict(engine)
+
+
+def test_after_a_skipped_step_nothing_is_accused(run_ranks) -> None:
+    assert run_ranks(_after_an_overflow, 2) == ["clean"] * 2
+
+
+def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:
+    torch.manual_seed(3)
+    half = torch.randn(4 * 64).to(torch.float16)
+    (whole,) = shard_hashes(half, 1, torch.float16).tolist()
+    hashes = set()
+    for element in range(half.numel()):
+        for bit in range(16):
+            _flip(half, element, bit)
+            hashes.add(shard_hashes(half, 1, torch.float16).item())
+            _flip(half, element, bit)
+    for element in range(1, half.numel()):
+        swapped = half.clone()
+        swapped[[0, element]] = half[[element, 0]]
+        hashes.add(shard_hashes(swapped, 1, torch.float16).item())
+    assert len(hashes) == half.numel() * 17 - 1  # and no two of them are equal
+    assert whole not in hashes
+
+
+def test_the_hash_of_a_part_does_not_depend_on_the_others_nor_on_how_it_is_read(monkeypatch) -> None:
+    torch.manual_seed(3)
+    full = torch.randn(6 * 64)
+    whole = shard_hashes(full, 3, torch.bfloat16)
+    parts = [shard_hashes(part, 1, torch.bfloat16) for part in full.view(3, -1)]
+    assert torch.equal(whole, torch.cat(parts))
+    monkeypatch.setattr("megamix.mixed_precision.replicas._CHUNK", 128)
+    assert torch.equal(shard_hashes(full, 3, torch.bfloat16), whole)

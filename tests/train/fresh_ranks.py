@@ -1,0 +1,94 @@
+"""A job on ranks of its own, which may be killed, stopped or signalled: the test is their parent and loses nothing."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megamix.cli import main
+from megamix.comm.topology import Topology
+from megamix.config import Config, config_to_toml
+from megamix.train import job, watchdog
+from megamix.train.batch_plan import Attempt, BatchPlan
+from tests.conftest import FULL
+from tests.ranks import _CONTEXT, DEADLINE_S
+
+
+def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    torch.set_num_threads(1)
+    with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+    def start_ranks(device: torch.device, timeout_s: float) -> Topology:
+        store = dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
+        )
+        return Topology.current()
+
+    take = BatchPlan.take
+
+    def take_and_tell(plan: BatchPlan) -> Attempt:
+        attempt = take(plan)
+        if at_attempt is not None:
+            at_attempt(rank, attempt.number)
+        return attempt
+
+    with (
+        mock.patch.object(job, "start_ranks", start_ranks),
+        mock.patch.object(BatchPlan, "take", take_and_tell),
+        # On a machine with more to do than cores the last resort may be faster than what it is the last resort for.
+        mock.patch.object(watchdog, "_LAST_RESORT_S", watchdog._LAST_RESORT_S if FULL else DEADLINE_S),
+    ):
+        status = main(["train", f"{folder}/job.toml"])
+    os._exit(status) if status else None
+
+
+class FreshRanks:
+    """`at_attempt(rank, number)` is called on every rank before each attempt; a top-level function or a partial."""
+
+    def __init__(self, config: Config, size: int, at_attempt: Callable[[int, int], None] | None = None):
+        self.folder = Path(config.checkpoint.folder).parent
+        (self.folder / "job.toml").write_text(config_to_toml(config))
+        # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[BaseProcess] = [
+            _CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        for process in self.processes:
+            process.join()
+        self.ended_s = time.time()  # the last one
+
+    def join(self, deadline_s: float) -> list[int | None]:
+        """Every rank's exit status, below 0 for a signal. Raises: AssertionError for ranks that live at the deadline,
+        after killing them.
+        """
+        self._watcher.join(deadline_s)
+        alive = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
+        for rank in alive:
+            self.processes[rank].kill()
+        self._watcher.join()
+        said = "\n".join(self.said(rank) for rank in range(len(self.processes)))
+        assert alive == [], f"still alive: {alive}\n{said}"
+        return [process.exitcode for process in self.processes]
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"rank{rank}.txt").read_text()

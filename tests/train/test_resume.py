@@ -1,0 +1,356 @@
+"""A run that is killed at any instant and started again is the run that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import read_manifest
+from megamix.config import Config, ConfigError
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train.overflow_budget import GaveUpError
+from megamix.train.signals import LeaveRequest
+from megamix.train.status import EndedEarlyError, PreemptedError
+from megamix.train.trainer import Trainer
+from tests.conftest import FULL
+from tests.ranks import RankFailure, RankPool
+from tests.train.jobs import Record, counted_calls, overflows_injected, run_on_ranks, tiny_job, write_data
+
+KILLS = 300 if FULL else 3
+STEPS = 14
+CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
+BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
+TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
+
+
+def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "data": {"train": str(data / "train"), "valid": str(data / "valid")},
+        "model": {"dropout": 0.1},
+        "precision": {"init_scale": 2.0**10},
+        "training": {"steps": steps},
+        "checkpoint": {"folder": str(folder / "run"), "save_interval": 3, "max_restarts": 1000, "verify_interval": 0},
+        "metrics": {"tensorboard": False, "precision_interval": 7},
+    }
+    for section, keys in sections.items():
+        tree[section] = tree.get(section, {}) | keys
+    return tiny_job(folder, **tree)
+
+
+class _Crash(BaseException):
+    """What no handler expects."""
+
+
+def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
+    """The job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt; what was
+    applied.
+    """
+    record = Record()
+    take, settle = BatchPlan.take, BatchPlan.settle
+
+    def take_or_crash(plan: BatchPlan) -> Attempt:
+        if plan.launched == crash_at:
+            raise _Crash
+        if plan.launched == leave_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        record.attempts.append(take(plan))
+        return record.attempts[-1]
+
+    def recorded_settle(plan: BatchPlan, found_inf: bool, loss_scale: float) -> Fate:
+        attempt, fate = plan.oldest(), settle(plan, found_inf, loss_scale)
+        if fate is Fate.APPLIED:
+            record.applied.append(attempt)
+        return fate
+
+    with (
+        mock.patch.object(BatchPlan, "take", take_or_crash),
+        mock.patch.object(BatchPlan, "settle", recorded_settle),
+        overflows_injected(record, BAD, frozenset()),
+        suppress(_Crash, PreemptedError),
+    ):
+        run_on_ranks(config)
+    return record.applied
+
+
+def _run_until(config: Config, victim: int, at_call: int) -> None:
+    """The job; one rank dies at some call in its training."""
+    train = Trainer.train
+
+    def die(call: int) -> None:
+        if call == at_call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train_and_die(trainer: Trainer, leave: LeaveRequest) -> float | None:
+        if victim != trainer.engine.collectives.topology.dp_rank:
+            return train(trainer, leave)
+        with counted_calls(die):
+            return train(trainer, leave)
+
+    with mock.patch.object(Trainer, "train", train_and_die):
+        _run(config)
+
+
+def _calls(config: Config) -> int:
+    """How many calls the training of a job makes."""
+    seen: list[int] = []
+    train = Trainer.train
+
+    def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
+        with counted_calls(seen.append):
+            return train(trainer, leave)
+
+    with mock.patch.object(Trainer, "train", train_counted):
+        _run(config)
+    return len(seen)
+
+
+def _end(folder: Path) -> dict[str, Any]:
+    """All that a run comes to: weights, moments, scale, counters, place in the data, losses."""
+    newest = checkpoints(folder / "run/checkpoints")[0]
+    manifest = read_manifest(newest / "manifest.json")
+    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
+    return {
+        "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
+        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
+        "metrics": _metrics(folder),
+    }
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in one if one[key] != other[key]]
+
+
+def _killed(config: Config, victim: int, at_call: int) -> bool:
+    """Run on ranks of their own; whether the kill came before the end."""
+    pool = RankPool(2)
+    try:
+        pool.run(_run_until, (config, victim, at_call), 120.0)
+    except RankFailure as failure:
+        return f"rank {victim}: died with exit code -9" in str(failure)
+    finally:
+        pool.close(kill=True)
+    return False
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[dict[str, Any], int]:
+    """How the job ends, and how many calls its training makes."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    calls = min(run_ranks(_calls, 2, _config(folder, data)))
+    return _end(folder), calls
+
+
+@pytest.mark.parametrize("trial", range(KILLS))
+def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
+    tmp_path, data, run_ranks, uninterrupted, trial: int
+) -> None:
+    end, calls = uninterrupted
+    rng = random.Random(trial)
+    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0})
+    assert _killed(config, rng.randrange(2), rng.randrange(calls))
+    run_ranks(_run, 2, config)
+    assert _differences(_end(tmp_path), end) == []
+
+
+def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks) -> None:
+    whole = _config(tmp_path / "whole", data, CHAIN_STEPS)
+    calls = min(run_ranks(_calls, 2, whole))
+    config = _config(tmp_path / "killed", data, CHAIN_STEPS)
+    rng = random.Random(0)
+    kills = 0
+    for _ in range(CHAIN_KILLS):
+        at_call = rng.randrange(calls // CHAIN_STEPS, calls // CHAIN_KILLS)  # after a step or more; all before the end
+        kills += _killed(config, rng.randrange(2), at_call)
+    run_ranks(_run, 2, config)
+    assert kills == CHAIN_KILLS
+    assert _differences(_end(tmp_path / "killed"), _end(tmp_path / "whole")) == []
+
+
+# Without kills: a run that ends early in this process, and what a start may change.
+
+
+def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """TensorBoard's curves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run/tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag.startswith(TIMELESS)]
+    return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+
+
+def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
+    def config(folder: Path) -> Config:
+        metrics = {"tensorboard": True, "log_interval": 2}
+        # Half of the checkpoints come right after a validation.
+        return _config(folder, data, metrics=metrics, training={"eval_interval": 6})
+
+    _run(config(tmp_path / "whole"))
+    want = _metrics(tmp_path / "whole"), _points(tmp_path / "whole")
+    assert {"train/loss", "valid/loss", "optim/loss_scale"} <= set(want[1])
+    # Before any checkpoint, after one and in between; asked to leave while a batch is tried again.
+    for name, end in {
+        "2": {"crash_at": 2},
+        "9": {"crash_at": 9},
+        "13": {"crash_at": 13},
+        "left": {"leave_at": 2},
+    }.items():
+        _run(config(tmp_path / name), **end)
+        _run(config(tmp_path / name))
+        assert (_metrics(tmp_path / name), _points(tmp_path / name)) == want, name
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks) -> None:
+    whole = run_ranks(_run, 2, _config(tmp_path / "whole", data))[0]
+    config = _config(tmp_path / "moved", data)
+    begun = run_ranks(_run, 2, config, 9)[0]
+    rest = _run(config)
+    assert [*begun[: len(whole) - len(rest)], *rest] == whole
+    want, got = (
+        [row["train/loss"] for row in _metrics(tmp_path / name) if "train/loss" in row] for name in ("whole", "moved")
+    )
+    assert len(want) > 3
+    assert got == pytest.approx(want, rel=2e-3)  # FP16 gradients are summed in another order
+
+
+@pytest.fixture
+def stopped(tmp_path, data) -> Path:
+    """A run that crashed between two checkpoints."""
+    _run(_config(tmp_path, data), 9)
+    assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000006", "step_00000003"]
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"model": {"num_heads": 4}}, "model.num_heads: the checkpoint has 2, the configuration 4"),
+        ({"model": {"num_layers": 1}}, "model.num_layers: the checkpoint has 2"),
+        ({"training": {"seed": 5}}, "training.seed: the checkpoint has 1234, the configuration 5"),
+        ({"optimizer": {"name": "nag"}}, 'optimizer.name: the checkpoint has "adamw", the configuration "nag"'),
+    ],
+)
+def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(
+    stopped, data, sections: dict[str, dict[str, Any]], told: str
+) -> None:
+    before = _metrics(stopped)
+    with pytest.raises(ConfigError, match=told):
+        _run(_config(stopped, data, **sections))
+    assert _metrics(stopped) == before
+    assert len(checkpoints(stopped / "run/checkpoints")) == 2
+    assert _run(_config(stopped, data))[-1].batch.samples
+
+
+def test_other_data_under_the_same_name_is_refused(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = _config(tmp_path, tmp_path / "data")
+    _run(config, 9)
+    (tmp_path / "data/train.idx").write_bytes((tmp_path / "data/valid.idx").read_bytes())
+    (tmp_path / "data/train.bin").write_bytes((tmp_path / "data/valid.bin").read_bytes())
+    with pytest.raises(ConfigError, match=r"data.train: holds other data than when .*step_00000006 was saved"):
+        _run(config)
+
+
+def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
+    _run(_config(stopped, data, optimizer={"lr": 0.02}, metrics={"log_interval": 1}))
+    said = capsys.readouterr().out
+    assert "goes on from" in said
+    assert "changed since: optimizer.lr: 0.01 -> 0.02\n" in said
+    assert "changed since: metrics.log_interval: 4 -> 1\n" in said
+    assert said.count("changed since") == 2
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:
+    newest = checkpoints(stopped / "run/checkpoints")[0]
+    (newest / "manifest.json").write_text("{}")
+    _run(_config(stopped, data), 9)
+    assert "step_00000003 after update 3" in capsys.readouterr().out
+    for path in checkpoints(stopped / "run/checkpoints"):
+        (path / "rank_00000.safetensors").write_bytes(b"")
+    for told in ("is whole", "are damaged and set aside"):
+        with pytest.raises(ConfigError, match=told):
+            _run(_config(stopped, data))
+
+
+def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, data) -> None:
+    with pytest.raises(ConfigError, match="holds another run"):
+        _run(_config(stopped, data, checkpoint={"resume": "never"}))
+    newest = checkpoints(stopped / "run/checkpoints")[0]
+    config = _config(stopped / "branch", data, checkpoint={"resume": str(newest)})
+    _run(config, 14)
+    assert _metrics(stopped / "branch")[0]["step"] > 6
+    rest = _run(config)  # from its own checkpoint, not from the path again
+    assert rest[0].number > 9
+    _run(_config(stopped, data))
+    assert _differences(_end(stopped / "branch"), _end(stopped)) == ["metrics"]
+
+
+def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
+    with pytest.raises(GaveUpError):
+        _run(
+            _config(tmp_path, data, precision={"max_overflows_in_a_row": 2})
+        )  # attempts 3 and 4 overflow, 5 is under way
+    newest = checkpoints(tmp_path / "run/checkpoints")[0]
+    progress = read_manifest(newest / "manifest.json").run.progress
+    assert (progress["applied"], progress["attempts"], progress["skipped"]) == (4, 6, 2)
+    assert [waiting["samples"] for waiting in progress["waiting"]] == [[[32, 8]]]
+    assert (tmp_path / "run/gave_up.txt").exists()
+    rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "init_scale": None, "growth_interval": None}))
+    assert (rest[0].number, rest[0].batch.samples) == (6, (range(32, 40),))
+    assert _end(tmp_path)["state"][0] == STEPS
+    assert not (tmp_path / "run/gave_up.txt").exists()
+
+
+def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
+    """A job whose second checkpoint fails on one rank: how it ends, and its checkpoints."""
+    create = Files.create
+
+    def full(files: Files, path: Path) -> Any:
+        if path.parent.name.startswith("step_00000006") and path.name == f"rank_{victim:05d}.safetensors":
+            raise OSError(28, "No space left on device")
+        return create(files, path)
+
+    with mock.patch.object(Files, "create", full):
+        try:
+            _run(config)
+            ended = "finished"
+        except EndedEarlyError as error:
+            ended = f"{error.state}: {error}"
+    return ended, [path.name for path in checkpoints(Path(config.checkpoint.folder) / "checkpoints")]
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_that_fails_on_one_rank_follows_the_policy_on_all(tmp_path, data, run_ranks, async_save: bool) -> None:
+    for policy in ("continue", "stop"):
+        checkpoint = {"on_save_failure": policy, "async_save": async_save}
+        config = _config(tmp_path / policy, data, checkpoint=checkpoint)
+        (ended, kept), (elsewhere, _) = run_ranks(_fails_to_save, 2, config, 1)
+        assert ended == elsewhere
+        if policy == "continue":
+            assert (ended, kept) == ("finished", [f"step_{STEPS:08d}", "step_00000012"])
+        else:
+            assert ended.startswith("failed: ended after update ")
+            assert ended.endswith("a checkpoint could not be saved, see the log")
+            assert len(kept) == 2  # what could be saved at the end was

@@ -1,0 +1,132 @@
+"""`status.json`: how a run ended and from where it started; one that gets no further is not started for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megamix.config import Config, ConfigError
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.replicas import DamagedError
+from megamix.mixed_precision.settings import StepResult
+from megamix.train import run_folder
+from megamix.train.run_lock import LOCK, run_lock
+from megamix.train.status import STATUS, RunStatus, State, StuckError
+from megamix.train.trainer import Trainer
+from tests.train.jobs import run_on_ranks, tiny_job, write_data
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / STATUS).read_text())
+    return values
+
+
+def _starts(folder: Path, story: list[tuple[int, State]], max_restarts: int) -> int:
+    """Starts (from which update, to which end) until one is refused; how many were allowed."""
+    for allowed, (update, end) in enumerate(story):
+        status = RunStatus(folder, steps=100)
+        try:
+            status.begin(update, max_restarts)
+        except StuckError:
+            return allowed
+        if end != "running":  # a killed one leaves what it wrote at its start
+            status.write(end, "planted")
+    return len(story)
+
+
+@pytest.mark.parametrize(
+    ("story", "allowed"),
+    [
+        ([(0, "failed")] * 9, 3),
+        ([(40, "running")] * 9, 3),
+        ([(0, "failed"), (40, "running"), (40, "failed"), (40, "gave_up"), (40, "failed")], 4),
+        ([(update, "failed") for update in range(9)], 9),  # each gets a little further
+        ([(40, "failed"), (20, "failed"), (10, "failed"), (0, "failed")], 3),  # back to ever older saves
+        ([(40, "preempted")] * 9, 9),
+        ([(40, "failed"), (40, "failed"), (40, "preempted"), (40, "failed"), (40, "failed"), (40, "failed")], 6),
+    ],
+)
+def test_starts_without_progress_are_counted_and_the_limit_holds(
+    tmp_path, story: list[tuple[int, State]], allowed: int
+) -> None:
+    assert _starts(tmp_path, story, max_restarts=2) == allowed
+
+
+def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_path) -> None:
+    assert _starts(tmp_path, [(40, "failed")] * 3, max_restarts=1) == 2
+    status = _read(tmp_path)
+    assert (status["state"], status["exit_status"], status["update"], status["restarts"]) == ("gave_up", 3, 40, 2)
+    assert status["reason"] == (
+        "started 3 times from update 40 without getting further (checkpoint.max_restarts 1); find out why, then remove "
+        f"{tmp_path / STATUS}. The last start's end: failed planted"
+    )
+    assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 0
+    (tmp_path / STATUS).unlink()
+    assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 1
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"state": "failed"}', "\0"])
+def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text: str) -> None:
+    (tmp_path / STATUS).write_text(text)
+    assert _starts(tmp_path, [(0, "failed")], max_restarts=0) == 1
+
+
+def _end_of(config: Config) -> str:
+    # The folder of a run is refused to any other run; these starts are of one.
+    with mock.patch.object(run_folder, "folder_problems", lambda folder: []):
+        try:
+            run_on_ranks(config)
+        except Exception as error:
+            return type(error).__name__
+    return "finished"
+
+
+def test_a_job_that_fails_at_every_start_gives_up_on_all_ranks(tmp_path, run_ranks) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(tmp_path, checkpoint={"max_restarts": 1})
+    with mock.patch.object(Trainer, "train", side_effect=OSError("planted")):
+        assert [_end_of(config) for _ in range(2)] == ["OSError"] * 2
+    assert run_ranks(_end_of, 2, config) == ["StuckError"] * 2
+    assert _read(tmp_path / "run")["exit_status"] == 3
+
+
+def _second_job(config: Config) -> str:
+    try:
+        run_on_ranks(config)
+    except ConfigError as error:
+        return str(error)
+    return "finished"
+
+
+def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_path, run_ranks) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(tmp_path)
+    (tmp_path / "run").mkdir()
+    with run_lock(tmp_path / "run", print):
+        first, second = run_ranks(_second_job, 2, config)
+        assert "is in use by pid" in first
+        assert "the first rank says why" in second
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
+
+
+def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint={"verify_interval": 4})
+    step = ShardedEngine.step
+
+    def step_and_damage(engine: ShardedEngine) -> StepResult:
+        result = step(engine)
+        engine.half_params.flat[0].view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
+        return result
+
+    with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedError) as damage:
+        run_on_ranks(config)
+    status = _read(tmp_path / "run")
+    assert (status["state"], status["update"]) == ("failed", 2)  # found in the fourth attempt; two are known applied
+    assert status["reason"] == f"DamagedError: {damage.value}"
+    assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()

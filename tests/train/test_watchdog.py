@@ -1,0 +1,126 @@
+"""A rank that dies or hangs ends the whole run within the time limit and two seconds, and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import FULL
+from tests.ranks import DEADLINE_S
+from tests.train.fresh_ranks import FreshRanks
+from tests.train.jobs import tiny_job, write_data
+
+TIMEOUT_S = 3.0 if FULL else 5.0  # a loaded machine must not stand still for as long without a fault
+FAULT_AT = 6  # the number of an attempt
+
+
+def _mark(folder: Path, victim: int, rank: int, number: int) -> bool:
+    """Whether the fault is due; its time goes to a file."""
+    due = (rank, number) == (victim, FAULT_AT)
+    if due:
+        (folder / "fault").write_text(repr(time.time()))
+    return due
+
+
+def _stopped(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _asleep(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        time.sleep(60)
+
+
+def _killed(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
+    """Enter a collective that no other rank enters."""
+    if _mark(folder, victim, rank, number):
+        dist.broadcast(torch.zeros(3), src=1 - victim)
+
+
+# Each kind of fault, and with all counts each on each rank.
+CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
+CASES = CASES if FULL else [(_killed, 0), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
+
+
+class Ended(NamedTuple):
+    ranks: FreshRanks
+    statuses: list[int | None]
+    took_s: float  # from the fault until the last rank has ended
+    status: dict[str, Any]
+    folder: Path
+
+
+def _start(base: Path, fault: Callable[..., None], victim: int) -> FreshRanks:
+    folder = base / f"{fault.__name__}{victim}"
+    folder.mkdir()
+    config = tiny_job(
+        folder,
+        data={"train": str(base / "data/train"), "valid": None},
+        training={"steps": 100_000, "eval_interval": 0},
+        parallelism={"timeout_s": TIMEOUT_S},
+        metrics={"tensorboard": False},
+    )
+    return FreshRanks(config, 2, partial(fault, folder, victim))
+
+
+def _ended(ranks: FreshRanks) -> Ended:
+    statuses = ranks.join(DEADLINE_S)
+    took_s = ranks.ended_s - float((ranks.folder / "fault").read_text())
+    return Ended(ranks, statuses, took_s, json.loads((ranks.folder / "run/status.json").read_text()), ranks.folder)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
+    """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting."""
+    base = tmp_path_factory.mktemp("faults")
+    write_data(base / "data")
+    if FULL:
+        return {case: _ended(_start(base, *case)) for case in CASES}
+    started = {case: _start(base, *case) for case in CASES}
+    return {case: _ended(ranks) for case, ranks in started.items()}
+
+
+@pytest.mark.parametrize(("fault", "victim"), CASES)
+def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callable[..., None], victim: int) -> None:
+    end = ended[fault, victim]
+    dies = fault in (_killed, _stopped)
+    assert end.statuses == [-signal.SIGKILL if rank == victim and dies else 1 for rank in range(2)]
+    if FULL:
+        assert end.took_s < TIMEOUT_S + 2
+    verdict = {
+        _killed: f"rank {victim} died; rank {1 - victim} was in",
+        _stopped: f"no sign of life from rank {victim}\n",
+        _asleep: f"rank {victim} fell behind\n",
+        _elsewhere: f"rank {victim} fell behind\n",
+    }[fault]
+    assert end.status["state"] == "failed"
+    assert verdict in end.status["reason"]
+    assert f"rank {victim}: last in " in end.status["reason"]
+    # A rank may die with the last words of the attempt before unsent.
+    assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status["reason"])
+    assert any(verdict in end.ranks.said(rank) for rank in range(2))
+
+
+@pytest.mark.parametrize(("fault", "victim"), CASES)
+def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], victim: int) -> None:
+    stacks = [(ended[fault, victim].folder / f"run/stacks_rank{rank}.txt").read_text() for rank in range(2)]
+    assert "trainer.py" in stacks[1 - victim]  # where it waited
+    if fault in (_asleep, _elsewhere):
+        assert fault.__name__ in stacks[victim]  # where it hung
