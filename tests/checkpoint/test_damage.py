@@ -14,8 +14,9 @@ from megamix.checkpoint.load import newest_checkpoint
 from megamix.checkpoint.verify import read_checkpoint
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import alone, resume, save_steps
+from tests.conftest import FULL
 
-FLIPS, TRUNCATIONS, CLEAN = 200, 50, 100
+FLIPS, TRUNCATIONS, CLEAN = (200, 50, 100) if FULL else (60, 18, 30)
 OLDER, NEWER = "step_00000001", "step_00000002"
 FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,18 @@ from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
 from tests.train.jobs import Record, counted_calls, overflows_injected, run_on_ranks, tiny_job, write_data
+from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 
 KILLS = 300 if FULL else 3
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
-TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
 
 
 def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "data": {"train": str(data / "train"), "valid": str(data / "valid")},
-        "model": {"dropout": 0.1},
+        "model": {"dropout": 0.1, "num_layers": 1},
         "precision": {"init_scale": 2.0**10},
         "training": {"steps": steps},
         "checkpoint": {"folder": str(folder / "run"), "save_interval": 3, "max_restarts": 1000, "verify_interval": 0},
@@ -79,6 +79,9 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
         suppress(_Crash, PreemptedError),
     ):
         run_on_ranks(config)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()  # a crash would have ended it; here it would write beside the next start
     return record.applied
 
 
@@ -100,8 +103,8 @@ def _run_until(config: Config, victim: int, at_call: int) -> None:
         _run(config)
 
 
-def _calls(config: Config) -> int:
-    """How many calls the training of a job makes."""
+def _counted(config: Config) -> tuple[int, list[Attempt]]:
+    """The job: how many calls its training makes, and what was applied."""
     seen: list[int] = []
     train = Trainer.train
 
@@ -110,29 +113,8 @@ def _calls(config: Config) -> int:
             return train(trainer, leave)
 
     with mock.patch.object(Trainer, "train", train_counted):
-        _run(config)
-    return len(seen)
-
-
-def _end(folder: Path) -> dict[str, Any]:
-    """All that a run comes to: weights, moments, scale, counters, place in the data, losses."""
-    newest = checkpoints(folder / "run/checkpoints")[0]
-    manifest = read_manifest(newest / "manifest.json")
-    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
-    return {
-        "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
-        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
-        "metrics": _metrics(folder),
-    }
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [key for key in one if one[key] != other[key]]
+        applied = _run(config)
+    return len(seen), applied
 
 
 def _killed(config: Config, victim: int, at_call: int) -> bool:
@@ -155,28 +137,28 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[dict[str, Any], int]:
-    """How the job ends, and how many calls its training makes."""
+def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[Path, int, list[Attempt]]:
+    """The folder of the job on two ranks, how many calls its training makes, and what it applied."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    calls = min(run_ranks(_calls, 2, _config(folder, data)))
-    return _end(folder), calls
+    (calls, applied), (elsewhere, _) = run_ranks(_counted, 2, _config(folder, data))
+    return folder, min(calls, elsewhere), applied
 
 
 @pytest.mark.parametrize("trial", range(KILLS))
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     tmp_path, data, run_ranks, uninterrupted, trial: int
 ) -> None:
-    end, calls = uninterrupted
+    whole, calls, _ = uninterrupted
     rng = random.Random(trial)
     config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0})
     assert _killed(config, rng.randrange(2), rng.randrange(calls))
     run_ranks(_run, 2, config)
-    assert _differences(_end(tmp_path), end) == []
+    assert differences(end_of(tmp_path), end_of(whole)) == []
 
 
 def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks) -> None:
     whole = _config(tmp_path / "whole", data, CHAIN_STEPS)
-    calls = min(run_ranks(_calls, 2, whole))
+    calls = min(calls for calls, _ in run_ranks(_counted, 2, whole))
     config = _config(tmp_path / "killed", data, CHAIN_STEPS)
     rng = random.Random(0)
     kills = 0
@@ -185,7 +167,7 @@ def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks)
         kills += _killed(config, rng.randrange(2), at_call)
     run_ranks(_run, 2, config)
     assert kills == CHAIN_KILLS
-    assert _differences(_end(tmp_path / "killed"), _end(tmp_path / "whole")) == []
+    assert differences(end_of(tmp_path / "killed"), end_of(tmp_path / "whole")) == []
 
 
 # Without kills: a run that ends early in this process, and what a start may change.
@@ -208,29 +190,21 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
         return _config(folder, data, metrics=metrics, training={"eval_interval": 6})
 
     _run(config(tmp_path / "whole"))
-    want = _metrics(tmp_path / "whole"), _points(tmp_path / "whole")
+    want = metrics_of(tmp_path / "whole"), _points(tmp_path / "whole")
     assert {"train/loss", "valid/loss", "optim/loss_scale"} <= set(want[1])
-    # Before any checkpoint, after one and in between; asked to leave while a batch is tried again.
-    for name, end in {
-        "2": {"crash_at": 2},
-        "9": {"crash_at": 9},
-        "13": {"crash_at": 13},
-        "left": {"leave_at": 2},
-    }.items():
-        _run(config(tmp_path / name), **end)
-        _run(config(tmp_path / name))
-        assert (_metrics(tmp_path / name), _points(tmp_path / name)) == want, name
+    # Before any checkpoint, asked to leave while a batch is tried again, after a checkpoint and in between.
+    for end in ({"crash_at": 2}, {"leave_at": 2}, {"crash_at": 9}, {"crash_at": 13}, {}):
+        _run(config(tmp_path / "ended early"), **end)
+    assert (metrics_of(tmp_path / "ended early"), _points(tmp_path / "ended early")) == want
 
 
-def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks) -> None:
-    whole = run_ranks(_run, 2, _config(tmp_path / "whole", data))[0]
-    config = _config(tmp_path / "moved", data)
+def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks, uninterrupted) -> None:
+    folder, _, whole = uninterrupted
+    config = _config(tmp_path, data)
     begun = run_ranks(_run, 2, config, 9)[0]
     rest = _run(config)
     assert [*begun[: len(whole) - len(rest)], *rest] == whole
-    want, got = (
-        [row["train/loss"] for row in _metrics(tmp_path / name) if "train/loss" in row] for name in ("whole", "moved")
-    )
+    want, got = ([row["train/loss"] for row in metrics_of(path) if "train/loss" in row] for path in (folder, tmp_path))
     assert len(want) > 3
     assert got == pytest.approx(want, rel=2e-3)  # FP16 gradients are summed in another order
 
@@ -243,23 +217,21 @@ def stopped(tmp_path, data) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("sections", "told"),
-    [
-        ({"model": {"num_heads": 4}}, "model.num_heads: the checkpoint has 2, the configuration 4"),
-        ({"model": {"num_layers": 1}}, "model.num_layers: the checkpoint has 2"),
-        ({"training": {"seed": 5}}, "training.seed: the checkpoint has 1234, the configuration 5"),
-        ({"optimizer": {"name": "nag"}}, 'optimizer.name: the checkpoint has "adamw", the configuration "nag"'),
-    ],
-)
-def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(
-    stopped, data, sections: dict[str, dict[str, Any]], told: str
-) -> None:
-    before = _metrics(stopped)
-    with pytest.raises(ConfigError, match=told):
-        _run(_config(stopped, data, **sections))
-    assert _metrics(stopped) == before
-    assert len(checkpoints(stopped / "run/checkpoints")) == 2
+OTHER_RUNS = [
+    ({"model": {"num_heads": 4}}, "model.num_heads: the checkpoint has 2, the configuration 4"),
+    ({"model": {"num_layers": 2}}, "model.num_layers: the checkpoint has 1, the configuration 2"),
+    ({"training": {"seed": 5}}, "training.seed: the checkpoint has 1234, the configuration 5"),
+    ({"optimizer": {"name": "nag"}}, 'optimizer.name: the checkpoint has "adamw", the configuration "nag"'),
+]
+
+
+def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(stopped, data) -> None:
+    before = metrics_of(stopped)
+    for sections, told in OTHER_RUNS:
+        with pytest.raises(ConfigError, match=told):
+            _run(_config(stopped, data, **sections))
+        assert metrics_of(stopped) == before
+        assert len(checkpoints(stopped / "run/checkpoints")) == 2
     assert _run(_config(stopped, data))[-1].batch.samples
 
 
@@ -300,11 +272,11 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
     newest = checkpoints(stopped / "run/checkpoints")[0]
     config = _config(stopped / "branch", data, checkpoint={"resume": str(newest)})
     _run(config, 14)
-    assert _metrics(stopped / "branch")[0]["step"] > 6
+    assert metrics_of(stopped / "branch")[0]["step"] > 6
     rest = _run(config)  # from its own checkpoint, not from the path again
     assert rest[0].number > 9
     _run(_config(stopped, data))
-    assert _differences(_end(stopped / "branch"), _end(stopped)) == ["metrics"]
+    assert differences(end_of(stopped / "branch"), end_of(stopped)) == ["metrics"]
 
 
 def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
@@ -319,7 +291,7 @@ def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
     assert (tmp_path / "run/gave_up.txt").exists()
     rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "init_scale": None, "growth_interval": None}))
     assert (rest[0].number, rest[0].batch.samples) == (6, (range(32, 40),))
-    assert _end(tmp_path)["state"][0] == STEPS
+    assert end_of(tmp_path)["state"][0] == STEPS
     assert not (tmp_path / "run/gave_up.txt").exists()
 
 
@@ -345,11 +317,11 @@ def _fails_to_save(config: Config, victim: int) -> tuple[str, list[str]]:
 def test_a_save_that_fails_on_one_rank_follows_the_policy_on_all(tmp_path, data, run_ranks, async_save: bool) -> None:
     for policy in ("continue", "stop"):
         checkpoint = {"on_save_failure": policy, "async_save": async_save}
-        config = _config(tmp_path / policy, data, checkpoint=checkpoint)
+        config = _config(tmp_path / policy, data, 10, checkpoint=checkpoint)
         (ended, kept), (elsewhere, _) = run_ranks(_fails_to_save, 2, config, 1)
         assert ended == elsewhere
         if policy == "continue":
-            assert (ended, kept) == ("finished", [f"step_{STEPS:08d}", "step_00000012"])
+            assert (ended, kept) == ("finished", ["step_00000010", "step_00000009"])
         else:
             assert ended.startswith("failed: ended after update ")
             assert ended.endswith("a checkpoint could not be saved, see the log")

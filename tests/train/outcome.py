@@ -1,0 +1,33 @@
+"""All that a run comes to, as what must be equal between one that was interrupted and one that was not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import read_manifest
+
+TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    """Of the run in folder/run: weights, moments, scale, counters, place in the data, losses."""
+    newest = checkpoints(folder / "run/checkpoints")[0]
+    manifest = read_manifest(newest / "manifest.json")
+    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
+    return {
+        "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
+        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
+        "metrics": metrics_of(folder),
+    }
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in one if one[key] != other[key]]
