@@ -58,12 +58,12 @@ class RankPool:
     """`world_size` ranks, kept alive between cases."""
 
     def __init__(self, world_size: int):
-        folder = tempfile.mkdtemp(prefix="megamix-ranks-")
+        self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             mine, theirs = _CONTEXT.Pipe()
-            args = (rank, world_size, str(Path(folder) / "store"), theirs)
+            args = (rank, world_size, str(Path(self._folder.name) / "store"), theirs)
             process = _CONTEXT.Process(target=_serve, args=args, daemon=True, name=f"rank {rank} of {world_size}")
             process.start()
             theirs.close()
@@ -110,6 +110,7 @@ class RankPool:
                     pipe.send(None)
         for process in self.processes:
             process.join(10.0)
+        self._folder.cleanup()
 
 
 class RankPools:

@@ -1,0 +1,131 @@
+"""What may strike a run while it trains: signals, death in a save, a full disk, damage to its newest checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import checkpoints
+from tests.checkpoint.faults import CALLS
+
+RANKS = 2
+LATEST_S = 0.05  # between a fault's attempt and its signal: a step or a few
+FULL_FOR = 2  # saves that a full disk fails
+
+ASKED = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGUSR1": signal.SIGUSR1}
+SIGNALS = ASKED | {"a rank killed": signal.SIGKILL, "a rank stopped": signal.SIGSTOP}
+DAMAGES = ("a bit flipped", "a file cut short")  # in the newest checkpoint, once all ranks are dead
+KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED = "a rank killed in a save", "disk full", "all ranks killed"
+KINDS = (*SIGNALS, KILLED_IN_A_SAVE, DISK_FULL, ALL_KILLED, *DAMAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    attempt: int  # before which it strikes
+    victim: int
+    after_s: float
+    call: str  # of a save, the first of that name
+
+    def __str__(self) -> str:
+        return f"{self.kind} (rank {self.victim}, attempt {self.attempt})"
+
+    def ends_as_told(self, statuses: Sequence[int | None]) -> bool:
+        """Whether all ranks ended as docs/reliability.md says."""
+        if self.kind in ASKED:
+            return set(statuses) == {75}
+        if self.kind in (ALL_KILLED, *DAMAGES):  # one may notice the other's death before its own comes
+            return -signal.SIGKILL in statuses and set(statuses) <= {-signal.SIGKILL, 1}
+        return list(statuses) == [-signal.SIGKILL if rank == self.victim else 1 for rank in range(RANKS)]
+
+
+def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
+    """About one in `every` attempts, each kind as often as any other; none before there are two checkpoints, or so
+    late that the run's last save could fail.
+    """
+    faults: list[Fault] = []
+    kinds: list[str] = []
+    attempt = every
+    while attempt < steps - every:
+        kinds = kinds or rng.sample(KINDS, len(KINDS))
+        victim = rng.randrange(RANKS)
+        calls = CALLS if victim == 0 else ("create", "write", "sync_file")
+        faults.append(Fault(kinds.pop(), attempt, victim, rng.uniform(0, LATEST_S), rng.choice(calls)))
+        attempt += rng.randrange(every // 2, every + every // 2 + 1)
+    return faults
+
+
+class Strikes:
+    """Called on every rank before each attempt; a line in `log` tells of each fault that struck."""
+
+    def __init__(self, faults: Sequence[Fault], log: Path):
+        self.faults, self.log = list(faults), log
+
+    def __call__(self, rank: int, number: int) -> None:
+        if not self.faults or number < self.faults[0].attempt:
+            return
+        fault = self.faults.pop(0)
+        if rank == fault.victim:
+            with self.log.open("a") as log:
+                log.write(f"{fault}\n")
+        if fault.kind in (ALL_KILLED, *DAMAGES):
+            _send(signal.SIGKILL, fault.after_s)
+        elif rank != fault.victim:
+            return
+        elif fault.kind in SIGNALS:
+            _send(SIGNALS[fault.kind], fault.after_s)
+        elif fault.kind == KILLED_IN_A_SAVE:
+            _before_calls([fault.call], lambda name: os.kill(os.getpid(), signal.SIGKILL))
+        else:
+            _before_calls(["make_directory", "create"], _Full())
+
+
+def _send(number: int, after_s: float) -> None:
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+
+
+def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
+    """From now on, in this process; the first call is of a save that is under way, or of the next one."""
+    for name in names:
+        setattr(Files, name, _struck(name, getattr(Files, name), strike))
+
+
+def _struck(name: str, call: Callable[..., Any], strike: Callable[[str], None]) -> Callable[..., Any]:
+    def strike_and_call(files: Files, *arguments: Any) -> Any:
+        strike(name)
+        return call(files, *arguments)
+
+    return strike_and_call
+
+
+class _Full:
+    """A disk that takes nothing new, until some saves have failed."""
+
+    def __init__(self) -> None:
+        self.left = FULL_FOR
+
+    def __call__(self, name: str) -> None:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def damage_newest(folder: Path, kind: str, rng: random.Random) -> None:
+    file = rng.choice(sorted(checkpoints(folder)[0].iterdir()))
+    content = bytearray(file.read_bytes())
+    place = rng.randrange(len(content))
+    if kind == DAMAGES[0]:
+        content[place] ^= 1 << rng.randrange(8)
+    else:
+        del content[place:]
+    file.write_bytes(content)
