@@ -117,12 +117,14 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monk
     runs = findings.runs
     ended = {name: run for name, run in runs.items() if run.history.valid_loss.values}
     assert {*runs} - {*ended} == {"static 2^20, requeue", "static 2^24, requeue"}
-    assert {(run.applied, run.overflowed) for name, run in runs.items() if name not in ended} == {(0, 20)}
+    # 20 in a row are too many; one more was in flight.
+    assert {(run.applied, run.overflowed) for name, run in runs.items() if name not in ended} == {(0, 21)}
     for name, run in ended.items():
         assert run.applied == findings.steps
         assert (run.overflowed > 0) == name.startswith("dynamic"), name
         loss, reference = (each.history.valid_loss.values[-1] for each in (run, runs[overflow.REFERENCE]))
-        assert abs(loss - reference) < 0.03, name
+        other_data = name in ("FP32, another seed", "dynamic, skip")
+        assert abs(loss - reference) < (0.1 if other_data else 0.005), name
     for name, run in runs.items():
         fate = overflow.Fate.LOST if run.on_overflow == "skip" else overflow.Fate.REQUEUED
         assert run.fates == dict.fromkeys(overflow.Fate, 0) | {fate: run.overflowed}, name
