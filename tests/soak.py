@@ -164,7 +164,8 @@ def soak(folder: Path, steps: int, every: int, seed: int) -> tuple[list[str], li
     for rank in range(RANKS):
         used = zip(Usage._fields, *watch.ends(rank), strict=True)
         print(f"rank {rank} without faults: " + ", ".join(f"{what} {a:.5g} -> {b:.5g}" for what, a, b in used))
-    return faults_of(fight, clean, fire), growth(watch)
+    missed = [f"did not strike: {fault}" for fault in faults[len(fight.struck) :]]
+    return missed + faults_of(fight, clean, fire), growth(watch)
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ def draw_faults(rng: random.Random, steps: int, every: int) -> list[Fault]:
     while attempt < steps - every:
         kinds = kinds or rng.sample(KINDS, len(KINDS))
         victim = rng.randrange(RANKS)
-        calls = CALLS if victim == 0 else ("create", "write", "sync_file")
+        calls = CALLS if victim == 0 else ("create", "write", "sync_file")  # the others write their file, no more
         faults.append(Fault(kinds.pop(), attempt, victim, rng.uniform(0, LATEST_S), rng.choice(calls)))
         attempt += rng.randrange(every // 2, every + every // 2 + 1)
     return faults
