@@ -50,8 +50,11 @@ class CheckpointRank(TrainRank):
         self._copies = [torch.empty_like(flat) for flat in self._state]
 
     def save(self) -> float:
+        """What goes on beside training afterwards, the removal of an old checkpoint, is not timed, as below."""
         self._free_pages()
-        return _seconds(lambda: self._saver.save(self._ours.engine, RunRecord()))
+        seconds = _seconds(lambda: self._saver.save(self._ours.engine, RunRecord()))
+        self._saver.finish()
+        return seconds
 
     def write(self) -> float:
         """The state's bytes into a file; the oldest goes afterwards, which is not timed."""
