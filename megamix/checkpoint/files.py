@@ -36,7 +36,9 @@ class Files:
             chunk = chunk[file.write(chunk) :]
 
     def begin_sync(self, file: FileIO, start: int, size: int) -> None:
-        """Let the disk begin with these bytes and return, so that less is left to wait for in `sync_file`."""
+        """Let the disk begin with these bytes and return, so that less is left to wait for in `sync_file`. What it has
+        written need not stay in the kernel's memory, says the advice; that it writes at once is what it is given for.
+        """
         os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
     def sync_file(self, file: FileIO) -> None:

@@ -66,6 +66,7 @@ def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp
     run_ranks(save_steps, 2, ready, [1, 2])
     shutil.copytree(ready, tmp_path / "counted")
     calls = run_ranks(_save_step_3, 2, tmp_path / "counted", -1, None, False, False)
+    assert set(calls[0]) == set(CALLS), "every kind is met"
     committed_at = calls[0].index("rename")
     points = _points(calls)
     assert len(points) >= (60 if FULL else SAMPLE)
