@@ -50,14 +50,17 @@ class CheckpointRank(TrainRank):
         self._copies = [torch.empty_like(flat) for flat in self._state]
 
     def save(self) -> float:
+        """What goes on beside training afterwards, the removal of an old checkpoint, is not timed, as below."""
         self._free_pages()
-        return _seconds(lambda: self._saver.save(self._ours.engine, RunRecord()))
+        seconds = self._seconds_together(lambda: self._saver.save(self._ours.engine, RunRecord()))
+        self._saver.finish()
+        return seconds
 
     def write(self) -> float:
         """The state's bytes into a file; the oldest goes afterwards, which is not timed."""
         path = self._folder / f"plain_{self._rank}_{time.monotonic_ns()}"
         self._free_pages()
-        seconds = _seconds(lambda: self._write(path))
+        seconds = self._seconds_together(lambda: self._write(path))
         self._written.append(path)
         if len(self._written) > _KEPT:
             self._written.pop(0).unlink()
@@ -66,14 +69,14 @@ class CheckpointRank(TrainRank):
     def load(self, cold: bool) -> float:
         if cold:
             _drop_from_cache([*self._newest().iterdir()])
-        return _seconds(self._load)
+        return self._seconds_together(self._load)
 
     def read(self, cold: bool) -> float:
         """The bytes of this rank's file, into a buffer that stays in the processor's cache."""
         path = self._newest() / f"rank_{self._rank:05d}.safetensors"
         if cold:
             _drop_from_cache([path])
-        return _seconds(lambda: _read(path))
+        return self._seconds_together(lambda: _read(path))
 
     def steps_beside_a_save(self, steps: int) -> Beside:
         alone = _seconds(lambda: self.losses(steps))
@@ -86,6 +89,11 @@ class CheckpointRank(TrainRank):
     def saved_bytes(self) -> int:
         """Of the newest checkpoint, with all ranks' files and its manifest."""
         return sum(path.stat().st_size for path in self._newest().iterdir())
+
+    def _seconds_together(self, work: Callable[[], object]) -> float:
+        """From when all ranks are ready: a save waits for a rank that comes late, a plain write does not."""
+        self._together.every(lambda: None)
+        return _seconds(work)
 
     def _newest(self) -> Path:
         return checkpoints(self._checkpoints)[0]

@@ -8,8 +8,8 @@ parts        what one rank holds of the run's state, and where it belongs
 manifest     the JSON that makes files a checkpoint
 together     work that succeeds on every rank or on none
 snapshot     the state of one instant, as views or as a copy in the host's memory
-save         the commit: fresh folder, files, manifest, rename; and what is removed after it
-saver        saves one after the other, at once or by a thread while training goes on
+save         the commit: fresh folder, files, manifest, rename; and what may be removed after it
+saver        saves one after the other, at once or by a thread while training goes on, and removes old ones
 verify       a checkpoint found good, or what is wrong with it
 load         the newest good checkpoint, into an engine of any layout
 pieces       a checkpoint's states piece by piece

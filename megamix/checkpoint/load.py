@@ -15,6 +15,7 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
 from megamix.checkpoint.parts import Part, owned_parts, state_names
+from megamix.checkpoint.tensor_file import read_into
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged, Stored, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
@@ -115,7 +116,11 @@ def read_parts(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
             if common := part.box.intersection(stored.box):
                 wanted[stored.file].append((stored, part, common))
     for name, copies in wanted.items():
-        with safe_open(checkpoint.path / name, "pt") as file:
+        path = checkpoint.path / name
+        with safe_open(path, "pt") as tensors, open(path, "rb", buffering=0) as file:
             for stored, part, common in copies:
-                piece = file.get_slice(stored.key)[common.slices_in(stored.box)]
+                if common == stored.box == part.box and part.tensor.is_cpu:  # as where the layout is the same
+                    read_into(part.tensor, file, stored.start)
+                    continue
+                piece = tensors.get_slice(stored.key)[common.slices_in(stored.box)]
                 part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(piece)

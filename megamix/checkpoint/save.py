@@ -17,18 +17,14 @@ from megamix.checkpoint.together import FailedTogether, Together
 
 log = logging.getLogger("megamix")
 
-FEWEST_KEPT = 2  # if the newest is found damaged, there is another one
 
-
-def save(folder: Path, snapshot: Snapshot, together: Together, keep: int, files: Files | None = None) -> Path:
+def save(folder: Path, snapshot: Snapshot, together: Together, files: Files | None = None) -> Path:
     """Write a checkpoint that is on the disk when this returns. Every rank must call it; one path for all.
 
-    Afterwards older checkpoints than the `keep` newest are removed, and what killed saves left over.
+    What killed saves left over is removed; older checkpoints stay, for `remove_old`.
     Raises: FailedTogether on every rank if anything fails on one; what was begun is removed, the older checkpoints
     are as they were.
     """
-    if keep < FEWEST_KEPT:
-        raise ValueError(f"keep must be at least {FEWEST_KEPT} checkpoints, got {keep}; the newest may be damaged")
     files = files or Files()
     begun = folder / together.first(lambda: begin(folder, snapshot, files))
     try:
@@ -39,8 +35,6 @@ def save(folder: Path, snapshot: Snapshot, together: Together, keep: int, files:
             with contextlib.suppress(OSError):  # the disk may be gone; the next save tries again
                 files.remove_tree(begun)
         raise
-    if together.rank == 0:
-        remove_old(folder, keep, saved, files)
     return saved
 
 
@@ -83,7 +77,9 @@ def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | in
 
 
 def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
-    """Keep the newest, whatever becomes of the rest: a failure here loses nothing, so it is only told."""
+    """Keep the newest, whatever becomes of the rest: a failure here loses nothing, so it is only told. One rank calls
+    it, after a save and before the next one, beside whatever else: it takes as long as the disk needs to free them.
+    """
     try:
         for path in checkpoints(folder)[keep:]:
             if path != saved:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
+from io import FileIO
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.parts import Part
@@ -46,6 +49,27 @@ def header(parts: Sequence[Part]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
+
+
+def tensor_starts(path: Path) -> dict[str, int]:
+    """The byte at which each tensor begins, of a file whose header the library has found good."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(length))
+    return {key: 8 + length + entry["data_offsets"][0] for key, entry in entries.items() if key != "__metadata__"}
+
+
+def read_into(tensor: Tensor, file: FileIO, start: int) -> None:
+    """Fill a contiguous tensor with a file's bytes. A read into place takes half the time of a copy from a mapped file,
+    whose pages are mapped one fault after the other. Raises: OSError.
+    """
+    rest = memoryview(tensor.numpy().data).cast("B")
+    file.seek(start)
+    while rest:  # one read may give less than it is asked for
+        length = file.readinto(rest)
+        if not length:
+            raise OSError(f"{file.name} has become shorter since it was verified")
+        rest = rest[length:]
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:

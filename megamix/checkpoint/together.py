@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
+
+_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
+_LENGTH = 8  # bytes
 
 
 class FailedTogether(OSError):
@@ -65,11 +67,15 @@ class Together:
 
     def _texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order."""
-        row = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        longest = int(self._table(torch.tensor([row.numel()])).max())
-        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
-        padded[: row.numel()] = row
-        return [bytes(line.tolist()).decode() for line in self._table(padded)]
+        content = text.encode()
+        rows = self._rows(content, _USUAL)
+        lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
+        if max(lengths) > _USUAL:
+            rows = self._rows(content, max(lengths))
+        return [row[_LENGTH:][:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
-    def _table(self, row: Tensor) -> Tensor:
-        return self._collectives.table(row.to(self._device)).cpu()
+    def _rows(self, content: bytes, room: int) -> list[bytes]:
+        """Of every rank: its content's length, and as much of it as there is room for."""
+        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
+        table = self._collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(self._device))
+        return [bytes(line.tolist()) for line in table.cpu()]

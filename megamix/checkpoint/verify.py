@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megamix.checkpoint.tensor_file import parse_key
+from megamix.checkpoint.tensor_file import parse_key, tensor_starts
 
-_CHUNK = 1 << 22  # bytes
+_CHUNK = 1 << 21  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Stored:
     file: str
     key: str
     box: Box
+    start: int  # byte in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,15 @@ def check_bytes(path: Path, record: FileRecord, content: bool) -> None:
 
 
 def file_crc32(path: Path) -> int:
+    """Of a file that is read by a thread one chunk ahead, since the disk would rest while a checksum is taken."""
     crc32 = 0
-    chunk = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while length := file.readinto(chunk):
-            crc32 = zlib.crc32(chunk[:length], crc32)
+    being_read, ready = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(file.readinto, being_read)
+        while length := reading.result():
+            being_read, ready = ready, being_read
+            reading = reader.submit(file.readinto, being_read)
+            crc32 = zlib.crc32(ready[:length], crc32)
     return crc32
 
 
@@ -100,12 +106,13 @@ def read_header(path: Path) -> list[tuple[str, str, Stored]]:
     found = []
     try:
         with safe_open(path, "pt") as file:
+            starts = tensor_starts(path)
             for key in file.keys():  # noqa: SIM118 (it is no dict)
                 part = file.get_slice(key)
                 if part.get_dtype() != "F32":
                     raise ValueError(f"{key[:200]!r} is {part.get_dtype()}, every state is F32")
                 param, state, box = parse_key(key, part.get_shape())
-                found.append((param, state, Stored(path.name, key, box)))
+                found.append((param, state, Stored(path.name, key, box, starts[key])))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return found

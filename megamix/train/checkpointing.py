@@ -43,6 +43,7 @@ class RunCheckpoints:
         Raises: SaveFailedError on every rank.
         """
         self._begin(progress, beside=False)
+        self._saver.finish()  # nobody would remove what is left over
         if self._error is not None:
             raise SaveFailedError(f"the last checkpoint could not be saved: {self._error}") from self._error
 

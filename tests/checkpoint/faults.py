@@ -15,6 +15,7 @@ CALLS = (
     "make_directory",
     "create",
     "write",
+    "begin_sync",
     "sync_file",
     "sync_directory",
     "rename",
@@ -28,6 +29,8 @@ class FaultyFiles(Files):
     """`calls`: the names of all calls so far. `fault(name, arguments)` is called just before call number `at`, and
     may raise or kill.
     """
+
+    begun_each = 1 << 12  # files of tests are small
 
     def __init__(self, at: int | None = None, fault: Callable[[str, tuple[Any, ...]], None] | None = None):
         self.at, self.fault = at, fault

@@ -15,7 +15,7 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
-from megamix.checkpoint.save import save
+from megamix.checkpoint.save import remove_old, save
 from megamix.checkpoint.saver import Saver
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import Together
@@ -100,7 +100,11 @@ def save_steps(folder: Path, steps: Sequence[int], bucket_size: int | None = 111
     for step in steps:
         fill(engine, step)
         snapshot = take_snapshot(engine, RunRecord(progress={"consumed_samples": step}, config="[model]\n"))
-        names.append(save(folder, snapshot, together_of(engine), keep).name)
+        together = together_of(engine)
+        saved = save(folder, snapshot, together)
+        if together.rank == 0:
+            remove_old(folder, keep, saved, Files())
+        names.append(saved.name)
     return names
 
 

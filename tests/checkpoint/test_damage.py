@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from megamix.checkpoint.load import newest_checkpoint
+from megamix.checkpoint.tensor_file import read_into, tensor_starts
 from megamix.checkpoint.verify import read_checkpoint
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import alone, resume, save_steps
@@ -99,6 +101,19 @@ def test_a_good_checkpoint_is_never_refused(ready: Path) -> None:
         assert found.path.name == NEWER
         assert read_checkpoint(ready / OLDER).manifest.applied_updates == 1
     assert listing(ready) == [OLDER, NEWER]
+
+
+def test_a_file_that_is_cut_after_it_was_verified_fails_the_load(ready: Path, tmp_path: Path) -> None:
+    shutil.copytree(ready, tmp_path / "copy")
+    file = tmp_path / "copy" / NEWER / FILES[1]
+    start = max(tensor_starts(file).values())
+    tensor = torch.zeros((file.stat().st_size - start) // 4)
+    with open(file, "r+b", buffering=0) as handle:
+        read_into(tensor, handle, start)
+        assert tensor.count_nonzero()
+        handle.truncate(start + 4)
+        with pytest.raises(OSError, match=f"{FILES[1]} has become shorter"):
+            read_into(tensor, handle, start)
 
 
 @pytest.mark.parametrize("name", FILES)

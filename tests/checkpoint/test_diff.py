@@ -35,7 +35,7 @@ def _saved(
     fill(engine, 3)
     hurt(engine)
     run = RunRecord(progress={"consumed_samples": 3}, config=config)
-    return save(folder, take_snapshot(engine, run), together_of(engine), keep=2)
+    return save(folder, take_snapshot(engine, run), together_of(engine))
 
 
 def _lines(old: Path, new: Path) -> list[str]:

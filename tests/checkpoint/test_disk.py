@@ -19,7 +19,7 @@ import pytest
 from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.save import save
+from megamix.checkpoint.save import remove_old, save
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import FailedTogether
 from tests.checkpoint.faults import FaultyFiles, listing
@@ -54,7 +54,7 @@ def _save_step_3(folder: Path, faults: list[tuple[int, int, Callable[..., None]]
     for rank, at, fault in faults:
         files = FaultyFiles(at if together.rank == rank else None, fault)
         with pytest.raises(FailedTogether) as raised:
-            save(folder, snapshot, together, 2, files)
+            save(folder, snapshot, together, files)
         outcomes.append((str(raised.value), listing(folder)))
     return outcomes
 
@@ -64,7 +64,7 @@ def _calls(folder: Path) -> list[str]:
     engine = make_engine()
     fill(engine, 3)
     files = FaultyFiles()
-    save(folder, take_snapshot(engine, RunRecord()), together_of(engine), 2, files)
+    save(folder, take_snapshot(engine, RunRecord()), together_of(engine), files)
     return files.calls
 
 
@@ -103,7 +103,7 @@ def _save_within(folder: Path, rank: int, largest: int) -> str:
     if together.rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
     try:
-        save(folder, take_snapshot(engine, RunRecord()), together, 2)
+        save(folder, take_snapshot(engine, RunRecord()), together)
     except FailedTogether as error:
         return str(error)
     finally:
@@ -137,10 +137,10 @@ def test_a_save_that_cannot_fit_is_not_begun(tmp_path: Path) -> None:
     fill(engine, 3)
     snapshot = take_snapshot(engine, RunRecord())
     with pytest.raises(FailedTogether, match=r"a checkpoint takes \d MiB, \d MiB are free"):
-        save(tmp_path, snapshot, alone(), 2, _Free(snapshot.largest_size - 1))
+        save(tmp_path, snapshot, alone(), _Free(snapshot.largest_size - 1))
     assert listing(tmp_path) == ["step_00000001", "step_00000002"]
-    save(tmp_path, snapshot, alone(), 2, _Free(snapshot.largest_size))
-    assert listing(tmp_path) == ["step_00000002", "step_00000003"]
+    save(tmp_path, snapshot, alone(), _Free(snapshot.largest_size))
+    assert listing(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
 def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path: Path) -> None:
@@ -151,23 +151,20 @@ def test_what_is_asked_for_is_never_less_than_what_is_written(tmp_path: Path) ->
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path: Path, caplog) -> None:
-    save_steps(tmp_path / "ready", [1, 2])
-    engine = make_engine()
-    fill(engine, 3)
-    snapshot = take_snapshot(engine, RunRecord())
+    save_steps(tmp_path / "ready", [1, 2, 3], keep=3)
 
-    def save_with(files: FaultyFiles) -> None:
+    def remove_with(files: FaultyFiles) -> None:
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
         shutil.copytree(tmp_path / "ready", tmp_path / "copy")
-        assert save(tmp_path / "copy", snapshot, alone(), 2, files) == tmp_path / "copy" / "step_00000003"
+        remove_old(tmp_path / "copy", 2, tmp_path / "copy" / "step_00000003", files)
 
     counted = FaultyFiles()
-    save_with(counted)
-    committed = counted.calls.index("rename") + 2  # calls, with the sync of what was renamed
-    for at in range(committed, len(counted.calls)):
+    remove_with(counted)
+    assert listing(tmp_path / "copy") == ["step_00000002", "step_00000003"]
+    for at in range(len(counted.calls)):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="megamix"):
-            save_with(FaultyFiles(at, _read_only))
+            remove_with(FaultyFiles(at, _read_only))
         (line,) = (record.getMessage() for record in caplog.records)
         assert line.startswith("an old checkpoint could not be removed: [Errno 30]")
         assert [path.name for path in checkpoints(tmp_path / "copy")][:2] == ["step_00000003", "step_00000002"]
@@ -185,12 +182,12 @@ def test_a_real_disk_that_is_full_or_read_only(tmp_path: Path) -> None:
         snapshot = take_snapshot(engine, RunRecord())
         (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - (40 << 10)))
         with pytest.raises(FailedTogether, match=r"MiB are free"):
-            save(folder / "checkpoints", snapshot, alone(), 2)
+            save(folder / "checkpoints", snapshot, alone())
         with pytest.raises(FailedTogether, match=r"\[Errno 28\].*rank_00000.safetensors"):
-            save(folder / "checkpoints", snapshot, alone(), 2, _Free(1 << 40))
+            save(folder / "checkpoints", snapshot, alone(), _Free(1 << 40))
         assert os.system(f"mount -o remount,ro {folder}") == 0
         with pytest.raises(FailedTogether, match=r"\[Errno 30\]"):
-            save(folder / "checkpoints", snapshot, alone(), 2, _Free(1 << 40))
+            save(folder / "checkpoints", snapshot, alone(), _Free(1 << 40))
         assert resume(folder / "checkpoints") == (2, [])
     finally:
         os.system(f"umount {folder}")

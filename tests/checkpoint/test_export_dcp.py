@@ -83,7 +83,7 @@ class _Scalar(nn.Module):
 def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
     engine = make_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
     fill(engine, 3)
-    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), together_of(engine), keep=2)
+    path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), together_of(engine))
     export_dcp(read_checkpoint(path), tmp_path / "out")
     got: dict[str, Any] = {"model": {"gain": torch.zeros(())}}
     got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}

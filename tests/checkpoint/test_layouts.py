@@ -74,7 +74,7 @@ def _loaded_and_uninterrupted(folder: Path) -> tuple[list[float], list[float], l
     """The losses of a resumed run and of one that went on, and what differs at their ends."""
     source = make_engine()
     _train(source, range(3))
-    save(folder, take_snapshot(source, RunRecord()), together_of(source), 2)
+    save(folder, take_snapshot(source, RunRecord()), together_of(source))
     resumed = make_engine()
     _train(resumed, range(5, 7))  # something else, to be overwritten
     checkpoint = newest_checkpoint(folder, together_of(resumed))
@@ -214,7 +214,7 @@ def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
 
     source, target = build(), build()
     _train(source, range(3))
-    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source), 2)
+    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
     checkpoint = newest_checkpoint(tmp_path, together_of(target))
     assert checkpoint is not None
     load(checkpoint, target, together_of(target))

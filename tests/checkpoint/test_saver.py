@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megamix.checkpoint.files import Files
 from megamix.checkpoint.load import load, newest_checkpoint, read_together
 from megamix.checkpoint.manifest import RunRecord
@@ -76,6 +78,41 @@ def test_the_second_save_waits_for_the_first(tmp_path: Path) -> None:
     for step, name in enumerate(saved, start=1):
         load(_named(tmp_path, name), engine, alone())
         assert differences(engine, step) == []
+
+
+def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path) -> None:
+    engine = make_engine()
+    goes_on, saved = threading.Event(), []
+
+    class Slow(Files):
+        def remove_file(self, path: Path) -> None:
+            assert goes_on.wait(60.0)
+            super().remove_file(path)
+
+    saver = Saver(tmp_path, 2, alone(), lambda path: saved.append(path.name), _never, Slow())
+    for step in (1, 2, 3):
+        fill(engine, step)
+        saver.save(engine, _record(step))
+    assert saved[-1] == "step_00000003", "told, and training has gone on, before anything is removed"
+    goes_on.set()
+    saver.finish()
+    assert listing(tmp_path) == saved[1:]
+
+
+def test_fewer_than_two_are_never_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep must be at least 2 checkpoints, got 1"):
+        Saver(tmp_path, 1, alone(), lambda path: None, _never)
+
+
+def _tell(lengths: list[int]) -> list[list[str]]:
+    together = together_of(make_engine())
+    return [together.every(lambda length=length: "x" * (length if together.rank else 7)) for length in lengths]
+
+
+def test_answers_of_any_length_arrive_whole(run_ranks) -> None:
+    lengths = [0, 7, 900, 1024, 5000]
+    want = [["x" * 7, "x" * length] for length in lengths]
+    assert run_ranks(_tell, 2, lengths) == [want] * 2
 
 
 def _never(error: Exception) -> None:
