@@ -15,7 +15,7 @@ from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megamix.checkpoint.tensor_file import parse_key, tensor_starts
 
-_CHUNK = 1 << 21  # bytes
+_CHUNK = 1 << 20  # bytes: two of them stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from megamix.checkpoint.verify import Damaged, read_checkpoint
 from tests.checkpoint.state import save_steps
 
 SHARD = "rank_00000.safetensors"
-SLACK = 8 << 20  # bytes: the chunk that the checksum reads into (4 MiB), and what Python itself takes
+SLACK = 8 << 20  # bytes: the chunks that the checksum reads into (2 MiB), and what Python itself takes
 
 
 class _Bomb:
