@@ -22,6 +22,8 @@ class Written(NamedTuple):
 class Files:
     """Writes checkpoints and removes them. Every method raises OSError."""
 
+    written = 0  # bytes that the disk has taken so far: shows any thread that a long save is getting on
+
     def make_directory(self, path: Path) -> None:
         path.mkdir()
 
@@ -30,7 +32,8 @@ class Files:
 
     def write(self, file: FileIO, chunk: memoryview) -> None:
         while chunk:  # the disk may take less than it is given
-            chunk = chunk[file.write(chunk) :]
+            taken = file.write(chunk)
+            chunk, self.written = chunk[taken:], self.written + taken
 
     def sync_file(self, file: FileIO) -> None:
         sync_file(file)

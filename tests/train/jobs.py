@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import read_manifest
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_from_dict
 from megamix.data.synthetic import MarkovSource
@@ -24,6 +27,7 @@ from megamix.train.batch_plan import Attempt, BatchPlan, Fate
 from megamix.train.job import run_job
 
 VOCAB, SEQ_LEN, BRANCHING = 64, 32, 4  # each token has 4 equally likely successors: no model can get below ln 4
+TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
 
 
 def write_data(folder: Path, tokenizer: bool = False) -> None:
@@ -138,3 +142,24 @@ def counted_calls(at_call: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
+
+
+def end_of(folder: Path) -> dict[str, Any]:
+    """All that a run comes to: weights, moments, scale, counters, place in the data, losses."""
+    newest = checkpoints(folder / "run/checkpoints")[0]
+    manifest = read_manifest(newest / "manifest.json")
+    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
+    return {
+        "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
+        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
+        "metrics": metrics_of(folder),
+    }
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in one if one[key] != other[key]]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,23 @@ from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
-from tests.train.jobs import Record, counted_calls, overflows_injected, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import (
+    TIMELESS,
+    Record,
+    counted_calls,
+    differences,
+    end_of,
+    metrics_of,
+    overflows_injected,
+    run_on_ranks,
+    tiny_job,
+    write_data,
+)
 
 KILLS = 300 if FULL else 3
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
-TIMELESS = ("train/", "valid/", "optim/", "precision/")  # what of metrics.jsonl depends on no clock
 
 
 def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Config:
@@ -79,6 +89,9 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
         suppress(_Crash, PreemptedError),
     ):
         run_on_ranks(config)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":  # this process outlives the crash: what it still saves must not come later
+            thread.join()
     return record.applied
 
 
@@ -114,27 +127,6 @@ def _calls(config: Config) -> int:
     return len(seen)
 
 
-def _end(folder: Path) -> dict[str, Any]:
-    """All that a run comes to: weights, moments, scale, counters, place in the data, losses."""
-    newest = checkpoints(folder / "run/checkpoints")[0]
-    manifest = read_manifest(newest / "manifest.json")
-    progress = {key: value for key, value in manifest.run.progress.items() if key != "log_sizes"}
-    return {
-        "files": [(file.name, (newest / file.name).read_bytes()) for file in manifest.files],
-        "state": (manifest.applied_updates, manifest.skipped_steps, manifest.loss_scale, progress),
-        "metrics": _metrics(folder),
-    }
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key == "step" or key.startswith(TIMELESS)} for row in rows]
-
-
-def _differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [key for key in one if one[key] != other[key]]
-
-
 def _killed(config: Config, victim: int, at_call: int) -> bool:
     """Run on ranks of their own; whether the kill came before the end."""
     pool = RankPool(2)
@@ -159,7 +151,7 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[dict[str, Any], in
     """How the job ends, and how many calls its training makes."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     calls = min(run_ranks(_calls, 2, _config(folder, data)))
-    return _end(folder), calls
+    return end_of(folder), calls
 
 
 @pytest.mark.parametrize("trial", range(KILLS))
@@ -171,7 +163,7 @@ def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0})
     assert _killed(config, rng.randrange(2), rng.randrange(calls))
     run_ranks(_run, 2, config)
-    assert _differences(_end(tmp_path), end) == []
+    assert differences(end_of(tmp_path), end) == []
 
 
 def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks) -> None:
@@ -185,7 +177,7 @@ def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks)
         kills += _killed(config, rng.randrange(2), at_call)
     run_ranks(_run, 2, config)
     assert kills == CHAIN_KILLS
-    assert _differences(_end(tmp_path / "killed"), _end(tmp_path / "whole")) == []
+    assert differences(end_of(tmp_path / "killed"), end_of(tmp_path / "whole")) == []
 
 
 # Without kills: a run that ends early in this process, and what a start may change.
@@ -208,7 +200,7 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
         return _config(folder, data, metrics=metrics, training={"eval_interval": 6})
 
     _run(config(tmp_path / "whole"))
-    want = _metrics(tmp_path / "whole"), _points(tmp_path / "whole")
+    want = metrics_of(tmp_path / "whole"), _points(tmp_path / "whole")
     assert {"train/loss", "valid/loss", "optim/loss_scale"} <= set(want[1])
     # Before any checkpoint, after one and in between; asked to leave while a batch is tried again.
     for name, end in {
@@ -219,7 +211,7 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
     }.items():
         _run(config(tmp_path / name), **end)
         _run(config(tmp_path / name))
-        assert (_metrics(tmp_path / name), _points(tmp_path / name)) == want, name
+        assert (metrics_of(tmp_path / name), _points(tmp_path / name)) == want, name
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks) -> None:
@@ -229,7 +221,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, r
     rest = _run(config)
     assert [*begun[: len(whole) - len(rest)], *rest] == whole
     want, got = (
-        [row["train/loss"] for row in _metrics(tmp_path / name) if "train/loss" in row] for name in ("whole", "moved")
+        [row["train/loss"] for row in metrics_of(tmp_path / name) if "train/loss" in row] for name in ("whole", "moved")
     )
     assert len(want) > 3
     assert got == pytest.approx(want, rel=2e-3)  # FP16 gradients are summed in another order
@@ -255,10 +247,10 @@ def stopped(tmp_path, data) -> Path:
 def test_what_would_be_another_run_is_refused_by_name_and_nothing_is_touched(
     stopped, data, sections: dict[str, dict[str, Any]], told: str
 ) -> None:
-    before = _metrics(stopped)
+    before = metrics_of(stopped)
     with pytest.raises(ConfigError, match=told):
         _run(_config(stopped, data, **sections))
-    assert _metrics(stopped) == before
+    assert metrics_of(stopped) == before
     assert len(checkpoints(stopped / "run/checkpoints")) == 2
     assert _run(_config(stopped, data))[-1].batch.samples
 
@@ -300,11 +292,11 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
     newest = checkpoints(stopped / "run/checkpoints")[0]
     config = _config(stopped / "branch", data, checkpoint={"resume": str(newest)})
     _run(config, 14)
-    assert _metrics(stopped / "branch")[0]["step"] > 6
+    assert metrics_of(stopped / "branch")[0]["step"] > 6
     rest = _run(config)  # from its own checkpoint, not from the path again
     assert rest[0].number > 9
     _run(_config(stopped, data))
-    assert _differences(_end(stopped / "branch"), _end(stopped)) == ["metrics"]
+    assert differences(end_of(stopped / "branch"), end_of(stopped)) == ["metrics"]
 
 
 def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
@@ -319,7 +311,7 @@ def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
     assert (tmp_path / "run/gave_up.txt").exists()
     rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "init_scale": None, "growth_interval": None}))
     assert (rest[0].number, rest[0].batch.samples) == (6, (range(32, 40),))
-    assert _end(tmp_path)["state"][0] == STEPS
+    assert end_of(tmp_path)["state"][0] == STEPS
     assert not (tmp_path / "run/gave_up.txt").exists()
 
 
