@@ -27,6 +27,9 @@ from tests.train.jobs import differences, end_of, run_on_ranks, tiny_job, write_
 
 ROOT = Path(__file__).resolve().parents[2]
 
+SCRIPT = ["launch/pretrain.sh"]
+LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
+
 LAUNCHER = -1  # beside the numbers of ranks
 ASKED = [(who, number) for who in (LAUNCHER, 1) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
 KILLED = [(LAUNCHER, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGKILL)]
@@ -62,7 +65,7 @@ def _config(folder: Path, data: Path) -> Config:
     )
 
 
-def _start(folder: Path, data: Path) -> Job:
+def _start(command: list[str], folder: Path, data: Path) -> Job:
     """For the first time, or again."""
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(config_to_toml(_config(folder, data)))
@@ -70,7 +73,7 @@ def _start(folder: Path, data: Path) -> Job:
     with (folder / "stderr.txt").open("w") as errors:
         # The script is replaced by the launcher, which so has its pid.
         launcher = subprocess.Popen(
-            ["launch/pretrain.sh", str(folder / "job.toml")],
+            [*command, str(folder / "job.toml")],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
         )  # fmt: skip
     return Job(folder, launcher)
@@ -87,8 +90,8 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _end(job: Job, who: int, number: int) -> Ended:
-    """Signal one process of a job that trains, and wait for the end of all."""
+def _signal(job: Job, who: int, number: int) -> dict[int, int]:
+    """Signal one process of a job once it trains. Returns its ranks' pids."""
     metrics, launcher = job.folder / "run/metrics.jsonl", job.launcher
     _until(lambda: metrics.exists() and "\n" in metrics.read_text(), f"training in {job.folder}")
     ranks = _ranks(launcher.pid)
@@ -96,6 +99,11 @@ def _end(job: Job, who: int, number: int) -> Ended:
     if who == LAUNCHER:
         launcher.stdout.close()  # who reads the log often dies with the launcher
     os.kill({LAUNCHER: launcher.pid, **ranks}[who], number)
+    return ranks
+
+
+def _end(job: Job, ranks: dict[int, int]) -> Ended:
+    launcher = job.launcher
     try:
         _until(lambda: launcher.poll() is not None, "end of the launcher")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
@@ -103,7 +111,8 @@ def _end(job: Job, who: int, number: int) -> Ended:
         for pid in (launcher.pid, *ranks.values()):
             if process_start(pid):
                 os.kill(pid, signal.SIGKILL)
-        launcher.stdout.close()
+        if launcher.stdout is not None:
+            launcher.stdout.close()
     return Ended(launcher.wait(), json.loads((job.folder / "run/status.json").read_text()), job.folder)
 
 
@@ -124,8 +133,12 @@ def ended(tmp_path_factory, data) -> dict[tuple[int, int], Ended]:
     base = tmp_path_factory.mktemp("jobs")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
-        jobs = {case: _start(base / f"{case[0]} {case[1]}", data) for case in cases[first : first + 2]}
-        results |= {case: _end(job, *case) for case, job in jobs.items()}
+        jobs = {
+            case: _start(SCRIPT if case in ASKED else LAUNCH, base / f"{case[0]} {case[1]}", data)
+            for case in cases[first : first + 2]
+        }
+        ranks = {case: _signal(job, *case) for case, job in jobs.items()}  # both, before one has ended by itself
+        results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
     return results
 
 
@@ -148,7 +161,7 @@ def test_the_same_command_goes_on_as_if_nobody_had_asked(
     ended, tmp_path, data, run_ranks, who: int, number: int
 ) -> None:
     folder = ended[who, number].folder
-    again = _start(folder, data)
+    again = _start(SCRIPT, folder, data)
     said, _ = again.launcher.communicate(timeout=DEADLINE_S)
     assert again.launcher.returncode == 0, (folder / "stderr.txt").read_text()
     assert f"after update {ended[who, number].status['update']}\n" in said

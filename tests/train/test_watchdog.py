@@ -154,9 +154,9 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
 def test_a_stopped_process_does_not_run() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         sign = Sign(1, 0.0, 1, "", 1, 0, "", process.pid, process_start(process.pid))
-        assert sign.runs
+        running = sign.runs
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert not sign.runs
+        stopped = sign.runs
         process.kill()
-    assert not sign.runs
+    assert (running, stopped, sign.runs) == (True, False, False)
