@@ -24,6 +24,7 @@ class Files:
     """Writes checkpoints and removes them. Every method raises OSError."""
 
     begun_each = 4 << 20  # bytes of a file that are handed to the disk together while more is written
+    written = 0  # bytes that the disk has taken so far: shows any thread that a long save is getting on
 
     def make_directory(self, path: Path) -> None:
         path.mkdir()
@@ -33,7 +34,8 @@ class Files:
 
     def write(self, file: FileIO, chunk: memoryview) -> None:
         while chunk:  # the disk may take less than it is given
-            chunk = chunk[file.write(chunk) :]
+            taken = file.write(chunk)
+            chunk, self.written = chunk[taken:], self.written + taken
 
     def begin_sync(self, file: FileIO, start: int, size: int) -> None:
         """Let the disk begin with these bytes and return, so that less is left to wait for in `sync_file`. What it has

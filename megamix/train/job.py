@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,15 +32,17 @@ from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import METRICS, MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE
+from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start
 from megamix.train.run_lock import run_lock
-from megamix.train.signals import LeaveRequest, signals_noted
-from megamix.train.status import EndedEarlyError, RunStatus, SaveFailedError, StuckError
+from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
+from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
 from megamix.train.trainer import VALIDATION_SEED, Trainer
 from megamix.train.watchdog import Watchdog
 
-SAVE_TIMEOUT_S = 6 * 3600.0  # until which a rank that has written its share waits for the slowest one
+# Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
+SAVE_TIMEOUT_S = 6 * 3600.0
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
 
@@ -56,9 +59,9 @@ def run_job(config: Config) -> float | None:
     status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
     try:
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
-        with signals_noted() as leave, ExitStack() as stack:
+        with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
-            start = find_start(config, Together.apart(topology, SAVE_TIMEOUT_S))
+            start = find_start(config, Together(make_collectives(topology, 0, torch.uint8, device), device))
             _on_first_rank(lambda: _begin(config, status, start), topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
@@ -107,28 +110,33 @@ def _run(
     launcher: int | None, start: Start,
 ) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
-    first = topology.dp_rank == 0
+    roll = None
+    if topology.dp_group is not None:
+        roll = RollCall(side_store(topology), topology.dp_rank, topology.dp_size)
+    together = Together.apart(topology, SAVE_TIMEOUT_S)
     try:
-        valid_loss = _train(config, topology, device, status, leave, launcher, start)
-    except EndedEarlyError as early:
-        if first:
-            status.write(early.state, str(early))
-        if topology.dp_group is not None:
-            dist.barrier()  # torchrun ends all ranks 30 s after the first one that left early: the first may still save
+        with Watchdog(roll, config.parallelism.timeout_s, status, leave, launcher) as watchdog:
+            # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
+            # that left early, and the watchdog takes one that has left for dead.
+            try:
+                valid_loss = _train(config, topology, device, status, leave, watchdog, together, start)
+            except EndedEarlyError as early:
+                together.first(partial(status.write, early.state, str(early)))
+                raise
+            together.first(lambda: status.write("finished"))
+            return valid_loss
+    except EndedEarlyError:
         raise
     except BaseException as error:
-        if first:
+        if topology.dp_rank == 0:
             notes = getattr(error, "__notes__", [])  # the watchdog's verdict
             status.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
         raise
-    if first:
-        status.write("finished")
-    return valid_loss
 
 
 def _train(
     config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    launcher: int | None, start: Start,
+    watchdog: Watchdog, together: Together, start: Start,
 ) -> float | None:  # fmt: skip
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -139,7 +147,7 @@ def _train(
     engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp_size))
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
-    checkpoints = RunCheckpoints(config, engine, start, console, leave)
+    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
     if start.checkpoint is not None:
         _load(engine, start, console)
     with ExitStack() as stack:
@@ -161,18 +169,18 @@ def _train(
         trainer = Trainer(config, engine, loader, validation, report, console, writer)
         trainer.begin(start.progress, checkpoints)
         status.update = lambda: trainer.plan.applied
+        watchdog.place = partial(_place, trainer)
         valid_loss, early = None, None
-        with _watchdog(config, topology, trainer, status, leave, launcher):
-            try:
-                valid_loss = trainer.train(leave)
-            except EndedEarlyError as error:
-                early = error
         try:
-            checkpoints.save_last(trainer.progress())
-        except SaveFailedError as error:
-            early = early if isinstance(early, GaveUpError) else error
+            valid_loss = trainer.train(leave)
+        except EndedEarlyError as error:
+            early = error
+        with engine.clock.span("save"):
+            early = _save(trainer.progress(), checkpoints, early)
         console.close()
-    _save(engine, status.folder, console)
+    if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
+        with engine.clock.span("weights"):
+            _write_weights(engine, status.folder, console)
     if early is not None:
         if first and isinstance(early, GaveUpError):
             run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
@@ -195,8 +203,19 @@ def _load(engine: ShardedEngine, start: Start, console: Console) -> None:
         console.line(f"changed since: {line}")
 
 
-def _save(engine: ShardedEngine, folder: Path, console: Console) -> None:
-    """What a run saves before it ends: well, early or asked to leave. Every rank must call it."""
+def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyError | None) -> EndedEarlyError | None:
+    """The last checkpoint of a run. Returns how the run ends, as far as that can still change it."""
+    try:
+        if isinstance(early, PreemptedError):
+            return PreemptedError(f"{early}; {checkpoints.save_leaving(progress)}")
+        checkpoints.save_last(progress)
+    except SaveFailedError as error:
+        return early if isinstance(early, GaveUpError) else error
+    return early
+
+
+def _write_weights(engine: ShardedEngine, folder: Path, console: Console) -> None:
+    """What a run that finished or gave up leaves for use elsewhere. Every rank must call it."""
     weights = engine.full_weights()
     if engine.collectives.topology.dp_rank == 0:
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
@@ -210,21 +229,12 @@ def _write_sample(config: Config, model: Transformer, tokenizer: str, console: C
     console.line(f"sample of text ({path}):\n{text}")
 
 
-def _watchdog(
-    config: Config, topology: Topology, trainer: Trainer, status: RunStatus, leave: LeaveRequest, launcher: int | None
-) -> Watchdog:
-    clock, plan = trainer.engine.clock, trainer.plan
-    roll = None
-    if topology.dp_group is not None:
-        roll = RollCall(side_store(topology), topology.dp_rank, topology.dp_size)
-    return Watchdog(
-        roll,
-        config.parallelism.timeout_s,
-        lambda: Place(clock.entered, clock.doing(), max(plan.launched - 1, 0)),
-        status,
-        leave,
-        launcher,
-    )
+def _place(trainer: Trainer) -> Place:
+    """Where the main thread stands, for any thread. A save beside training is not what it waits for."""
+    clock = trainer.engine.clock
+    doing = clock.doing()
+    written = trainer.checkpoints.written if doing == "save" else 0
+    return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
 
 
 def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:

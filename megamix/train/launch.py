@@ -13,13 +13,14 @@ import signal
 import sys
 from pathlib import Path
 
-from megamix.train.signals import NOTED
+from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE
 from megamix.train.status import PreemptedError
 
 PREEMPTED = PreemptedError().exit_status
 # After SIGTERM torchrun lets its ranks live for 30 s, which may be less than a save takes. Who sent the signal ends
 # this process whenever its own patience is over, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
+TORCHRUN_SHUTDOWN_S = 30
 
 
 def launch(arguments: list[str]) -> int:
@@ -34,8 +35,11 @@ def launch(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, main
 
-    if "--shutdown-timeout" in get_args_parser().format_help():  # torch 2.11 has no such option
-        arguments = [f"--shutdown-timeout={SHUTDOWN_S}", *arguments]
+    # Told by the environment, so that the ranks know it, too: a save that takes longer must not begin.
+    if "--shutdown-timeout" in get_args_parser().format_help():
+        os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
+    else:  # as in torch 2.11, which has no such option and reads no such variable
+        os.environ[SHUTDOWN_VARIABLE] = str(TORCHRUN_SHUTDOWN_S)
     try:
         main(arguments)
     except ChildFailedError as error:

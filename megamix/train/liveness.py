@@ -33,15 +33,18 @@ class Place(NamedTuple):
     spans: int  # entered since the start: of two ranks that wait for each other, the one with fewer is behind
     doing: str
     attempt: int
+    written: int  # bytes of the checkpoint for which it waits: a slow disk is not a hang
 
 
 class Sign(NamedTuple):
     """A rank's last sign of life."""
 
     beat: int
+    idle_s: float  # since its main thread was last seen to move
     spans: int
     doing: str
     attempt: int
+    written: int
     host: str
     pid: int
     start: str
@@ -81,9 +84,9 @@ class RollCall:
         self._beat = 0
         self._me = (socket.gethostname(), os.getpid(), process_start(os.getpid()))
 
-    def beat(self, place: Place) -> None:
+    def beat(self, place: Place, idle_s: float) -> None:
         self._beat += 1
-        self._store.set(f"rank {self.rank}", json.dumps([self._beat, *place, *self._me]))
+        self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *place, *self._me]))
 
     def signs(self) -> dict[int, Sign]:
         """By rank; without those that have given none so far."""

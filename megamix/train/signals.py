@@ -5,32 +5,52 @@ A handler must not do more: it may run in the middle of anything, a save include
 
 from __future__ import annotations
 
+import math
+import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's name; our launcher sets it
 
 
 class LeaveRequest:
-    """Whether this rank was asked to leave, and why: 0, a signal's number, or a reason of ours. The first one stays."""
+    """Whether this rank was asked to leave, and why: 0, a signal's number, or a reason of ours. The first one stays.
 
-    def __init__(self) -> None:
+    `shutdown_s`: how long after SIGTERM or SIGINT the launcher kills its ranks; inf: never.
+    """
+
+    def __init__(self, shutdown_s: float = math.inf, now_s: Callable[[], float] = time.monotonic) -> None:
         self.reason = 0
+        self._shutdown_s, self._now_s = shutdown_s, now_s
+        self._end_s = math.inf
 
     def ask(self, reason: int) -> None:
         self.reason = self.reason or reason
+        if reason in (signal.SIGTERM, signal.SIGINT):  # also after SIGUSR1, for which nobody is killed
+            self._end_s = min(self._end_s, self._now_s() + self._shutdown_s)
+
+    def left_s(self) -> float:
+        """Until the launcher kills this rank."""
+        return self._end_s - self._now_s()
+
+
+def shutdown_s(launched: bool) -> float:
+    """How long a launcher, if there is one, waits after SIGTERM: 30 s unless it was told otherwise."""
+    return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
 
 
 @contextmanager
-def signals_noted() -> Iterator[LeaveRequest]:
+def signals_noted(shutdown_s: float = math.inf) -> Iterator[LeaveRequest]:
     """Until the end of the block signals only fill in the request; a third SIGINT raises KeyboardInterrupt.
 
     Only the main thread may call it.
     """
-    request = LeaveRequest()
+    request = LeaveRequest(shutdown_s)
     interrupts = 0
 
     def note(number: int, frame: FrameType | None) -> None:

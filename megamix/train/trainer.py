@@ -107,10 +107,10 @@ class Trainer:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
                 while plan.must_settle(until=0 if self._stop_reason else stop):
                     self._settle()
+                if self._stop_reason and plan.applied < self.config.training.steps:
+                    raise self._leaves()  # also at a stop: whether there is time for a save is decided elsewhere
                 if plan.applied == stop:
                     break
-                if self._stop_reason:
-                    raise self._leaves()
                 if leave.reason:
                     self.engine.stop_request.fill_(leave.reason)
                 self._try(plan.take())
@@ -182,7 +182,7 @@ class Trainer:
             return SaveFailedError(f"ended after update {self.plan.applied}: {reason_words(SAVE_FAILED)}, see the log")
         return PreemptedError(
             f"asked to leave ({reason_words(self._stop_reason)}): ended after update {self.plan.applied} of "
-            f"{self.config.training.steps}; the weights are saved"
+            f"{self.config.training.steps}"
         )
 
     def _log(self, update: int, outcome: Outcome) -> None:

@@ -2,7 +2,9 @@
 
 A collective whose peer is dead or hung ends by the process group's time limit at best, with an error that names
 neither. Here each rank has a thread that gives signs of life. A rank whose main thread has stood still for `timeout_s`
-looks who is silent, or else who is behind, and all ranks end with that verdict, each with its stacks in a file.
+looks who is silent, or else who is behind, and all ranks end with that verdict, each with its stacks in a file. As long
+as any rank moves, the others wait for it and nobody is hung: one that waits for its checkpoint moves with every chunk
+that the disk takes.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from megamix.config import ConfigError
 from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
 from megamix.train.signals import PARENT_DIED, LeaveRequest
-from megamix.train.status import EXIT_STATUS, RunStatus
+from megamix.train.status import EXIT_STATUS, EndedEarlyError, RunStatus
 
 _SHOWN = 8  # ranks in a verdict
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
@@ -35,15 +38,16 @@ class Watchdog:
     """
 
     def __init__(
-        self, roll: RollCall | None, timeout_s: float, place: Callable[[], Place],
-        status: RunStatus, leave: LeaveRequest, launcher: int | None,
-    ):  # fmt: skip
-        self._roll, self._timeout_s, self._place = roll, timeout_s, place
+        self, roll: RollCall | None, timeout_s: float, status: RunStatus, leave: LeaveRequest, launcher: int | None
+    ):
+        self.place: Callable[[], Place] = lambda: Place(0, "the start", 0, 0)  # training puts its own here
+        self._roll, self._timeout_s = roll, timeout_s
         self._status, self._leave = status, leave
         self._launcher = launcher
         self._tick_s = min(0.25, timeout_s / 12)  # from one sign to the next
         self._window_s = timeout_s / 4  # in which a living rank of another host gives a sign
-        self._since_s = time.monotonic()  # when the main thread was last seen to move
+        self._moved_s = time.monotonic()  # when the main thread was last seen to move
+        self._since_s = self._moved_s  # when that of any rank was, as far as this one knows
         self._rank = roll.rank if roll is not None else 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -54,7 +58,7 @@ class Watchdog:
             self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
             self._stacks = (self._status.folder / f"stacks_rank{self._rank}.txt").open("w", encoding="utf-8")
             with contextlib.suppress(RuntimeError):
-                self._roll.beat(self._place())  # before anything can go wrong: the others know at least who we are
+                self._beat(self._roll)  # before anything can go wrong: the others know at least who we are
         self._thread.start()
         return self
 
@@ -64,38 +68,48 @@ class Watchdog:
         self._closing.set()
         self._thread.join()
         try:
-            if isinstance(error, Exception) and self._roll is not None:
+            alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # on all ranks
+            if not alike and isinstance(error, Exception) and self._roll is not None:
                 self._explain(error, self._roll)
         finally:
             faulthandler.cancel_dump_traceback_later()
             if self._stacks is not None:
                 self._stacks.close()
-                if error is None:
+                if alike:
                     Path(self._stacks.name).unlink()
 
     def _watch(self) -> None:
-        place, suspicion = self._place(), None
+        place, suspicion = self.place(), None
         self._arm()
         while not self._closing.wait(self._tick_s):
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._leave.ask(PARENT_DIED)
             if self._roll is None:
                 continue
-            last, place = place, self._place()
+            last, place = place, self.place()
             if place != last:
-                self._since_s, suspicion = time.monotonic(), None
+                self._moved_s = self._since_s = time.monotonic()
+                suspicion = None
                 self._arm()
             with contextlib.suppress(RuntimeError):  # the store is gone: the last resort holds
-                self._roll.beat(place)
+                self._beat(self._roll)
                 if (verdict := self._roll.verdict()) is not None:
                     self._end(verdict, self._roll)
                 if suspicion is None and self._stood_s() > self._timeout_s - self._window_s - self._tick_s:
                     suspicion = _Suspicion(self._roll)
                 # The age too: a process that was stopped itself finds the limit passed when it goes on.
                 if suspicion is not None and suspicion.age_s() > self._window_s and self._stood_s() > self._timeout_s:
-                    verdict = self._roll.decide(self._judge(suspicion.missing(), self._roll))
+                    missing, idle_s = suspicion.missing(), suspicion.idle_s()
+                    if not missing and idle_s < self._timeout_s:  # the others wait for a rank that gets on
+                        self._since_s, suspicion = time.monotonic() - idle_s, None
+                        self._arm()
+                        continue
+                    verdict = self._roll.decide(self._judge(missing, self._roll))
                     print(f"megamix train: {verdict.text}", file=sys.stderr)
                     self._end(verdict, self._roll)
+
+    def _beat(self, roll: RollCall) -> None:
+        roll.beat(self.place(), time.monotonic() - self._moved_s)
 
     def _stood_s(self) -> float:
         return time.monotonic() - self._since_s
@@ -125,7 +139,7 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []
-            place = self._place()
+            place = self.place()
             where = f"in {place.doing}, attempt {place.attempt}"
             if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
                 verdict = self._judge(missing, roll)
@@ -144,7 +158,7 @@ class Watchdog:
         suspicion = _Suspicion(roll)
         while not (missing := suspicion.missing_here()) and suspicion.age_s() < min(2.0, self._window_s):
             time.sleep(self._tick_s / 5)
-            roll.beat(self._place())  # the others may be looking, too
+            self._beat(roll)  # the others may be looking, too
         return missing or suspicion.missing()
 
     def _end(self, verdict: Verdict, roll: RollCall) -> None:
@@ -168,6 +182,10 @@ class _Suspicion:
 
     def age_s(self) -> float:
         return time.monotonic() - self._since_s
+
+    def idle_s(self) -> float:
+        """How long ago the rank that moved last did."""
+        return min(sign.idle_s for sign in self._roll.signs().values())
 
     def missing_here(self) -> list[int]:
         """Of this host's ranks; the system knows, at any time and under any load."""

@@ -1,4 +1,6 @@
-"""Under real torchrun: a signal to anybody ends the run in good order, and no rank outlives its launcher."""
+"""Under real torchrun: a signal to anybody ends the run in good order, the same command goes on with it as if nothing
+had been, and no rank outlives its launcher.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file
 
-from megamix.config import config_to_toml
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import read_manifest
+from megamix.config import Config, config_to_toml
 from megamix.train.launch import parent_of
 from megamix.train.liveness import process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
-from tests.train.jobs import tiny_job, write_data
+from tests.train.jobs import run_on_ranks, tiny_job, write_data
+from tests.train.outcome import differences, end_of
 
 ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = ["launch/pretrain.sh"]
+LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
 
 LAUNCHER = -1  # beside the numbers of ranks
 ASKED = [(who, number) for who in (LAUNCHER, 1) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
 KILLED = [(LAUNCHER, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGKILL)]
 if not FULL:
-    ASKED, KILLED = [(LAUNCHER, signal.SIGUSR1)], [(LAUNCHER, signal.SIGKILL)]
+    ASKED, KILLED = [(LAUNCHER, signal.SIGTERM)], [(LAUNCHER, signal.SIGKILL)]
+STEPS = 300  # some seconds: a signal comes long before their end
 
 
 class Job(NamedTuple):
@@ -49,22 +57,26 @@ def _until(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def _start(folder: Path, data: Path) -> Job:
-    folder.mkdir()
-    config = tiny_job(
+def _config(folder: Path, data: Path) -> Config:
+    return tiny_job(
         folder,
         data={"train": str(data / "train"), "valid": None},
-        training={"steps": 1_000_000, "eval_interval": 0},
+        training={"steps": STEPS, "eval_interval": 0},
         metrics={"tensorboard": False, "log_interval": 20},
     )
-    (folder / "job.toml").write_text(config_to_toml(config))
-    command = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "megamix", "train", str(folder / "job.toml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def _start(command: list[str], folder: Path, data: Path) -> Job:
+    """For the first time, or again."""
+    folder.mkdir(exist_ok=True)
+    (folder / "job.toml").write_text(config_to_toml(_config(folder, data)))
+    environment = os.environ | {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
     with (folder / "stderr.txt").open("w") as errors:
+        # The script is replaced by the launcher, which so has its pid.
         launcher = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
-        )
+            [*command, str(folder / "job.toml")],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+        )  # fmt: skip
     return Job(folder, launcher)
 
 
@@ -79,15 +91,20 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def _end(job: Job, who: int, number: int) -> Ended:
-    """Signal one process of a job that trains, and wait for the end of all."""
+def _signal(job: Job, who: int, number: int) -> dict[int, int]:
+    """Signal one process of a job once it trains. Returns its ranks' pids."""
     metrics, launcher = job.folder / "run/metrics.jsonl", job.launcher
-    _until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, f"training in {job.folder}")
+    _until(lambda: metrics.exists() and "\n" in metrics.read_text(), f"training in {job.folder}")
     ranks = _ranks(launcher.pid)
     assert launcher.stdout is not None
     if who == LAUNCHER:
         launcher.stdout.close()  # who reads the log often dies with the launcher
     os.kill({LAUNCHER: launcher.pid, **ranks}[who], number)
+    return ranks
+
+
+def _end(job: Job, ranks: dict[int, int]) -> Ended:
+    launcher = job.launcher
     try:
         _until(lambda: launcher.poll() is not None, "end of the launcher")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
@@ -95,18 +112,34 @@ def _end(job: Job, who: int, number: int) -> Ended:
         for pid in (launcher.pid, *ranks.values()):
             if process_start(pid):
                 os.kill(pid, signal.SIGKILL)
-        launcher.stdout.close()
+        if launcher.stdout is not None:
+            launcher.stdout.close()
     return Ended(launcher.wait(), json.loads((job.folder / "run/status.json").read_text()), job.folder)
 
 
+def _saved(folder: Path) -> int:
+    """The update of the newest checkpoint."""
+    return read_manifest(checkpoints(folder / "run/checkpoints")[0] / "manifest.json").applied_updates
+
+
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory) -> dict[tuple[int, int], Ended]:
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, data) -> dict[tuple[int, int], Ended]:
     base = tmp_path_factory.mktemp("jobs")
-    write_data(base / "data")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
-        jobs = {case: _start(base / f"{case[0]} {case[1]}", base / "data") for case in cases[first : first + 2]}
-        results |= {case: _end(job, *case) for case, job in jobs.items()}
+        jobs = {
+            case: _start(SCRIPT if case in ASKED else LAUNCH, base / f"{case[0]} {case[1]}", data)
+            for case in cases[first : first + 2]
+        }
+        ranks = {case: _signal(job, *case) for case, job in jobs.items()}  # both, before one has ended by itself
+        results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
     return results
 
 
@@ -119,8 +152,24 @@ def test_a_signal_to_the_launcher_or_to_a_rank_ends_the_run_in_good_order(ended,
     said = f"asked to leave ({signal.Signals(number).name}): ended after update {end.status['update']} of "
     assert end.status["reason"].startswith(said)
     assert errors.count(said) == 1
-    assert load_file(end.folder / "run/weights.safetensors")
-    assert not (end.folder / "run/run.lock").exists()
+    assert _saved(end.folder) == end.status["update"] < STEPS
+    names = {path.name for path in (end.folder / "run").iterdir()}
+    assert names == {"checkpoints", "config.toml", "metrics.jsonl", "status.json"}
+
+
+@pytest.mark.parametrize(("who", "number"), ASKED)
+def test_the_same_command_goes_on_as_if_nobody_had_asked(
+    ended, tmp_path, data, run_ranks, who: int, number: int
+) -> None:
+    folder = ended[who, number].folder
+    again = _start(SCRIPT, folder, data)
+    said, _ = again.launcher.communicate(timeout=DEADLINE_S)
+    assert again.launcher.returncode == 0, (folder / "stderr.txt").read_text()
+    assert f"after update {ended[who, number].status['update']}\n" in said
+    run_ranks(run_on_ranks, 2, _config(tmp_path / "whole", data))
+    assert differences(end_of(folder), end_of(tmp_path / "whole")) == []
+    weights = [(path / "run/weights.safetensors").read_bytes() for path in (folder, tmp_path / "whole")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(("who", "number"), KILLED)
@@ -129,7 +178,7 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
     if who == LAUNCHER:
         assert end.status["state"] == "preempted"
         assert end.status["reason"].startswith("asked to leave (a launcher died): ended after update ")
-        assert load_file(end.folder / "run/weights.safetensors")
+        assert _saved(end.folder) == end.status["update"]
     else:
         assert (end.exit_status, end.status["state"], end.status["exit_status"]) == (1, "failed", 1)
         assert f"rank {who} died; rank {1 - who} was in " in end.status["reason"]

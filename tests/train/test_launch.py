@@ -16,10 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megamix.train import launch as launcher
 from megamix.train.launch import launch
+from megamix.train.signals import SHUTDOWN_VARIABLE
 
 
 @pytest.fixture(autouse=True)
-def _handler_of_its_own() -> Iterator[None]:
+def _handler_and_environment_of_its_own(monkeypatch) -> Iterator[None]:
+    monkeypatch.setenv(SHUTDOWN_VARIABLE, "")  # so that it comes back as it was
+    monkeypatch.delenv(SHUTDOWN_VARIABLE)
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -48,14 +51,21 @@ def test_ranks_that_end_well_end_well(monkeypatch) -> None:
     assert launch([]) == 0
 
 
-def test_ranks_get_the_time_to_save_where_torchrun_can_be_told(monkeypatch) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr(torch.distributed.run, "main", calls.append)
-    for options in ("--standalone --shutdown-timeout", "--standalone"):
-        parser = SimpleNamespace(format_help=lambda options=options: options)
-        monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda parser=parser: parser)
-        launch(["--shutdown-timeout=7"])  # the user's own comes later and wins
-    assert calls == [["--shutdown-timeout=3600", "--shutdown-timeout=7"], ["--shutdown-timeout=7"]]
+@pytest.mark.parametrize(
+    ("options", "own", "told"),
+    [("--shutdown-timeout", None, "3600"), ("--shutdown-timeout", "7", "7"), ("", None, "30"), ("", "7", "30")],
+)
+def test_torchrun_and_its_ranks_are_told_the_time_to_save_where_there_is_more_than_30_s(
+    monkeypatch, options: str, own: str | None, told: str
+) -> None:
+    if own is not None:
+        monkeypatch.setenv(SHUTDOWN_VARIABLE, own)
+    seen: list[str] = []
+    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: seen.append(os.environ[SHUTDOWN_VARIABLE]))
+    parser = SimpleNamespace(format_help=lambda: options)
+    monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: parser)
+    launch([])
+    assert seen == [told]
 
 
 def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:

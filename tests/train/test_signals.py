@@ -1,95 +1,136 @@
-"""A run that is asked to leave, at any instant and on any rank, ends after one update on all ranks and is saved."""
+"""A run that is asked to leave, at any instant and on any rank, ends after one update on all ranks and is saved;
+started again, it is the run that was never asked.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import random
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.manifest import read_manifest
+from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples
-from megamix.train import run_folder
-from megamix.train.signals import NOTED, PARENT_DIED, LeaveRequest, reason_words, signals_noted
+from megamix.train import checkpointing, job
+from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.train.checkpointing import RunCheckpoints
+from megamix.train.signals import (
+    NOTED,
+    PARENT_DIED,
+    SHUTDOWN_VARIABLE,
+    LeaveRequest,
+    reason_words,
+    shutdown_s,
+    signals_noted,
+)
 from megamix.train.status import PreemptedError
 from megamix.train.trainer import Trainer
+from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL
 from tests.train.jobs import counted_calls, run_on_ranks, tiny_job, write_data
+from tests.train.outcome import differences, end_of
 
-STEPS, EVAL_INTERVAL = 40, 7
-TRIALS = 40 if FULL else 6
-
-
-def _digest(weights: dict[str, Tensor]) -> str:
-    """Of the set of tensors: a tied one has two names in the engine and one in the file."""
-    tensors = {hashlib.sha256(tensor.numpy().tobytes()).digest() for tensor in weights.values()}
-    return hashlib.sha256(b"".join(sorted(tensors))).hexdigest()
+STEPS, EVAL_INTERVAL, SAVE_INTERVAL = 20, 7, 5
+TRIALS = 40 if FULL else 4
+PLACES = ("training", "saving", "saving aside", "validating")  # where the signal comes, in turn
 
 
-def _config(folder: Path, data: Path, **precision: Any) -> Config:
+def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
     return tiny_job(
         folder,
         data={"train": str(data / "train"), "valid": str(data / "valid")},
-        lr_schedule={"warmup_steps": 0, "decay_style": "constant"},
-        precision={"dtype": "bf16"} | precision,
+        precision={"init_scale": 2.0**10},
         training={"steps": STEPS, "eval_interval": EVAL_INTERVAL, "eval_batches": 4},
+        checkpoint={"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL} | checkpoint,
         metrics={"tensorboard": False, "precision_interval": 0},
     )
 
 
-def _reference(folder: Path, data: Path) -> tuple[dict[int, str], int]:
-    """An uninterrupted run: the digest of its weights after each update, and how many calls its training makes."""
-    digests = {}
-    settle = Trainer._settle
-
-    def settle_and_look(trainer: Trainer) -> None:
-        settle(trainer)
-        digests[trainer.plan.applied] = _digest(trainer.engine.full_weights())
-
-    # "redo" reads each outcome before the next attempt, so the weights are those of this update.
-    with mock.patch.object(Trainer, "_settle", settle_and_look):
-        run_on_ranks(_config(folder / "looked at", data, on_overflow="redo"))
-    seen = []
-    train = Trainer.train
-
-    def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
-        with counted_calls(seen.append):
-            return train(trainer, leave)
-
-    with mock.patch.object(Trainer, "train", train_counted):
-        run_on_ranks(_config(folder / "counted", data))
-    return digests, len(seen)
-
-
-def _asked(config: Config, victim: int, number: int, at_call: int) -> tuple[str, int]:
-    """Run the job; one rank gets a signal at some call in its training. Returns what became of it, and how many
-    attempts that rank had begun by then (0 on the other one).
+@contextmanager
+def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
+    """`at_call(n)` before the n-th call of this rank's disk, before its n-th validation batch, or at the n-th call of
+    its training.
     """
-    train, begun = Trainer.train, 0
+    if where == "training":
+        with counted_calls(at_call):
+            yield
+    elif where == "validating":
+        load, batches = Trainer._load, 0
+
+        def load_and_tell(trainer: Trainer, loader: BatchLoader, samples: Samples) -> Any:
+            nonlocal batches
+            if loader is trainer.validation:
+                at_call(batches)
+                batches += 1
+            return load(trainer, loader, samples)
+
+        with mock.patch.object(Trainer, "_load", load_and_tell):
+            yield
+    else:
+        count = FaultyFiles.count
+
+        def count_and_tell(files: FaultyFiles, name: str, arguments: tuple[Any, ...]) -> None:
+            at_call(len(files.calls))
+            count(files, name, arguments)
+
+        with mock.patch.object(FaultyFiles, "count", count_and_tell):
+            yield
+
+
+class Asked(NamedTuple):
+    outcome: str
+    calls: int  # at the place in question
+    begun: int  # attempts, when the victim was asked
+
+
+def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> Asked:
+    """Run the job; one rank gets signals, if any, at a call of its own."""
+    train, calls, begun = Trainer.train, 0, 0
 
     def train_and_be_asked(trainer: Trainer, leave: LeaveRequest) -> float | None:
         def ask(call: int) -> None:
-            nonlocal begun
-            if call == at_call:
+            nonlocal calls, begun
+            calls = call + 1
+            if call == at and victim == trainer.engine.collectives.topology.dp_rank:
                 begun = trainer.plan.launched
-                os.kill(os.getpid(), number)
+                for number in numbers:
+                    os.kill(os.getpid(), number)
 
-        if victim != trainer.engine.collectives.topology.dp_rank:
-            return train(trainer, leave)
-        with counted_calls(ask):
+        with _told(ask, where):
             return train(trainer, leave)
 
-    with mock.patch.object(Trainer, "train", train_and_be_asked):
-        return _outcome(config), begun
+    with (
+        mock.patch.object(checkpointing, "Files", FaultyFiles),
+        mock.patch.object(Trainer, "train", train_and_be_asked),
+    ):
+        return Asked(_outcome(config), calls, begun)
+
+
+def _counted(config: Config) -> dict[str, int]:
+    """Run the job; how many calls this rank makes at each place."""
+    train, seen = Trainer.train, {where: [] for where in PLACES}
+
+    def train_counted(trainer: Trainer, leave: LeaveRequest) -> float | None:
+        with ExitStack() as stack:
+            for where in PLACES:
+                stack.enter_context(_told(seen[where].append, where))
+            return train(trainer, leave)
+
+    with mock.patch.object(checkpointing, "Files", FaultyFiles), mock.patch.object(Trainer, "train", train_counted):
+        run_on_ranks(config)
+    return {where: len(calls) for where, calls in seen.items()}
 
 
 def _outcome(config: Config) -> str:
@@ -104,6 +145,10 @@ def _status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run/status.json").read_text())
 
 
+def _saved(folder: Path) -> list[int]:
+    return [read_manifest(path / "manifest.json").applied_updates for path in checkpoints(folder / "run/checkpoints")]
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
@@ -111,74 +156,114 @@ def data(tmp_path_factory) -> Path:
     return folder / "data"
 
 
+class Whole(NamedTuple):
+    end: dict[str, Any]
+    calls: dict[str, list[int]]  # by place and rank
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, data, run_ranks) -> list[tuple[dict[int, str], int]]:
-    return run_ranks(_reference, 2, tmp_path_factory.mktemp("reference"), data)
+def whole(tmp_path_factory, data, run_ranks) -> Whole:
+    """The run that nobody asks."""
+    folder = tmp_path_factory.mktemp("whole")
+    first, second = run_ranks(_counted, 2, _config(folder, data, async_save=False))
+    return Whole(end_of(folder), {where: [first[where], second[where]] for where in PLACES})
 
 
 @pytest.mark.parametrize("trial", range(TRIALS))
-def test_a_signal_at_any_instant_to_any_rank_ends_all_at_once_after_one_update(
-    tmp_path, data, run_ranks, reference, trial: int
+def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_is_bitwise_the_whole(
+    tmp_path, data, run_ranks, whole, trial: int
 ) -> None:
     rng = random.Random(trial)
-    victim, number = rng.randrange(2), rng.choice(NOTED)
-    digests, calls = reference[victim]
+    where, victim, number = PLACES[trial % len(PLACES)], rng.randrange(2), rng.choice(NOTED)
+    config = _config(tmp_path, data, async_save=where != "saving")
     # The last attempts are left out: their outcomes come too late for anything but the end of the run.
-    answers = run_ranks(_asked, 2, _config(tmp_path, data), victim, number, rng.randrange(int(0.9 * calls)))
-    (first, second), begun = [said for said, _ in answers], answers[victim][1]
+    at = rng.randrange(int(0.6 * whole.calls[where][victim]))
+    asked = run_ranks(_asked, 2, config, where, victim, at, number)
+    first, second = (said.outcome for said in asked)
     assert first == second
-    assert first.startswith(f"asked to leave ({number.name}): ended after update ")
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["steps"]) == ("preempted", 75, STEPS)
-    assert status["reason"] == first
+    newest = checkpoints(tmp_path / "run/checkpoints")[0]
+    said = f"asked to leave ({number.name}): ended after update {status['update']} of {STEPS}; saved {newest}"
+    assert first == status["reason"] == said
     # Where the signal is seen another attempt begins; its outcome, with the request in it, is read two attempts later.
-    assert status["update"] <= begun + 3
-    assert _digest(load_file(tmp_path / "run/weights.safetensors")) == digests[status["update"]]
-    assert not (tmp_path / "run/run.lock").exists()
+    assert status["update"] <= asked[victim].begun + 3
+    assert _saved(tmp_path)[0] == status["update"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "checkpoints", "config.toml", "metrics.jsonl", "status.json"
+    }  # fmt: skip
+    assert run_ranks(_outcome, 2, config) == ["finished"] * 2
+    assert differences(end_of(tmp_path), whole.end) == []
 
 
-def _asked_in_validation(config: Config) -> tuple[str, int]:
-    """The second rank is asked while it computes a validation batch; how many it computes in all."""
-    batches = 0
-    load = Trainer._load
-
-    def load_and_be_asked(trainer: Trainer, loader: BatchLoader, samples: Samples) -> Any:
-        nonlocal batches
-        if loader is trainer.validation:
-            batches += 1
-            if trainer.engine.collectives.topology.dp_rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-        return load(trainer, loader, samples)
-
-    with mock.patch.object(Trainer, "_load", load_and_be_asked):
-        return _outcome(config), batches
+def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks) -> None:
+    asked = run_ranks(_asked, 2, _config(tmp_path, data), "validating", 1, 0, signal.SIGUSR1)
+    assert all(f"(SIGUSR1): ended after update {EVAL_INTERVAL} of" in said.outcome for said in asked)
+    assert [said.calls for said in asked] == [2, 2]  # one global batch is two micro-batches a rank; four were to come
 
 
-def test_a_validation_ends_between_two_batches(tmp_path, data, run_ranks, reference) -> None:
-    (first, batches), (second, same) = run_ranks(_asked_in_validation, 2, _config(tmp_path, data))
+def test_more_signals_while_saving_change_nothing(tmp_path, data, run_ranks) -> None:
+    config = _config(tmp_path, data, async_save=False)
+    first, second = run_ranks(_asked, 2, config, "saving", 0, 4, signal.SIGTERM, *NOTED, *NOTED)
+    assert first.outcome == second.outcome
+    assert f"(SIGTERM): ended after update {_saved(tmp_path)[0]} of {STEPS}; saved " in first.outcome
+
+
+def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
+    """The second rank is asked to leave by a launcher that waits for 30 s; its saves seem to have taken `save_s`."""
+    saved = RunCheckpoints._saved
+
+    def saved_slowly(checkpoints: RunCheckpoints, path: Path) -> None:
+        saved(checkpoints, path)
+        checkpoints._took_s = save_s
+
+    request = LeaveRequest(30.0, now_s=lambda: 1000.0)
+    take = BatchPlan.take
+
+    def take_and_be_asked(plan: BatchPlan) -> Attempt:
+        if plan.launched == SAVE_INTERVAL + 2 and Topology.current().dp_rank == 1:
+            request.ask(signal.SIGTERM)
+        return take(plan)
+
+    with (
+        mock.patch.object(RunCheckpoints, "_saved", saved_slowly),
+        mock.patch.object(job, "signals_noted", lambda shutdown_s: nullcontext(request)),
+        mock.patch.object(BatchPlan, "take", take_and_be_asked),
+    ):
+        return _outcome(config)
+
+
+def test_a_save_for_which_the_launcher_does_not_wait_is_not_begun_on_any_rank(tmp_path, data, run_ranks) -> None:
+    config = _config(tmp_path, data)
+    first, second = run_ranks(_asked_with_a_slow_disk, 2, config, 30.5)
     assert first == second
-    assert f"(SIGUSR1): ended after update {EVAL_INTERVAL} of" in first
-    assert batches == same == 2  # one global batch is two micro-batches a rank; four were to come
-    assert _digest(load_file(tmp_path / "run/weights.safetensors")) == reference[0][0][EVAL_INTERVAL]
+    assert _saved(tmp_path) == [SAVE_INTERVAL]
+    assert first.endswith(
+        "; NOT saved, for the last save took 30.5 s and the launcher kills its ranks in 30.0 s; the newest checkpoint "
+        f"is {checkpoints(tmp_path / 'run/checkpoints')[0]}"
+    )
+    assert (_status(tmp_path)["state"], _status(tmp_path)["exit_status"]) == ("preempted", 75)
+    run_ranks(_asked_with_a_slow_disk, 2, config, 29.5)
+    assert _saved(tmp_path)[0] == _status(tmp_path)["update"] > SAVE_INTERVAL
 
 
-def _asked_while_saving(config: Config) -> tuple[str, int]:
-    write = run_folder.write_weights
+def test_only_what_the_launcher_kills_after_sets_a_limit() -> None:
+    now_s = 0.0
+    leave = LeaveRequest(30.0, now_s=lambda: now_s)
+    leave.ask(signal.SIGUSR1)
+    assert leave.left_s() == math.inf
+    now_s = 100.0
+    leave.ask(signal.SIGTERM)
+    now_s = 110.0
+    leave.ask(signal.SIGINT)  # the launcher does not begin to count anew
+    assert (leave.left_s(), leave.reason) == (20.0, signal.SIGUSR1)
 
-    def write_and_be_asked(path: Path, weights: dict[str, Tensor]) -> None:
-        for number in (*NOTED, *NOTED):
-            os.kill(os.getpid(), number)
-        write(path, weights)
 
-    with mock.patch.object(run_folder, "write_weights", write_and_be_asked):
-        return _asked(config, victim=0, number=signal.SIGTERM, at_call=0)
-
-
-def test_signals_while_saving_change_nothing(tmp_path, data, run_ranks, reference) -> None:
-    run_ranks(_asked_while_saving, 2, _config(tmp_path, data))
-    status = _status(tmp_path)
-    assert (status["state"], "SIGTERM" in status["reason"]) == ("preempted", True)
-    assert _digest(load_file(tmp_path / "run/weights.safetensors")) == reference[0][0][status["update"]]
+def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch) -> None:
+    monkeypatch.delenv(SHUTDOWN_VARIABLE, raising=False)
+    assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (30.0, math.inf)
+    monkeypatch.setenv(SHUTDOWN_VARIABLE, "3600")
+    assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (3600.0, math.inf)
 
 
 def test_a_run_that_ends_says_so(tmp_path, data) -> None:

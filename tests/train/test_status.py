@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
+from megamix.checkpoint.folder import checkpoints
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import DamagedError
 from megamix.mixed_precision.settings import StepResult
 from megamix.train import run_folder
+from megamix.train.progress import Progress
 from megamix.train.run_lock import LOCK, run_lock
 from megamix.train.status import STATUS, RunStatus, State, StuckError
 from megamix.train.trainer import Trainer
@@ -130,3 +132,20 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
     assert (status["state"], status["update"]) == ("failed", 2)  # found in the fourth attempt; two are known applied
     assert status["reason"] == f"DamagedError: {damage.value}"
     assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save: bool) -> None:
+    write_data(tmp_path / "data")
+    checkpoint = {"save_interval": 3, "verify_interval": 1000, "async_save": async_save}
+    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint=checkpoint)
+    progress = Trainer.progress
+
+    def progress_and_damage(trainer: Trainer) -> Progress:  # a save asks for it, after the last update before it
+        if trainer.plan.applied == 6:
+            trainer.engine.master_shard.master[0].view(torch.int32)[5] ^= 1 << 20
+        return progress(trainer)
+
+    with mock.patch.object(Trainer, "progress", progress_and_damage), pytest.raises(DamagedError):
+        run_on_ranks(config)
+    assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000003"]

@@ -1,4 +1,6 @@
-"""A rank that dies or hangs ends the whole run within the time limit and two seconds, and is named."""
+"""A rank that dies or hangs ends the whole run within the time limit and two seconds, and is named; a slow one does
+not.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megamix.checkpoint.files import Files
+from megamix.train.liveness import Sign, process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks
@@ -54,9 +59,22 @@ def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
         dist.broadcast(torch.zeros(3), src=1 - victim)
 
 
+def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
+    """The rest of its checkpoint takes longer than the time limit, no chunk does."""
+    write = Files.write
+
+    def slow_write(files: Files, file: Any, chunk: memoryview) -> None:
+        time.sleep(TIMEOUT_S / 40)  # at each of 61 chunks
+        write(files, file, chunk)
+
+    if _mark(folder, victim, rank, number):
+        Files.write = slow_write  # type: ignore[method-assign] # this process is the rank's own
+
+
 # Each kind of fault, and with all counts each on each rank.
 CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
 CASES = CASES if FULL else [(_killed, 0), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
+SLOW = (_writes_slowly, 1)
 
 
 class Ended(NamedTuple):
@@ -73,7 +91,7 @@ def _start(base: Path, fault: Callable[..., None], victim: int) -> FreshRanks:
     config = tiny_job(
         folder,
         data={"train": str(base / "data/train"), "valid": None},
-        training={"steps": 100_000, "eval_interval": 0},
+        training={"steps": FAULT_AT + 2 if fault is _writes_slowly else 100_000, "eval_interval": 0},
         parallelism={"timeout_s": TIMEOUT_S},
         metrics={"tensorboard": False},
     )
@@ -91,9 +109,10 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
     """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting."""
     base = tmp_path_factory.mktemp("faults")
     write_data(base / "data")
+    cases = [*CASES, SLOW]
     if FULL:
-        return {case: _ended(_start(base, *case)) for case in CASES}
-    started = {case: _start(base, *case) for case in CASES}
+        return {case: _ended(_start(base, *case)) for case in cases}
+    started = {case: _start(base, *case) for case in cases}
     return {case: _ended(ranks) for case, ranks in started.items()}
 
 
@@ -124,3 +143,20 @@ def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], vi
     assert "trainer.py" in stacks[1 - victim]  # where it waited
     if fault in (_asleep, _elsewhere):
         assert fault.__name__ in stacks[victim]  # where it hung
+
+
+def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
+    end = ended[SLOW]
+    assert end.took_s > 1.5 * TIMEOUT_S
+    assert (end.statuses, end.status["state"]) == ([0, 0], "finished"), end.ranks.said(0)
+
+
+def test_a_stopped_process_does_not_run() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        sign = Sign(1, 0.0, 1, "", 1, 0, "", process.pid, process_start(process.pid))
+        running = sign.runs
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        stopped = sign.runs
+        process.kill()
+    assert (running, stopped, sign.runs) == (True, False, False)
