@@ -57,19 +57,20 @@ def _until(true: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def _config(folder: Path, data: Path) -> Config:
+def _config(folder: Path, data: Path, steps: int = STEPS) -> Config:
     return tiny_job(
         folder,
         data={"train": str(data / "train"), "valid": None},
-        training={"steps": STEPS, "eval_interval": 0},
+        training={"steps": steps, "eval_interval": 0},
         metrics={"tensorboard": False, "log_interval": 20},
     )
 
 
-def _start(command: list[str], folder: Path, data: Path) -> Job:
+def _start(command: list[str], config: Config) -> Job:
     """For the first time, or again."""
+    folder = Path(config.checkpoint.folder).parent
     folder.mkdir(exist_ok=True)
-    (folder / "job.toml").write_text(config_to_toml(_config(folder, data)))
+    (folder / "job.toml").write_text(config_to_toml(config))
     environment = os.environ | {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
     with (folder / "stderr.txt").open("w") as errors:
         # The script is replaced by the launcher, which so has its pid.
@@ -91,15 +92,31 @@ def _environment(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
+def _trains(job: Job) -> bool:
+    metrics = job.folder / "run/metrics.jsonl"
+    return metrics.exists() and "\n" in metrics.read_text()
+
+
 def _signal(job: Job, who: int, number: int) -> dict[int, int]:
-    """Signal one process of a job once it trains. Returns its ranks' pids."""
-    metrics, launcher = job.folder / "run/metrics.jsonl", job.launcher
-    _until(lambda: metrics.exists() and "\n" in metrics.read_text(), f"training in {job.folder}")
+    """Signal one process of a job that trains. Returns its ranks' pids."""
+    launcher = job.launcher
     ranks = _ranks(launcher.pid)
     assert launcher.stdout is not None
     if who == LAUNCHER:
         launcher.stdout.close()  # who reads the log often dies with the launcher
     os.kill({LAUNCHER: launcher.pid, **ranks}[who], number)
+    return ranks
+
+
+def _signal_each(jobs: dict[tuple[int, int], Job]) -> dict[tuple[int, int], dict[int, int]]:
+    """Signal each job as soon as it trains, since another may take long to start. Returns their ranks' pids."""
+    ranks: dict[tuple[int, int], dict[int, int]] = {}
+
+    def all_signalled() -> bool:
+        ranks.update({case: _signal(job, *case) for case, job in jobs.items() if case not in ranks and _trains(job)})
+        return len(ranks) == len(jobs)
+
+    _until(all_signalled, f"training of {', '.join(str(job.folder) for job in jobs.values())}")
     return ranks
 
 
@@ -134,11 +151,14 @@ def ended(tmp_path_factory, data) -> dict[tuple[int, int], Ended]:
     base = tmp_path_factory.mktemp("jobs")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
-        jobs = {
-            case: _start(SCRIPT if case in ASKED else LAUNCH, base / f"{case[0]} {case[1]}", data)
-            for case in cases[first : first + 2]
-        }
-        ranks = {case: _signal(job, *case) for case, job in jobs.items()}  # both, before one has ended by itself
+        jobs = {}
+        for case in cases[first : first + 2]:
+            folder = base / f"{case[0]} {case[1]}"
+            # Who is killed does not go on, and so may have more to do than it ever will.
+            jobs[case] = (
+                _start(SCRIPT, _config(folder, data)) if case in ASKED else _start(LAUNCH, _config(folder, data, 10**6))
+            )
+        ranks = _signal_each(jobs)
         results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
     return results
 
@@ -162,7 +182,7 @@ def test_the_same_command_goes_on_as_if_nobody_had_asked(
     ended, tmp_path, data, run_ranks, who: int, number: int
 ) -> None:
     folder = ended[who, number].folder
-    again = _start(SCRIPT, folder, data)
+    again = _start(SCRIPT, _config(folder, data))
     said, _ = again.launcher.communicate(timeout=DEADLINE_S)
     assert again.launcher.returncode == 0, (folder / "stderr.txt").read_text()
     assert f"after update {ended[who, number].status['update']}\n" in said
