@@ -86,9 +86,18 @@ def run_recorded(
     each time.
     """
     record = Record()
+    with attempts_recorded(record), overflows_injected(record, bad_attempts, bad_samples):
+        record.valid_loss = run_on_ranks(config)
+    return record
+
+
+@contextmanager
+def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lambda plan: None) -> Iterator[None]:
+    """Write down what the plan hands out and what is applied. `before`: called before each attempt is taken."""
     take, settle = BatchPlan.take, BatchPlan.settle
 
     def recorded_take(plan: BatchPlan) -> Attempt:
+        before(plan)
         record.attempts.append(take(plan))
         return record.attempts[-1]
 
@@ -101,10 +110,8 @@ def run_recorded(
     with (
         mock.patch.object(BatchPlan, "take", recorded_take),
         mock.patch.object(BatchPlan, "settle", recorded_settle),
-        overflows_injected(record, bad_attempts, bad_samples),
     ):
-        record.valid_loss = run_on_ranks(config)
-    return record
+        yield
 
 
 @contextmanager

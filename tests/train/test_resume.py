@@ -17,14 +17,22 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.config import Config, ConfigError
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate
+from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.signals import LeaveRequest
 from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
-from tests.train.jobs import Record, counted_calls, overflows_injected, run_on_ranks, tiny_job, write_data
+from tests.train.jobs import (
+    Record,
+    attempts_recorded,
+    counted_calls,
+    overflows_injected,
+    run_on_ranks,
+    tiny_job,
+    write_data,
+)
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 
 KILLS = 300 if FULL else 3
@@ -56,25 +64,15 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
     applied.
     """
     record = Record()
-    take, settle = BatchPlan.take, BatchPlan.settle
 
-    def take_or_crash(plan: BatchPlan) -> Attempt:
+    def end_early(plan: BatchPlan) -> None:
         if plan.launched == crash_at:
             raise _Crash
         if plan.launched == leave_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        record.attempts.append(take(plan))
-        return record.attempts[-1]
-
-    def recorded_settle(plan: BatchPlan, found_inf: bool, loss_scale: float) -> Fate:
-        attempt, fate = plan.oldest(), settle(plan, found_inf, loss_scale)
-        if fate is Fate.APPLIED:
-            record.applied.append(attempt)
-        return fate
 
     with (
-        mock.patch.object(BatchPlan, "take", take_or_crash),
-        mock.patch.object(BatchPlan, "settle", recorded_settle),
+        attempts_recorded(record, end_early),
         overflows_injected(record, BAD, frozenset()),
         suppress(_Crash, PreemptedError),
     ):
