@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
-from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
+from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
 from megamix.model.rotary import RotaryTable, RotaryTables
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.loss, self.is_compiled = cross_entropy, False
+        self.slopes, self.is_compiled = slopes, False
         self.reset_parameters()
         if config.compile:
             self.compile_blocks()
@@ -143,13 +143,13 @@ class Transformer(nn.Module):
                 parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
-        """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
+        """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
 
         Never the whole model: its gradients would all become ready at the very end of backward.
         """
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
+        self.slopes = torch.compile(slopes, dynamic=False)
         self.is_compiled = True
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -177,5 +177,8 @@ class Transformer(nn.Module):
         mask = None if positions is None else document_mask(positions)
         for block in self.blocks:
             x = block(x, rotary, mask)
-        logits = self.head(self.norm(x))
-        return logits if targets is None else self.loss(logits, targets)
+        x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
+        logits: Tensor = self.head(x)
+        return logits
