@@ -11,6 +11,7 @@ LONGEST_FILE = 300  # lines
 
 LAYER = {
     "clock": 0,
+    "live_storage": 0,
     "config": 0,
     "comm": 1,
     "mixed_precision": 2,

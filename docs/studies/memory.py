@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded
 

@@ -69,7 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             wide_hidden = hidden[rows].to(dtype)
             logits = _product(wide_hidden, wide_weight.t())
             slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-            for part in row_slices(len(logits), len(weight), PART[hidden.device.type]):
+            for part in row_slices(len(logits), len(weight), PART[_machine(hidden)]):
                 log_likelihood[rows][part], slope[part] = slopes(logits[part].float(), targets[rows][part])
             if with_grads:
                 grad_hidden[rows] = _product(slope, wide_weight)
@@ -85,12 +85,17 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
-    return row_slices(len(hidden), vocab_size, max(CHUNK[hidden.device.type], MIN_ROWS * vocab_size))
+    return row_slices(len(hidden), vocab_size, max(CHUNK[_machine(hidden)], MIN_ROWS * vocab_size))
+
+
+def _machine(tensor: Tensor) -> str:
+    """Whatever is no CPU counts as a GPU: also torch's "meta", on which the memory of a step is planned."""
+    return "cpu" if tensor.device.type == "cpu" else "cuda"
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """one @ other, on a GPU left in FP32."""
-    if one.device.type == "cuda" and one.dtype != torch.float32:  # pragma: CUDA only
+    if _machine(one) == "cuda" and one.dtype != torch.float32:
         return torch.mm(one, other, out_dtype=torch.float32)
     return one @ other
 
@@ -100,7 +105,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     if one.dtype == torch.float32:
         total.addmm_(one, other)
         return
-    for rows in row_slices(len(total), total.shape[1], PART[total.device.type]):
+    for rows in row_slices(len(total), total.shape[1], PART[_machine(total)]):
         total[rows] += _product(one[rows], other)
 
 

@@ -60,9 +60,14 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
 
 
+def build_precision(section: PrecisionConfig) -> Precision:
+    dtype = DTYPES[section.dtype]
+    grad_dtype = dtype if section.grad_dtype == "half" else torch.float32
+    return Precision(dtype, grad_dtype, build_loss_scale(section), section.reduce_dtype)
+
+
 def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int) -> ShardedEngine:
     """The engine of a job. Every rank must call it."""
-    dtype = DTYPES[config.precision.dtype]
     table = lr_table(
         optimizer_lr=config.optimizer.lr,
         min_lr=config.optimizer.min_lr,
@@ -74,12 +79,7 @@ def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], g
     return ShardedEngine(
         model,
         build_optimizer(config.optimizer, table),
-        Precision(
-            dtype,
-            dtype if config.precision.grad_dtype == "half" else torch.float32,
-            build_loss_scale(config.precision),
-            config.precision.reduce_dtype,
-        ),
+        build_precision(config.precision),
         Sharding(units=units, bucket_size=config.parallelism.bucket_size, overlap=config.parallelism.overlap),
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
