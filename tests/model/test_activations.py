@@ -13,6 +13,8 @@ SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
 VARIANTS = {
     "llama": {"num_kv_heads": 2, "qk_norm": True, "tie_embeddings": False},
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "bias": True, "dropout": 0.1},
+    "selective recompute": {"recompute": "selective", "num_kv_heads": 2},
+    "full recompute": {"recompute": "full", "tie_embeddings": False},
     "wide vocabulary": {"vocab_size": 9000, "hidden_size": 16, "num_heads": 2},
 }
 
