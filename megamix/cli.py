@@ -39,6 +39,15 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
     train.set_defaults(run=_train)
 
+    plan = verbs.add_parser("plan", help="the memory that each rank of a job will need, before anything is started")
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    plan.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
+    plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
+    plan.add_argument("--json", action="store_true", help="every number, in bytes")
+    plan.set_defaults(run=_plan)
+
     prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
     text = prepare.add_mutually_exclusive_group()
     text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
@@ -105,6 +114,14 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.main import check, run
 
     (check if arguments.check else run)(config)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    from megamix.train.plan_command import plan_lines
+
+    for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
+        print(line)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

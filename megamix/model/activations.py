@@ -14,14 +14,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
 from megamix.live_storage import LiveStorage
+from megamix.model.documents import Documents
 from megamix.model.ops import Ops
 from megamix.model.wide import apply
 
 Machine = Literal["cpu", "gpu"]
+Run = Callable[[nn.Module, torch.device], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,20 @@ class Activations:
 
 def trace_activations(
     build: Callable[[int], nn.Module],
-    run: Callable[[nn.Module, torch.device], Tensor],
+    run: Run,
     num_blocks: int,
     dtype: torch.dtype,
     machine: Machine,
+    *,
+    compiled: bool = False,
 ) -> Activations:
     """Trace a rank's part of the model.
 
     `build(n)`: the part on the meta device with n of its `blocks`. `run(part, device)`: its forward on a micro-batch
-    made there; the loss, or what the next stage gets.
+    made there; the loss, or what the next stage gets. `compiled`: blocks run through torch.compile; on a CPU they are
+    counted as if they did not, which is an upper bound.
     """
-    one, two = (_trace(build(blocks), run, dtype, machine) for blocks in (1, 2))
+    one, two = (_trace(build(blocks), run, dtype, machine, compiled) for blocks in (1, 2))
     block = two.kept - one.kept
     further = block * (num_blocks - 1)  # alive whenever forward or the last block's backward needs the most
     blocks = block * num_blocks
@@ -64,15 +68,13 @@ class _Trace:
     backward_end: int = 0
 
 
-def _trace(
-    part: nn.Module, run: Callable[[nn.Module, torch.device], Tensor], dtype: torch.dtype, machine: Machine
-) -> _Trace:
+def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _Trace:
     device = torch.device("cpu" if machine == "cpu" else "meta")
     found = _Trace()
-    with FakeTensorMode() if machine == "cpu" else contextlib.nullcontext():
+    with _without_memory(machine):
         _place(part, dtype, device)
         if machine == "gpu":
-            _use_gpu_kernels(part)
+            _use_gpu_kernels(part, compiled)
         with LiveStorage(counts_meta=True) as tracker:
             held = [*part.parameters(), *part.buffers()]
             for tensor in held:
@@ -102,6 +104,17 @@ def _trace(
     return found
 
 
+def _without_memory(machine: Machine) -> contextlib.AbstractContextManager[object]:
+    """On a CPU as fake tensors, which say that they lie there, as the model's own operations ask; meta tensors count
+    as a GPU's.
+    """
+    if machine == "gpu":
+        return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
+
+    return FakeTensorMode()
+
+
 def _drop_grad(param: Tensor) -> None:
     param.grad = None  # as the engine does, once it has copied or added the gradient into its flat buffer
 
@@ -120,10 +133,10 @@ def _place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _use_gpu_kernels(part: nn.Module) -> None:
+def _use_gpu_kernels(part: nn.Module, compiled: bool) -> None:
     for module in part.modules():
         if isinstance(getattr(module, "ops", None), Ops):
-            module.ops = GpuShapes(wide=False)  # type: ignore[assignment]
+            module.ops = CompiledGpuShapes() if compiled else GpuShapes()  # type: ignore[assignment]
 
 
 class GpuShapes(Ops):
@@ -135,12 +148,37 @@ class GpuShapes(Ops):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
         if query.dtype == torch.float32:  # as Ops does
             group = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32.
         return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
+
+
+class CompiledGpuShapes(GpuShapes):
+    """What torch.compile fuses as well: elementwise operations keep their inputs and nothing in between."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return apply(_Kernel, (0,), 0, gate, up)
+
+    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
+        return apply(_Kernel, (0,), 0, x)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply(_Turned, x)
+
+
+class _Turned(torch.autograd.Function):
+    """Rotary positions in one kernel: the way back needs the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad)
 
 
 class _Kernel(torch.autograd.Function):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megamix.config import Config, check_world_size
-from megamix.model.activations import Machine
 from megamix.train.memory_plan import MemoryPlan, plan_memory
 
 MOST_RANKS = 16384

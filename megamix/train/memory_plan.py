@@ -76,7 +76,9 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
         compiled=config.optimizer.compile,
     )
     engine = engine_memory(layout, facts)
-    activations = trace_activations(build, _micro_batch(config), config.model.num_layers, precision.dtype, machine)
+    activations = trace_activations(
+        build, _micro_batch(config), config.model.num_layers, precision.dtype, machine, compiled=config.model.compile
+    )
     buffers = sum(buffer.nbytes for buffer in part.buffers())
     weights = FP32 * sum(spec.numel for spec in specs)
     pieces = pieces_by_rank(layout)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
+from megamix.model.activation_bytes import kept_bytes_per_token
 from megamix.model.activations import GpuShapes, trace_activations
 from megamix.model.transformer import Transformer
 
@@ -66,3 +67,17 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> 
         weight = torch.empty(8, device="meta", dtype=torch.bfloat16, requires_grad=True)
         out = GpuShapes().rms_norm(query, weight, 1e-5)
         assert tracker.live_bytes == 2 * (2 * query.numel() + weight.numel()) + 4 * 2 * 4 * 32
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
+    """The two ways to count: megamix/model/activation_bytes.py from the sizes, this one from the code."""
+    sizes = {**SMALL, **VARIANTS[family], "dropout": 0.0, "recompute": recompute, "tie_embeddings": True}
+
+    def build(num_layers: int) -> Transformer:
+        with torch.device("meta"):
+            return Transformer(ModelConfig(**sizes, num_layers=num_layers))
+
+    traced = trace_activations(build, _run, 4, torch.bfloat16, "gpu", compiled=True)
+    assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(ModelConfig(**sizes, num_layers=4))
