@@ -13,7 +13,9 @@ from megamix.train.status import EndedEarlyError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, 2 for wrong input, or an early-ended run's own."""
+    """Run one verb. Exit status: 0, 1 for a damaged checkpoint or a layout that differs, 2 for wrong input, or that of
+    a run that ended early.
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int | None = arguments.run(arguments)
@@ -47,6 +49,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
     plan.set_defaults(run=_plan)
+
+    verify = verbs.add_parser("verify", help="does a layout of ranks train as one rank does? exit status 1 if not")
+    verify.add_argument("config", metavar="CONFIG", type=Path, help="TOML file; its data are not read")
+    verify.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    verify.set_defaults(run=_verify)
 
     prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
     text = prepare.add_mutually_exclusive_group()
@@ -122,6 +130,16 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
         print(line)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    from megamix.verify.command import verify_lines
+
+    failed: list[str] = []
+    for line in verify_lines(config, arguments.layouts.split(","), failed):
+        print(line, flush=True)
+    return 1 if failed else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

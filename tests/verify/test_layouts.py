@@ -1,0 +1,92 @@
+"""Every layout passes with every family, dtype, tie and accumulation: a covering set here, the whole matrix with
+`--full`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from megamix.config import Config
+from megamix.train.build import build_optimizer
+from megamix.verify.judge import judge
+from megamix.verify.layouts import parse_layout
+from megamix.verify.observe import Observation
+from tests.conftest import FULL
+from tests.verify.covering import Run, covering_runs, whole_matrix
+from tests.verify.jobs import OVERFLOW_AT, make_config, observe_case
+
+MOST_RUNS = 24
+LAYOUTS = ("dp2", "dp4")
+AXES = {
+    "layout": LAYOUTS,
+    "family": ("gpt", "llama"),
+    "dtype": ("fp16", "bf16", "fp32"),
+    "tied": (True, False),
+    "accumulation": (1, 4),
+}
+
+
+def _allowed(run: Run) -> bool:
+    return True
+
+
+def _observe_all(configs: list[Config]) -> list[Observation]:
+    return [observe_case(config) for config in configs]
+
+
+def _runs() -> list[Run]:
+    return whole_matrix(AXES, _allowed) if FULL else covering_runs(AXES, _allowed, MOST_RUNS)
+
+
+@pytest.mark.parametrize("world_size", sorted({parse_layout(name).world_size for name in LAYOUTS}))
+def test_every_layout_passes(run_ranks, world_size: int) -> None:
+    runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]
+    configs = [make_config(**run) for run in runs]
+    by_rank = run_ranks(_observe_all, world_size, configs, deadline_s=900.0)
+    wrong = []
+    for number, (run, config) in enumerate(zip(runs, configs, strict=True)):
+        optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
+        ranks = [observations[number] for observations in by_rank]
+        verdict = judge(config, optimizer, ranks, torch.device("cpu"), OVERFLOW_AT)
+        assert verdict.skipped == 1
+        wrong += [f"{run}: {verdict.first}"] * bool(verdict.differences)
+    assert wrong == []
+
+
+def test_the_covering_set_shows_every_value_twice_and_every_pair_that_fits() -> None:
+    runs = covering_runs(AXES, _allowed, MOST_RUNS)
+    assert len(runs) <= MOST_RUNS
+    counts = Counter(item for run in runs for item in run.items())
+    assert all(counts[axis, value] >= 2 for axis, values in AXES.items() for value in values)
+    pairs = defaultdict(set)
+    for run in runs:
+        for one, other in itertools.combinations(run, 2):
+            pairs[one, other].add((run[one], run[other]))
+    for (one, other), seen in pairs.items():
+        assert len(seen) == len(AXES[one]) * len(AXES[other]), (one, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "world_size"), [("dp2", {"dp": 2}, 2), ("dp1", {"dp": 1}, 1), ("dp4", {"dp": 4}, 4)]
+)
+def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> None:
+    layout = parse_layout(name)
+    assert (dict(layout.sizes), layout.world_size, layout.sequence_parallel) == (sizes, world_size, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("2", "must name axes and their ranks"),
+        ("dp2dp2", "names an axis twice"),
+        ("dp2sp", "sequence parallel needs tp; write dp2tp2sp"),
+        ("dp0", "must name axes"),
+    ],
+)
+def test_what_is_no_layout_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_layout(name)
