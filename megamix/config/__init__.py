@@ -2,6 +2,7 @@
 
 from megamix.config.checks import check_world_size, grad_accum_steps
 from megamix.config.load import config_from_dict, config_schema, load_config
+from megamix.config.model_section import ModelConfig, RopeScaling
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -9,7 +10,6 @@ from megamix.config.sections import (
     DataConfig,
     LrScheduleConfig,
     MetricsConfig,
-    ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
     ParallelismConfig,
@@ -32,6 +32,7 @@ __all__ = [
     "ParallelismConfig",
     "PrecisionConfig",
     "ProfilingConfig",
+    "RopeScaling",
     "TrainingConfig",
     "check_world_size",
     "config_from_dict",
