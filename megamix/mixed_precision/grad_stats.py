@@ -92,7 +92,7 @@ def agree(
     by_rank = collectives.table(row)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
-    weight_sum = torch.where(weight_sum == 0, 1.0, weight_sum)
+    weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
         by_rank, sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
         ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(),

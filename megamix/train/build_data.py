@@ -49,7 +49,9 @@ def token_prefixes(config: Config) -> dict[str, str]:
 
 def data_problems(config: Config) -> list[str]:
     """Why a job must not start on this data, a line each; empty if nothing is wrong."""
-    fields = {prefix: field for field, prefix in reversed(token_prefixes(config).items())}  # each file once
+    fields: dict[str, str] = {}  # each file once
+    for field, prefix in token_prefixes(config).items():
+        fields.setdefault(prefix, field)
     sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
     problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
     if config.data.split is not None and not problems:
