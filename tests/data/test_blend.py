@@ -55,7 +55,8 @@ def test_a_sample_s_place_depends_on_its_number_alone_however_far(first: int) ->
     samples = np.arange(first, first + 60)
     sources, numbers = blend.locate(samples)
     one_by_one = [blend.locate(samples[i : i + 1]) for i in range(60)]
-    assert [(int(source[0]), int(number[0])) for source, number in one_by_one] == list(zip(sources, numbers, strict=True))
+    places = [(int(source[0]), int(number[0])) for source, number in one_by_one]
+    assert places == list(zip(sources, numbers, strict=True))
     for source, weight in enumerate(weights):
         own = numbers[sources == source]
         assert (np.diff(own) == 1).all()  # none is left out, none comes twice
