@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from megamix.config.fields import SCALE_RANGES, ScaleRange
 from megamix.config.sections import SECTIONS, Config
+from megamix.config.toml_text import value_text
 
 
 class _AlreadyReportedError(Exception):
@@ -82,7 +83,7 @@ def _multiples(value: int, factor: int) -> str:
 
 def _heads_share_width(config: Config) -> Iterator[str]:
     hidden_size, num_heads = config.model.hidden_size, config.model.num_heads
-    if hidden_size % num_heads:
+    if config.model.head_dim is None and hidden_size % num_heads:
         # Twice num_heads, so that the proposal also gives rotary positions their even head size.
         fix = _multiples(hidden_size, 2 * num_heads)
         yield f"model.hidden_size: got {hidden_size}, must divide by num_heads {num_heads}; write hidden_size = {fix}"
@@ -90,7 +91,13 @@ def _heads_share_width(config: Config) -> Iterator[str]:
 
 def _rotary_turns_pairs(config: Config) -> Iterator[str]:
     hidden_size, num_heads, position = config.model.hidden_size, config.model.num_heads, config.model.position
-    if position == "rotary" and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
+    head_dim = config.model.head_dim
+    if position == "rotary" and head_dim is not None and head_dim % 2:
+        yield (
+            f"model.head_dim: got {head_dim}, rotary positions turn pairs and need an even one; "
+            f'write head_dim = {_multiples(head_dim, 2)}, or position = "learned"'
+        )
+    if position == "rotary" and head_dim is None and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
         yield (
             f"model.hidden_size: got {hidden_size}, over num_heads {num_heads} this is a head size of "
             f"{hidden_size // num_heads}, rotary positions turn pairs and need an even one; "
@@ -213,10 +220,19 @@ def _ranks_fill_batch(config: Config) -> Iterator[str]:
 
 
 def _validation_has_tokens(config: Config) -> Iterator[str]:
-    if config.training.eval_interval and config.data.valid is None:
+    if config.training.eval_interval and config.data.valid is None and config.data.split is None:
         yield (
             f"training.eval_interval: got {config.training.eval_interval}, but data.valid is not set; "
             "write valid under [data], or eval_interval = 0"
+        )
+
+
+def _one_validation_set(config: Config) -> Iterator[str]:
+    split, valid = config.data.split, config.data.valid
+    if split is not None and valid is not None:
+        yield (
+            f"data.split: got {value_text(split)}, but data.valid names other validation tokens; "
+            "leave split or valid out"
         )
 
 
@@ -244,5 +260,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _micro_batches_fill_batch,
     _ranks_fill_batch,
     _validation_has_tokens,
+    _one_validation_set,
     _profile_ends_in_time,
 )

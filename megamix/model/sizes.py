@@ -10,6 +10,13 @@ FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leav
 
 
 def head_dim(config: ModelConfig) -> int:
+    if config.head_dim is not None:
+        if config.position == "rotary" and config.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim {config.head_dim} is odd, but rotary positions turn pairs: write "
+                f'{config.head_dim + 1} or position = "learned"'
+            )
+        return config.head_dim
     size, rest = divmod(config.hidden_size, config.num_heads)
     if rest:
         fix = size * config.num_heads
@@ -40,6 +47,10 @@ def ffn_hidden_size(config: ModelConfig) -> int:
     """Inner width of the feed-forward part; SwiGLU's default has as many weights as GELU's, three matrices for two."""
     if config.ffn_hidden_size is not None:
         return config.ffn_hidden_size
-    if config.activation == "gelu":
+    if config.activation != "swiglu":
         return 4 * config.hidden_size
     return -(-8 * config.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+
+
+def qkv_bias(config: ModelConfig) -> bool:
+    return config.bias if config.qkv_bias is None else config.qkv_bias

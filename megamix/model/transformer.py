@@ -1,17 +1,20 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
-from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
-from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable
+from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.documents import Documents, find_documents
+from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
-
-RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2)
+from megamix.model.recompute import computed_again
+from megamix.model.rotary import RotaryTable, RotaryTables
 
 
 class Attention(nn.Module):
@@ -20,38 +23,57 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim, self.ops = sizes.head_dim(config), ops
-        kv_size = sizes.num_kv_heads(config) * self.head_dim
-        self.query = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
-        self.key = Linear(config.hidden_size, kv_size, config.bias, ops)
-        self.value = Linear(config.hidden_size, kv_size, config.bias, ops)
-        self.out = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
+        self.selective = config.recompute == "selective"
+        query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
+        bias = sizes.qkv_bias(config)
+        self.query = Linear(config.hidden_size, query_size, bias, ops)
+        self.key = Linear(config.hidden_size, kv_size, bias, ops)
+        self.value = Linear(config.hidden_size, kv_size, bias, ops)
+        self.query_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
+        self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
-        query, key, value = (  # (B, T, heads, head_dim)
+    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
+        projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        if rotary is not None:
-            query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
+        place_query = partial(self._place, projected_query, self.query_norm, rotary)
+        place_key = partial(self._place, projected_key, self.key_norm, rotary)
+        query, key = place_query(), place_key()
+        # Without a norm nobody keeps what was projected.
+        again = self.selective and self.query_norm is not None
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
-        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        with computed_again(again, (query, place_query), (key, place_key)):
+            out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
 
+    def _place(self, heads: Tensor, norm: nn.Module | None, rotary: RotaryTables | None) -> Tensor:
+        normed = heads if norm is None else norm(heads)
+        return normed if rotary is None else self.ops.rotary(normed, *rotary)
+
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), the exact GELU or the one with tanh."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
+        self.selective = config.recompute == "selective"
         gated = config.activation == "swiglu"
         self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
         self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
         self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        up: Tensor = self.up(x)
-        down: Tensor = self.down(self.ops.gelu(up) if self.gate is None else self.ops.swiglu(self.gate(x), up))
+        if self.gate is None:
+            activate = partial(self.ops.gelu, self.up(x), self.approximate)
+        else:
+            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
+        inner = activate()
+        with computed_again(self.selective, (inner, activate)):
+            down: Tensor = self.down(inner)
         return down
 
 
@@ -61,15 +83,19 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.dropout, self.ops = config.dropout, ops
+        self.selective = config.recompute == "selective"
         self.attention_norm = _norm(config, ops)
         self.attention = Attention(config, ops)
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary))
-        x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
-        return x
+    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
+        normed = self.attention_norm(x)
+        with computed_again(self.selective, (normed, partial(self.attention_norm, x))):
+            x = x + self._drop(self.attention(normed, rotary, documents))
+        normed = self.feed_forward_norm(x)
+        with computed_again(self.selective, (normed, partial(self.feed_forward_norm, x))):
+            return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:
         return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
@@ -79,6 +105,10 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, config.norm_eps, ops)
     return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
+
+
+def _rotary_table(config: ModelConfig) -> RotaryTable:
+    return RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
 
 
 class Transformer(nn.Module):
@@ -94,22 +124,27 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
-        self.rotary = None if learned else RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta)
+        self.rotary = None if learned else _rotary_table(config)
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.loss, self.is_compiled = cross_entropy, False
+        self.slopes, self.is_compiled = slopes, False
         self.reset_parameters()
         if config.compile:
             self.compile_blocks()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them."""
+        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them.
+
+        With scaled_init the weights that end a branch get init_std / sqrt(2 * num_layers) (GPT-2, Radford et al. 2019,
+        section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
+        """
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
         # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
-        branch_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        branches = 2 * self.config.num_layers if self.config.scaled_init else 1
+        branch_std = self.config.init_std / math.sqrt(branches)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -121,19 +156,22 @@ class Transformer(nn.Module):
                 parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
-        """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
+        """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
 
         Never the whole model: its gradients would all become ready at the very end of backward.
         """
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
+        self.slopes = torch.compile(slopes, dynamic=False)
         self.is_compiled = True
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits in the parameters' dtype or, with targets, the mean cross entropy in FP32.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
+        targets but IGNORE, divided by B * T.
 
-        Shapes: tokens and targets INT64 (B, T) -> (B, T, vocab_size) or ().
+        positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
+        document begins; attention never crosses from one into another.
+        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size) or ().
         Raises: ValueError if T exceeds seq_len.
         """
         num_positions = tokens.shape[-1]
@@ -144,11 +182,27 @@ class Transformer(nn.Module):
             )
         x = self.embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(num_positions, device=tokens.device))
+            places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
+            x = x + self.position_embedding(places)
         if self.config.dropout and self.training:
             x = self.ops.dropout(x, self.config.dropout)
-        rotary = None if self.rotary is None else self.rotary(num_positions)
+        rotary = None if self.rotary is None else self.rotary(num_positions, positions)
+        documents = None
+        if positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         for block in self.blocks:
-            x = block(x, rotary)
-        logits = self.head(self.norm(x))
-        return logits if targets is None else self.loss(logits, targets)
+            x = self._run(block, x, rotary, documents)
+        x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        if self.config.recompute != "full":
+            out: Tensor = block(x, *context)
+            return out
+        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
+        replays = self.training and self.config.dropout > 0
+        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
+        return again
