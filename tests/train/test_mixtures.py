@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
+from megamix.data.loader import Batch, BatchLoader
 from megamix.data.token_file import TokenFileWriter
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.build_data import data_problems, training_source, validation_source
@@ -81,6 +82,26 @@ def test_an_interrupted_run_on_a_staged_mixture_ends_bitwise_as_one_that_never_s
         run(job(tmp_path / "stopped", files, stages), crash_at)
     run(job(tmp_path / "stopped", files, stages))
     assert differences(end_of(tmp_path / "straight"), end_of(tmp_path / "stopped")) == []
+
+
+def test_no_batch_is_asked_for_that_the_thread_was_not_told_of_before(tmp_path, files, monkeypatch) -> None:
+    # Else a step would wait for the disk.
+    announced, asked = set(), []
+    prefetch, get = BatchLoader.prefetch, BatchLoader.get
+
+    def noted_prefetch(loader: BatchLoader, samples: range) -> None:
+        announced.add((loader, samples))
+        prefetch(loader, samples)
+
+    def noted_get(loader: BatchLoader, samples: range) -> Batch:
+        asked.append((loader, samples))
+        return get(loader, samples)
+
+    monkeypatch.setattr(BatchLoader, "prefetch", noted_prefetch)
+    monkeypatch.setattr(BatchLoader, "get", noted_get)
+    run(job(tmp_path, files, {}))
+    assert len({loader for loader, _ in asked}) == 2
+    assert [one for one in asked if one not in announced] == []
 
 
 def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> None:
