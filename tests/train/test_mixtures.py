@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -160,6 +161,17 @@ def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files) -> None:
     again = config_from_dict(tomllib.loads(config_to_toml(config)))
     assert again == config
     assert [source.path for source in again.data.stages[0].train] == [f"{files}/{name}" for name in "cab"]
+
+
+def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validation(tmp_path) -> None:
+    with TokenFileWriter(tmp_path / "pairs", VOCAB) as writer:
+        for number in range(2000):
+            writer.add(np.array([number % VOCAB, number * 7 % VOCAB]))  # half of the tokens begin a document
+    run_on_ranks(job(tmp_path, tmp_path, {"train": f"{tmp_path}/pairs"}, training={"steps": 2}, optimizer={"lr": 1e-9}))
+    first, *_, validation = metrics_of(tmp_path)
+    # A model that knows nothing: ln(vocab), and not half of that.
+    assert first["train/loss"] == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert validation["valid/loss"] == pytest.approx(math.log(VOCAB), abs=0.1)
 
 
 GOLDEN = [4.15293, 4.10066, 3.99475, 3.91804, 3.77418, 3.71700, 3.62438, 3.62325]
