@@ -118,6 +118,7 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
         ({"train": weights(3, 2)}, other_mixture),
         ({"train": weights(3, 1, 1)}, other_mixture),
         ({"stages": [{"from_sample": 8, "train": weights(1, 1)}]}, other_mixture),
+        ({"train": [{"path": f"{files}/a"}, {"path": f"{files}/b"}]}, other_mixture),
         ({"train": weights(3, 1)[::-1]}, other_mixture),
         ({"train": [{"path": f"{files}/c", "weight": 3}, weights(3, 1)[1]]}, r"data.train\[0\]: holds other data"),
         ({"split": [8, 2]}, r"data.split: the checkpoint has \[9.0, 1.0\], the configuration \[8.0, 2.0\]"),
