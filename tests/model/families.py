@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
     },
 }  # fmt: skip
+NORMS = ("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")
 LLAMA = {"norm_eps": 1e-6, "rope_theta": 500000.0, "scaled_init": False}
 
 # family: (what our configuration adds to a shape, the shapes that the family can have)
@@ -68,12 +69,7 @@ def pair(family: str, shape: str) -> tuple[Transformer, PreTrainedModel]:
     theirs = _theirs(family, config).eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            about = (
-                1.0
-                if name.endswith(("norm.weight", "layernorm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-                else 0.0
-            )
-            parameter.normal_(about, 0.3)
+            parameter.normal_(1.0 if name.endswith(NORMS) else 0.0, 0.2)
     ours = Transformer(config)
     weights = {name: weight.detach().clone() for name, weight in theirs.state_dict().items()}
     ours.load_state_dict(_from_gpt2(weights) if family == "gpt2" else _from_llama(weights))
