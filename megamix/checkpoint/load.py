@@ -76,11 +76,21 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine):
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
-    together.every(lambda: read_parts(checkpoint, owned_parts(engine)))
+    together.every(lambda: read_parts(checkpoint, _saved_parts(manifest, engine)))
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
-    _load_scale(manifest, engine)
+    if not manifest.weights_only:
+        _load_scale(manifest, engine)
     engine.publish_masters()
+
+
+def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
+    """What of the engine's own state the checkpoint has. Before the first update, all that it lacks is zero."""
+    parts = owned_parts(engine)
+    for part in parts:
+        if part.state not in manifest.states:
+            part.tensor.zero_()
+    return [part for part in parts if part.state in manifest.states]
 
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
@@ -94,7 +104,7 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
         for name, shape in own.items()
         if name in saved and saved[name] != shape
     ]
-    if manifest.states != state_names(engine):
+    if manifest.states != state_names(engine) and not manifest.weights_only:
         problems.append(f"it holds {', '.join(manifest.states)}, the optimizer needs {', '.join(state_names(engine))}")
     return problems
 

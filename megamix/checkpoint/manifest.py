@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from megamix.checkpoint.parts import MASTER
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 
@@ -73,6 +74,11 @@ class Manifest(_Record):
     states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
     params: tuple[ParamRecord, ...]
     files: tuple[FileRecord, ...] = ()
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
+        return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:

@@ -97,12 +97,18 @@ def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
     """
     saved = checkpoint.manifest.run
     old, new = _flat(saved.config), _flat(now.config)
+    may_change = _PASS
+    if checkpoint.manifest.weights_only:
+        # No run has been there before: the model alone must be the same, and its sequences may have any length. Where
+        # positions are learned the length is a parameter's shape, and loading refuses another one.
+        old, new = ({key: value for key, value in flat.items() if key.startswith("model.")} for flat in (old, new))
+        may_change = (*_PASS, "model.seq_len")
     changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     refused = [
         f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
         f"former, or another checkpoint.folder to begin a new run"
         for key in changed
-        if key.startswith(_REFUSED) and key not in _PASS
+        if key.startswith(_REFUSED) and key not in may_change
     ]
     refused += [
         f"{key}: holds other data than when {checkpoint.path} was saved; bring that back, or write another "
