@@ -159,7 +159,8 @@ def _write(corpus: Corpus, parts: dict[str, list[CorpusFile]], folder: Path, voc
             for texts in _batches(corpus, files):
                 for token_ids in tokenizer.encode_documents(texts):
                     writer.add(token_ids)
-        counts[name] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens}
+        num_bytes = sum(file.num_bytes for file in files)  # of text: what `evaluate` counts bits a byte by
+        counts[name] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_bytes": num_bytes}
         outputs += [bin_path(folder / name), idx_path(folder / name)]
     return {
         "vocab_size": tokenizer.vocab_size,  # may be below the size asked for: a small corpus has few pairs

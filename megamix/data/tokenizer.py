@@ -80,6 +80,10 @@ class Tokenizer:
         """Token ids of a piece of text, without an end."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of the beginning of a text, with what the tokenizer puts in front of one, as Llama's does."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each document, END_OF_TEXT last; the documents are spread over the machine's cores."""
         end_of_text = self.end_of_text

@@ -36,6 +36,8 @@ def export_model(source: Source, output: Path, dtype: str, shard_size: int = SHA
     """
     if output.exists() or output.is_symlink():
         raise ValueError(f"OUT: {output} is there already; give a new name")
+    if source.tokenizer is not None and not source.tokenizer.is_file():
+        raise ValueError(f"{source.tokenizer} is missing; start in the folder that the run was started in, or name it")
     family = family_of(source.config)
     links = family.links(source.config)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -44,10 +46,8 @@ def export_model(source: Source, output: Path, dtype: str, shard_size: int = SHA
     try:
         files.make_directory(aside)
         size = _write_shards(aside, source.weights, links, dtype, shard_size)
-        tokenizer_folder = aside if source.tokenizer is None else source.tokenizer.parent
-        if source.tokenizer is not None:
-            copy_tokenizer(tokenizer_folder, aside)
-        ids = copy_generation(tokenizer_folder, aside)
+        copy_tokenizer(source.home, aside)
+        ids = copy_generation(source.home, aside)
         config = {
             "architectures": [family.architecture], "model_type": family.model_type,
             "vocab_size": source.config.vocab_size, **family.write_config(source.config),

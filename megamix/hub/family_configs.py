@@ -145,7 +145,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     `rope_parameters`.
     """
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", json.get("rope_theta", 10000.0))
+    theta: float = rope.get("rope_theta") or json.get("rope_theta") or 10000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
     problems = [
         f"partial_rotary_factor is {table['partial_rotary_factor']}, ours turns whole heads"

@@ -70,7 +70,7 @@ def _write_checkpoint(folder: Path, weights: HuggingFaceWeights, config: str, fi
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
-    written = []
+    written: list[dict[str, str | int]] = []
     for number, boxes in enumerate(_files_of(shapes, file_size)):
         name = f"rank_{number:05d}.safetensors"
         size, crc32 = files.write_file(begun / name, _chunks(boxes, weights))

@@ -45,6 +45,13 @@ class Source:
     tokenizer: Path | None  # a tokenizer.json
     valid: str | None = None  # data.valid of the run
 
+    @property
+    def home(self) -> Path:
+        """Where its tokenizer and its settings of generation lie, if it has any."""
+        if self.tokenizer is not None:
+            return self.tokenizer.parent
+        return self.path if is_hugging_face(self.path) else self.path.parent.parent
+
     def load(self, dtype: torch.dtype, device: torch.device) -> Transformer:
         """The model with its weights, for inference."""
         model = meta_model(self.config).to(dtype).to_empty(device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -42,16 +43,14 @@ def special_ids(folder: Path) -> dict[str, Any]:
     """What begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or its
     config.json or, where neither says so, by the end token of our own tokenizers.
     """
-    ids = dict.fromkeys(_IDS)
+    ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
             ids |= {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
     if ids["eos_token_id"] is None and (folder / TOKENIZER).is_file():
         tokenizer = Tokenizer.load(folder / TOKENIZER)
-        try:
+        with contextlib.suppress(ValueError):  # it has none, and nothing else names one
             ids["eos_token_id"] = tokenizer.end_of_text
-        except ValueError:
-            pass  # it has none, and nothing else names one
     return ids
 
 

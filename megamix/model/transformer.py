@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megamix.config import ModelConfig
 from megamix.model import sizes
 from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
+from megamix.model.key_value_cache import BlockCache, KeyValueCache
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
 from megamix.model.rotary import RotaryTable, RotaryTables
@@ -28,7 +29,9 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
         self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None, cache: BlockCache | None = None
+    ) -> Tensor:
         query, key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
@@ -36,6 +39,8 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
+        if cache is not None:
+            key, value = cache.extend(key, value)
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
         out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
@@ -72,8 +77,10 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask))
+    def forward(
+        self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None, cache: BlockCache | None = None
+    ) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask, cache))
         x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
         return x
 
@@ -152,21 +159,31 @@ class Transformer(nn.Module):
         self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
         self.is_compiled = True
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
         targets but IGNORE, divided by B * T.
 
         positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
         document begins; attention never crosses from one into another.
-        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size) or ().
+        cache: tokens follow those that it has seen, as one document; logits of the last one alone.
+        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
         Raises: ValueError if T exceeds seq_len.
         """
-        num_positions = tokens.shape[-1]
+        num_positions = tokens.shape[-1] + (0 if cache is None else cache.length)
         if num_positions > self.config.seq_len:
             raise ValueError(
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
+        mask = None if positions is None else document_mask(positions)
+        if cache is not None:
+            positions, mask = cache.places(tokens), cache.mask(tokens)
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
@@ -174,8 +191,7 @@ class Transformer(nn.Module):
         if self.config.dropout and self.training:
             x = self.ops.dropout(x, self.config.dropout)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
-        mask = None if positions is None else document_mask(positions)
-        for block in self.blocks:
-            x = block(x, rotary, mask)
-        logits = self.head(self.norm(x))
+        for number, block in enumerate(self.blocks):
+            x = block(x, rotary, mask, None if cache is None else cache.blocks[number])
+        logits = self.head(self.norm(x if cache is None else x[:, -1:]))
         return logits if targets is None else self.loss(logits, targets)

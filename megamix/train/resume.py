@@ -97,7 +97,7 @@ def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
     """
     saved = checkpoint.manifest.run
     old, new = _flat(saved.config), _flat(now.config)
-    may_change = _PASS
+    may_change: tuple[str, ...] = _PASS
     if checkpoint.manifest.weights_only:
         # No run has been there before: the model alone must be the same, and its sequences may have any length. Where
         # positions are learned the length is a parameter's shape, and loading refuses another one.
