@@ -105,7 +105,16 @@ def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: 
     assert list(before) == list(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
     # What the file does not say, and n_inner, which GPT-2's may leave out.
-    told = {"n_inner", "dtype", "_name_or_path", "transformers_version", "summary_type", "resid_pdrop", "embd_pdrop", "attn_pdrop"}
+    told = {
+        "n_inner",
+        "dtype",
+        "_name_or_path",
+        "transformers_version",
+        "summary_type",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    }
     one, other = theirs.config.to_dict(), exported.config.to_dict()
     assert {key for key in one if one[key] != other.get(key)} - told == set()
 
