@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
-from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
+from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.key_value_cache import BlockCache, KeyValueCache
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.loss, self.is_compiled = cross_entropy, False
+        self.slopes, self.is_compiled = slopes, False
         self.reset_parameters()
         if config.compile:
             self.compile_blocks()
@@ -150,13 +150,13 @@ class Transformer(nn.Module):
                 parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
-        """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
+        """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
 
         Never the whole model: its gradients would all become ready at the very end of backward.
         """
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
+        self.slopes = torch.compile(slopes, dynamic=False)
         self.is_compiled = True
 
     def forward(
@@ -193,5 +193,8 @@ class Transformer(nn.Module):
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for number, block in enumerate(self.blocks):
             x = block(x, rotary, mask, None if cache is None else cache.blocks[number])
-        logits = self.head(self.norm(x if cache is None else x[:, -1:]))
-        return logits if targets is None else self.loss(logits, targets)
+        x = self.norm(x if cache is None else x[:, -1:])
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
+        logits: Tensor = self.head(x)
+        return logits
