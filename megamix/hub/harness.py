@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from megamix.comm.topology import local_device
 
 
 def check_harness() -> None:
@@ -18,7 +19,6 @@ def check_harness() -> None:
 def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
     """Every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
     check_harness()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -27,7 +27,7 @@ def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dic
     manager = TaskManager(include_path=[str(file.parent) for file in files] or None)
     results = lm_eval.simple_evaluate(
         model="hf", model_args={"pretrained": str(folder), "dtype": dtype}, tasks=names, task_manager=manager,
-        verbosity="WARNING",
+        device=str(local_device()),
     )  # fmt: skip
     scores: dict[str, dict[str, Any]] = results["results"]
     return {task: {key: value for key, value in metrics.items() if key != "alias"} for task, metrics in scores.items()}

@@ -106,11 +106,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     if saved != param_shapes(config):
         raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
     data = tables.get("data", {})
-    tokenizer = data.get("tokenizer")
+    tokenizer, valid = data.get("tokenizer"), data.get("valid")
     dtype = tables.get("precision", {}).get("dtype", "fp32")
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
-        None if tokenizer is None else Path(tokenizer), data.get("valid"),
+        None if tokenizer is None else Path(tokenizer), valid if isinstance(valid, str) else None,
     )  # fmt: skip
 
 

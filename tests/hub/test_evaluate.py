@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from megamix.cli import main
 from megamix.data.token_file import TokenFileWriter
 from megamix.hub.evaluate import evaluate
 from megamix.hub.harness import check_harness
+from megamix.hub.import_model import import_model
 from tests.hub.folders import LLAMA, own_model, write_hugging_face
 from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data
 
@@ -104,3 +109,30 @@ def test_the_harness_names_its_extra_where_it_is_missing(
         check_harness()
     assert main(["evaluate", str(tmp_path / "hf"), "--harness", "arc_easy"]) == 2
     assert "the package lm_eval is not installed; run pip install 'megamix[harness]'" in capsys.readouterr().err
+
+
+def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+    seen: dict[str, Any] = {}
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        seen.update(arguments, there=Path(arguments["model_args"]["pretrained"], "config.json").is_file())
+        return {"results": {"mine": {"alias": "mine", "acc,none": 0.5}}}
+
+    for name, content in (
+        ("lm_eval", {"simple_evaluate": simple_evaluate}),
+        ("lm_eval.tasks", {"TaskManager": lambda include_path: include_path}),
+    ):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert main(["evaluate", str(tmp_path / "in"), "--harness", f"arc_easy,{tmp_path}/mine.yaml"]) == 0
+    assert capsys.readouterr().out == "mine: acc,none 0.5\n"
+    assert (seen["tasks"], seen["task_manager"]) == (["arc_easy", "mine"], [str(tmp_path)])
+    assert seen["model_args"]["dtype"] == "float32"
+    assert seen["there"]
+    assert not Path(seen["model_args"]["pretrained"]).exists(), "the export is removed when all is told"
