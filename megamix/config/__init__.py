@@ -1,13 +1,13 @@
 """Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
 
 from megamix.config.checks import check_world_size, grad_accum_steps
+from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
 from megamix.config.load import config_from_dict, config_schema, load_config
 from megamix.config.model_section import ModelConfig, RopeScaling
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
     Config,
-    DataConfig,
     LrScheduleConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -24,6 +24,8 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DataSource",
+    "DataStage",
     "LrScheduleConfig",
     "MetricsConfig",
     "ModelConfig",
@@ -41,4 +43,5 @@ __all__ = [
     "grad_accum_steps",
     "load_config",
     "section_to_toml",
+    "whole_weights",
 ]

@@ -15,7 +15,7 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
-from megamix.checkpoint.verify import Checkpoint, Damaged, read_checkpoint
+from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
@@ -43,7 +43,7 @@ class Source:
     weights: Weights
     dtype: str  # in which it was trained
     tokenizer: Path | None  # a tokenizer.json
-    valid: str | None = None  # data.valid of the run
+    valid: str | None = None  # data.valid of the run, if it is one token file
 
     @property
     def home(self) -> Path:
@@ -93,7 +93,7 @@ def open_source(path: Path) -> Source:
             raise ValueError(f"{path} is no run, checkpoint or Hugging Face folder; it has none of "
                              f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json")  # fmt: skip
         path = found[0]
-    return _of_checkpoint(read_checkpoint(path))
+    return _of_checkpoint(verify_checkpoint(path))
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
@@ -106,12 +106,20 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     if saved != param_shapes(config):
         raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
     data = tables.get("data", {})
-    tokenizer, valid = data.get("tokenizer"), data.get("valid")
+    tokenizer = data.get("tokenizer")
     dtype = tables.get("precision", {}).get("dtype", "fp32")
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
-        None if tokenizer is None else Path(tokenizer), valid if isinstance(valid, str) else None,
+        None if tokenizer is None else Path(tokenizer), _one_prefix(data.get("valid")),
     )  # fmt: skip
+
+
+def _one_prefix(sources: object) -> str | None:
+    """The token file that data.valid names, if it is one."""
+    match sources:
+        case str(path) | [{"path": str(path)}]:
+            return path
+    return None
 
 
 def _tables(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
+from megamix.data.tokenizer import open_tokenizer
 from megamix.hub.hugging_face import CONFIG, read_json
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
@@ -27,7 +27,9 @@ def copy_tokenizer(folder: Path, output: Path) -> None:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, output / name)
     if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        with contextlib.suppress(ValueError):  # no end token is known
+            settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
         (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -41,14 +43,14 @@ def copy_generation(folder: Path, output: Path) -> dict[str, Any]:
 
 def special_ids(folder: Path) -> dict[str, Any]:
     """What begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or its
-    config.json or, where neither says so, by the end token of our own tokenizers.
+    config.json or, where neither says so, by the tokenizer's end token.
     """
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
             ids |= {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
     if ids["eos_token_id"] is None and (folder / TOKENIZER).is_file():
-        tokenizer = Tokenizer.load(folder / TOKENIZER)
+        tokenizer = open_tokenizer(folder / TOKENIZER)
         with contextlib.suppress(ValueError):  # it has none, and nothing else names one
             ids["eos_token_id"] = tokenizer.end_of_text
     return ids

@@ -124,7 +124,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         return
     prefix = arguments.data or (None if source.valid is None else Path(source.valid))
     if prefix is None:
-        raise ValueError(f"{source.path} names no held-out data; give --data PREFIX")
+        raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
     stride = arguments.stride if arguments.stride is not None else source.config.seq_len
     result = evaluate(source.load(DTYPES[dtype], local_device()), prefix, stride)
     facts = {

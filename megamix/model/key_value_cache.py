@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
+from megamix.model.documents import Documents
 
 
 class BlockCache:
@@ -41,9 +42,9 @@ class KeyValueCache:
         """Positions of the tokens that come next, INT64 (1, T)."""
         return torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)[None]
 
-    def mask(self, tokens: Tensor) -> Tensor | None:
-        """BOOL (1, 1, T, length + T): what each of them sees, itself and all before; None for the first tokens."""
+    def seen(self, tokens: Tensor) -> Documents | None:
+        """What each of them sees, itself and all before, as a mask (1, 1, T, length + T); None for the first tokens."""
         if not self.length:
             return None
         seen = torch.ones(tokens.shape[1], self.length + tokens.shape[1], dtype=torch.bool, device=tokens.device)
-        return seen.tril(self.length)[None, None]
+        return Documents(mask=seen.tril(self.length)[None, None])

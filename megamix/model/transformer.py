@@ -1,16 +1,20 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.documents import Documents, find_documents
 from megamix.model.key_value_cache import BlockCache, KeyValueCache
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
+from megamix.model.recompute import computed_again
 from megamix.model.rotary import RotaryTable, RotaryTables
 
 
@@ -20,6 +24,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim, self.ops = sizes.head_dim(config), ops
+        self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
         bias = sizes.qkv_bias(config)
         self.query = Linear(config.hidden_size, query_size, bias, ops)
@@ -30,21 +35,31 @@ class Attention(nn.Module):
         self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
     def forward(
-        self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None, cache: BlockCache | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        documents: Documents | None = None,
+        cache: BlockCache | None = None,
     ) -> Tensor:
-        query, key, value = (  # (B, T, heads, head_dim)
+        projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if rotary is not None:
-            query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
+        place_query = partial(self._place, projected_query, self.query_norm, rotary)
+        place_key = partial(self._place, projected_key, self.key_norm, rotary)
+        query, key = place_query(), place_key()
         if cache is not None:
             key, value = cache.extend(key, value)
+        # Without a norm nobody keeps what was projected.
+        again = self.selective and self.query_norm is not None
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
-        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+        with computed_again(again, (query, place_query), (key, place_key)):
+            out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
+
+    def _place(self, heads: Tensor, norm: nn.Module | None, rotary: RotaryTables | None) -> Tensor:
+        normed = heads if norm is None else norm(heads)
+        return normed if rotary is None else self.ops.rotary(normed, *rotary)
 
 
 class FeedForward(nn.Module):
@@ -53,6 +68,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
+        self.selective = config.recompute == "selective"
         gated = config.activation == "swiglu"
         self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
         self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
@@ -60,9 +76,13 @@ class FeedForward(nn.Module):
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        up: Tensor = self.up(x)
-        inner = self.ops.gelu(up, self.approximate) if self.gate is None else self.ops.swiglu(self.gate(x), up)
-        down: Tensor = self.down(inner)
+        if self.gate is None:
+            activate = partial(self.ops.gelu, self.up(x), self.approximate)
+        else:
+            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
+        inner = activate()
+        with computed_again(self.selective, (inner, activate)):
+            down: Tensor = self.down(inner)
         return down
 
 
@@ -72,17 +92,25 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.dropout, self.ops = config.dropout, ops
+        self.selective = config.recompute == "selective"
         self.attention_norm = _norm(config, ops)
         self.attention = Attention(config, ops)
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
     def forward(
-        self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None, cache: BlockCache | None = None
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        documents: Documents | None = None,
+        cache: BlockCache | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask, cache))
-        x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
-        return x
+        normed = self.attention_norm(x)
+        with computed_again(self.selective, (normed, partial(self.attention_norm, x))):
+            x = x + self._drop(self.attention(normed, rotary, documents, cache))
+        normed = self.feed_forward_norm(x)
+        with computed_again(self.selective, (normed, partial(self.feed_forward_norm, x))):
+            return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:
         return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
@@ -96,13 +124,6 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
 
 def _rotary_table(config: ModelConfig) -> RotaryTable:
     return RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
-
-
-def document_mask(positions: Tensor) -> Tensor:
-    """BOOL (B, 1, T, T): whether a row's token sees a column's, which is not later and of the same document."""
-    documents = (positions == 0).cumsum(-1)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
 
 
 class Transformer(nn.Module):
@@ -181,9 +202,11 @@ class Transformer(nn.Module):
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
-        mask = None if positions is None else document_mask(positions)
+        documents = None
         if cache is not None:
-            positions, mask = cache.places(tokens), cache.mask(tokens)
+            positions, documents = cache.places(tokens), cache.seen(tokens)
+        elif positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
@@ -192,9 +215,18 @@ class Transformer(nn.Module):
             x = self.ops.dropout(x, self.config.dropout)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for number, block in enumerate(self.blocks):
-            x = block(x, rotary, mask, None if cache is None else cache.blocks[number])
+            x = self._run(block, x, rotary, documents, None if cache is None else cache.blocks[number])
         x = self.norm(x if cache is None else x[:, -1:])
         if targets is not None:
             return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
         logits: Tensor = self.head(x)
         return logits
+
+    def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        if self.config.recompute != "full":
+            out: Tensor = block(x, *context)
+            return out
+        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
+        replays = self.training and self.config.dropout > 0
+        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
+        return again

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megamix.data.tokenizer import Tokenizer
+from megamix.data.tokenizer import open_tokenizer
 from megamix.model.generation import generate
 from megamix.model.transformer import Transformer
 
@@ -30,7 +30,7 @@ def sample_text(
 
     Raises: ValueError if the tokenizer cannot be read, or has nothing for an empty prompt to begin with.
     """
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = open_tokenizer(tokenizer_path)
     device = next(model.parameters()).device
     token_ids = tokenizer.encode_prompt(prompt) or [*end_tokens[:1]] or [tokenizer.end_of_text]
     generator = torch.Generator(device).manual_seed(sampling.seed)

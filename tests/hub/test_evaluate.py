@@ -94,7 +94,7 @@ def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         evaluate(model, _write(tmp_path, 1), SEQ_LEN)
     write_hugging_face(LLAMA, tmp_path / "hf")
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
-    assert "names no held-out data; give --data PREFIX" in capsys.readouterr().err
+    assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "is no run, checkpoint or Hugging Face folder" in capsys.readouterr().err
 
