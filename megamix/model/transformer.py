@@ -1,7 +1,6 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from megamix.model.documents import Documents, find_documents
 from megamix.model.key_value_cache import BlockCache, KeyValueCache
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
-from megamix.model.recompute import computed_again
+from megamix.model.recompute import cheap, computed_again
 from megamix.model.rotary import RotaryTable, RotaryTables
 
 
@@ -44,13 +43,11 @@ class Attention(nn.Module):
         projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        place_query = partial(self._place, projected_query, self.query_norm, rotary)
-        place_key = partial(self._place, projected_key, self.key_norm, rotary)
-        query, key = place_query(), place_key()
+        again = self.selective and self.query_norm is not None  # without a norm nobody keeps what was projected
+        query, place_query = cheap(again, self._place, projected_query, self.query_norm, rotary)
+        key, place_key = cheap(again, self._place, projected_key, self.key_norm, rotary)
         if cache is not None:
             key, value = cache.extend(key, value)
-        # Without a norm nobody keeps what was projected.
-        again = self.selective and self.query_norm is not None
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
         with computed_again(again, (query, place_query), (key, place_key)):
             out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
@@ -77,10 +74,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            activate = partial(self.ops.gelu, self.up(x), self.approximate)
+            inner, activate = cheap(self.selective, self.ops.gelu, self.up(x), self.approximate)
         else:
-            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
-        inner = activate()
+            inner, activate = cheap(self.selective, self.ops.swiglu, self.gate(x), self.up(x))
         with computed_again(self.selective, (inner, activate)):
             down: Tensor = self.down(inner)
         return down
@@ -105,11 +101,11 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
-        normed = self.attention_norm(x)
-        with computed_again(self.selective, (normed, partial(self.attention_norm, x))):
+        normed, norm = cheap(self.selective, self.attention_norm, x)
+        with computed_again(self.selective, (normed, norm)):
             x = x + self._drop(self.attention(normed, rotary, documents, cache))
-        normed = self.feed_forward_norm(x)
-        with computed_again(self.selective, (normed, partial(self.feed_forward_norm, x))):
+        normed, norm = cheap(self.selective, self.feed_forward_norm, x)
+        with computed_again(self.selective, (normed, norm)):
             return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:
