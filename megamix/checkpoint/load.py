@@ -13,7 +13,7 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.fill import fill
 from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
-from megamix.checkpoint.parts import owned_parts, state_names
+from megamix.checkpoint.parts import Part, owned_parts, state_names
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
@@ -97,7 +97,9 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
     if problems := misfits(manifest, engine):
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
     try:
-        _agree_on(together.every(lambda: fill(checkpoint, owned_parts(engine), together.rank, together.size)))
+        _agree_on(
+            together.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), together.rank, together.size))
+        )
     except Damaged:
         # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
         # read every byte twice. Whoever trained on without another load would go on from the file's damage; from NaN
@@ -107,8 +109,18 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
         raise
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
-    _load_scale(manifest, engine)
+    if not manifest.weights_only:
+        _load_scale(manifest, engine)
     engine.publish_masters()
+
+
+def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
+    """What of the engine's own state the checkpoint has. Before the first update, all that it lacks is zero."""
+    parts = owned_parts(engine)
+    for part in parts:
+        if part.state not in manifest.states:
+            part.tensor.zero_()
+    return [part for part in parts if part.state in manifest.states]
 
 
 def _agree_on(problems: list[list[str]]) -> None:
@@ -128,7 +140,7 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
         for name, shape in own.items()
         if name in saved and saved[name] != shape
     ]
-    if manifest.states != state_names(engine):
+    if manifest.states != state_names(engine) and not manifest.weights_only:
         problems.append(f"it holds {', '.join(manifest.states)}, the optimizer needs {', '.join(state_names(engine))}")
     return problems
 

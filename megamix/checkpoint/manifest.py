@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
+from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.record import Count, Record
 from megamix.mixed_precision.engine import ShardedEngine
 
@@ -67,6 +68,11 @@ class Manifest(Record):
     states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
     params: tuple[ParamRecord, ...]
     files: tuple[FileRecord, ...] = ()
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
+        return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:

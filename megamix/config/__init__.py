@@ -17,7 +17,7 @@ from megamix.config.sections import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megamix.config.toml_text import config_to_toml
+from megamix.config.toml_text import config_to_toml, section_to_toml
 
 __all__ = [
     "CheckpointConfig",
@@ -42,5 +42,6 @@ __all__ = [
     "config_to_toml",
     "grad_accum_steps",
     "load_config",
+    "section_to_toml",
     "whole_weights",
 ]

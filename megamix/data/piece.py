@@ -34,6 +34,7 @@ class DocumentInPart(NamedTuple):
     part: str
     draw: int
     text: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Split:
         name = os.fsencode(file.name) if file.kind == "text" else content
         draw = int.from_bytes(hashlib.sha256(name).digest()[:8])
         valid = draw / 2**64 < self.valid_fraction and len(content) <= self.longest
-        return DocumentInPart("valid" if valid else "train", draw, text)
+        return DocumentInPart("valid" if valid else "train", draw, text, len(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,10 @@ class PieceReport:
     """What is known of a piece, beside its token files."""
 
     num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # of text, as UTF-8
     num_empty: int = 0
     bad_records: list[dict[str, str | int]] = field(default_factory=list)
-    lowest_draw: list[int] | None = None  # of the documents in train: draw and number
+    lowest_draw: list[int] | None = None  # of the documents in train: draw, number and bytes
     checksums: list[int] = field(default_factory=list)  # of the token files
 
 
@@ -146,7 +148,8 @@ def documents_of(
             document = split.place(file, record.text)
             number = report.num_documents[document.part]
             if document.part == "train" and (report.lowest_draw is None or document.draw < report.lowest_draw[0]):
-                report.lowest_draw = [document.draw, number]
+                report.lowest_draw = [document.draw, number, document.num_bytes]
+            report.num_bytes[document.part] += document.num_bytes
             report.num_documents[document.part] = number + 1
             yield document
 

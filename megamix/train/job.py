@@ -25,7 +25,7 @@ from megamix.train.build import DTYPES, build_engine
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
-from megamix.train.generate import sample_text
+from megamix.train.generate import Sampling, sample_text
 from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import METRICS, MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
@@ -218,7 +218,7 @@ def _write_results(
 
 def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
-    text = sample_text(model, Path(tokenizer), PROMPT, max_new_tokens=128, seed=config.training.seed)
+    text = sample_text(model, Path(tokenizer), PROMPT, Sampling(max_new_tokens=128, seed=config.training.seed))
     run_folder.write_text(path, text)
     console.line(f"sample of text ({path}):\n{text}")
 
