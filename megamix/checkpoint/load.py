@@ -46,8 +46,7 @@ def newest_checkpoint(
         try:
             return read_together(folder / name, together)
         except Damaged as error:
-            if together.rank == 0:
-                _set_aside(folder / name, error, files or Files())
+            _set_aside(folder / name, error, together, files)
             before = name  # set aside or not: the disk may be read-only
     return None
 
@@ -67,8 +66,7 @@ def load_or_older(
             load(found, engine, together)
             break
         except Damaged as error:
-            if together.rank == 0:
-                _set_aside(found.path, error, files or Files())
+            _set_aside(found.path, error, together, files)
             found = newest_checkpoint(found.path.parent, together, files, before=found.path.name)
     return found
 
@@ -77,10 +75,12 @@ def _newest_name(folder: Path, before: str | None) -> str | None:
     return next((path.name for path in checkpoints(folder, before)), None)
 
 
-def _set_aside(path: Path, reason: Damaged, files: Files) -> None:
+def _set_aside(path: Path, reason: Damaged, together: Together, files: Files | None) -> None:
+    if together.rank != 0:
+        return
     target = path.with_name(damaged_name(path.name))
     try:
-        files.rename(path, target)
+        (files or Files()).rename(path, target)
         log.warning("checkpoint refused and set aside as %s: %s", target.name, reason)
     except OSError as error:
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)

@@ -182,14 +182,9 @@ def _train(
             early = _save(trainer.progress(), checkpoints, early)
         console.close()
     if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
-        with engine.clock.span("weights"):
-            _write_weights(engine, status.folder, console)
+        _write_results(config, model, engine, console, early)
     if early is not None:
-        if first and isinstance(early, GaveUpError):
-            run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
         raise early
-    if first and config.data.tokenizer is not None:
-        _write_sample(config, model, config.data.tokenizer, console)
     return valid_loss
 
 
@@ -204,12 +199,21 @@ def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyErro
     return early
 
 
-def _write_weights(engine: ShardedEngine, folder: Path, console: Console) -> None:
+def _write_results(
+    config: Config, model: Transformer, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None
+) -> None:
     """What a run that finished or gave up leaves for use elsewhere. Every rank must call it."""
-    weights = engine.full_weights()
-    if engine.collectives.topology.dp_rank == 0:
+    folder = Path(config.checkpoint.folder)
+    with engine.clock.span("weights"):
+        weights = engine.full_weights()
+        if engine.collectives.topology.dp_rank != 0:
+            return
         run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
         console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+    if gave_up is not None:
+        run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+    elif config.data.tokenizer is not None:
+        _write_sample(config, model, config.data.tokenizer, console)
 
 
 def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:

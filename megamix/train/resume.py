@@ -194,18 +194,22 @@ def _flat(config: str) -> dict[str, Any]:
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
-    """What the samples before the cursor are taken from, stage by stage: in which shares, whatever the paths."""
+    """What the samples before the cursor are taken from, stage by stage: which sources, by the order in which they
+    first come, whatever their paths are now; and their shares.
+    """
     stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
     begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
-    return [(stage["from_sample"], _shares(stage["train"])) for stage in begun]
+    numbers: dict[Any, int] = {}
+    return [(stage["from_sample"], _shares(stage["train"], numbers)) for stage in begun]
 
 
-def _shares(train: Any) -> list[Any]:
+def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
     if isinstance(train, str):
         train = [{"path": train}]
     weights = [source.get("weight") for source in train]
     whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
-    return [(weight, source.get("markov")) for weight, source in zip(whole, train, strict=True)]
+    known = [numbers.setdefault(source.get("path", source.get("markov")), len(numbers)) for source in train]
+    return [(source.get("markov"), number, weight) for source, number, weight in zip(train, known, whole, strict=True)]
 
 
 def _is_read(field: str, stages: int) -> bool:
