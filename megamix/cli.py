@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+from megamix.hub.verbs import add_verbs
 from megamix.train.status import EndedEarlyError
 
 
@@ -56,24 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
     verify.set_defaults(run=_verify)
 
-    prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
-    text = prepare.add_mutually_exclusive_group()
-    text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
-    text.add_argument("--input", metavar="DIR", type=Path, help="a folder of your own text files instead")
-    prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
-    prepare.add_argument("--vocab-size", metavar="N", type=int, default=2048, help="tokens of the tokenizer (2048)")
-    prepare.add_argument(
-        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
-    )
-    prepare.set_defaults(run=_prepare)
+    _add_prepare(verbs.add_parser("prepare", help="make tokenizer and token files from text"))
 
-    generate = verbs.add_parser("generate", help="continue a prompt with the model of a finished run")
-    generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder")
-    generate.add_argument("--prompt", metavar="TEXT", default="", help="the text to continue (none)")
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add (128)")
-    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
-    generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (0)")
-    generate.set_defaults(run=_generate)
+    add_verbs(verbs)
 
     plot = verbs.add_parser("plot", help="draw a run's loss, loss scale and use of FP16's range as PNGs in its folder")
     plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
@@ -99,6 +85,34 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     config.set_defaults(run=_config)
     return parser
+
+
+def _add_prepare(prepare: argparse.ArgumentParser) -> None:
+    text = prepare.add_mutually_exclusive_group()
+    text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
+    text.add_argument(
+        "--input", metavar="PATH", nargs="+",
+        help="files or folders instead: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or a dataset saved by "
+        "`datasets` hold records, any other file is one document; hf:NAME is loaded by `datasets`",
+    )  # fmt: skip
+    prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
+    prepare.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")
+    prepare.add_argument("--split", metavar="NAME", default="train", help="of a dataset that has splits (train)")
+    prepare.add_argument(
+        "--tokenizer", metavar="WHAT", default="train",
+        help="train: a byte-level BPE on this text (default); bytes; or a tokenizer.json or SentencePiece .model",
+    )  # fmt: skip
+    prepare.add_argument("--vocab-size", metavar="N", type=int, help="tokens of a tokenizer that is trained (2048)")
+    prepare.add_argument("--end-token", metavar="TOKEN", help="ends each document, if the tokenizer's files do not say")
+    prepare.add_argument(
+        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
+    )
+    prepare.add_argument("--workers", metavar="N", type=int, help="processes that encode (one for each core)")
+    prepare.add_argument(
+        "--max-bad-records", metavar="N", type=int, default=100,
+        help="more stop the run; fewer are left out and listed in bad_records.jsonl (100)",
+    )  # fmt: skip
+    prepare.set_defaults(run=_prepare)
 
 
 def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
@@ -143,35 +157,26 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megamix.data.corpus import directory_corpus, named_corpus
-    from megamix.data.prepare import prepare_corpus
+    from megamix.data.corpus import input_corpus, named_corpus
+    from megamix.data.prepare import Effort, Request, prepare_corpus
+    from megamix.data.prepare_tokenizer import TokenizerChoice
 
+    what, vocab_size = arguments.tokenizer, arguments.vocab_size
     try:
-        corpus = directory_corpus(arguments.input) if arguments.input else named_corpus(arguments.corpus)
-        prepared = prepare_corpus(
-            corpus, arguments.output, vocab_size=arguments.vocab_size, valid_fraction=arguments.valid_fraction
+        request = Request(
+            tokenizer=TokenizerChoice(
+                what, (vocab_size or 2048) if what == "train" else vocab_size, arguments.end_token
+            ),
+            valid_fraction=arguments.valid_fraction,
+            text_key=arguments.text_key,
         )
-    except ValueError as error:  # by the contract of both functions a mistake in the flags
+        effort = Effort(num_workers=arguments.workers, max_bad_records=arguments.max_bad_records)
+        inputs = arguments.input
+        corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
+        prepared = prepare_corpus(corpus, arguments.output, request, effort)
+    except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(prepared.summary())
-
-
-def _generate(arguments: argparse.Namespace) -> None:
-    from megamix.train.generate import load_model, sample_text
-
-    try:
-        model, tokenizer = load_model(arguments.run_folder)
-        text = sample_text(
-            model,
-            tokenizer,
-            arguments.prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            seed=arguments.seed,
-            temperature=arguments.temperature,
-        )
-    except ValueError as error:  # by the contract of both functions a mistake in the flags
-        raise ConfigError([str(error)], "flags") from error
-    print(text)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ LAYER = {
     "train": 4,
     "bench": 5,
     "verify": 5,
+    "hub": 5,
     "cli": 6,
     "__main__": 7,
     "__init__": 7,  # the facade: re-exports, imported by nobody inside

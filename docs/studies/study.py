@@ -7,6 +7,7 @@ A study is three functions: `measure(small)` gives its findings, `text(findings)
 from __future__ import annotations
 
 import argparse
+import email
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-from megamix.data.corpus import Corpus, named_corpus
-from megamix.data.prepare import prepare_corpus
+from megamix.data.corpus import Corpus, folder_files, named_corpus
+from megamix.data.prepare import Request, prepare_corpus
+from megamix.data.prepare_tokenizer import TokenizerChoice
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"
@@ -55,13 +57,15 @@ def save_figure(name: str, draw: Callable[[Any], None]) -> None:
 def prepare_text(small: bool, folder: Path) -> Path:
     """Where `train` and `valid` lie: the folder that the quickstart uses as well, prepared if it is not there.
 
-    Small: a folder in `folder`, with this package's own sources in a vocabulary of 300.
+    Small: a folder in `folder`, with the standard library's `email` in a vocabulary of 300.
     """
     if not small:
         stdlib = ROOT / "runs/data/stdlib"
-        return prepare_corpus(named_corpus("stdlib"), stdlib, vocab_size=2048, valid_fraction=0.05).output_dir
-    sources = Corpus(flag="the package's sources", root=ROOT / "megamix", suffix=".py")
-    return prepare_corpus(sources, folder / "text", vocab_size=300, valid_fraction=0.1).output_dir
+        request = Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.05)
+        return prepare_corpus(named_corpus("stdlib"), stdlib, request).output_dir
+    sources = Corpus("the package email", folder_files(Path(email.__file__).parent, suffix=".py"))
+    request = Request(tokenizer=TokenizerChoice("train", 300), valid_fraction=0.1)
+    return prepare_corpus(sources, folder / "text", request).output_dir
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

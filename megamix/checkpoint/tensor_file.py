@@ -7,8 +7,10 @@ tensor's dtype, shape and place; the tensors' bytes without gaps. What reads it 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.parts import Part
+from megamix.checkpoint.parts import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache
+_READ_AHEAD = 1 << 20  # bytes: two of them stay in the processor's cache
 
 
 def key_of(param: str, state: str, box: Box) -> str:
@@ -39,13 +42,20 @@ def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
     return param, state, Box(offset, tuple(shape))
 
 
-def header(parts: Sequence[Part]) -> bytes:
+def header(parts: Sequence[StateBox]) -> bytes:
     """All that precedes the tensors' bytes."""
-    entries, end = {}, 0
-    for part in parts:
-        start, end = end, end + 4 * part.box.numel
-        key = key_of(part.param, part.state, part.box)
-        entries[key] = {"dtype": "F32", "shape": part.box.size, "data_offsets": (start, end)}
+    return safetensors_header({key_of(part.param, part.state, part.box): part.box.size for part in parts}, "F32", 4)
+
+
+def safetensors_header(
+    shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header of tensors of one dtype, by the format's name for it, that follow each other in this order."""
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + itemsize * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -59,17 +69,30 @@ def tensor_starts(path: Path) -> dict[str, int]:
     return {key: 8 + length + entry["data_offsets"][0] for key, entry in entries.items() if key != "__metadata__"}
 
 
-def read_into(tensor: Tensor, file: FileIO, start: int) -> None:
-    """Fill a contiguous tensor with a file's bytes. A read into place takes half the time of a copy from a mapped file,
-    whose pages are mapped one fault after the other. Raises: OSError.
+def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
+    """The first `size` bytes of a file, 1 MiB at a time, each good until the next is asked for. A thread reads one
+    ahead, since the disk would rest while the bytes are used. Raises: OSError, also if the file ends before.
     """
-    rest = memoryview(tensor.numpy().data).cast("B")
-    file.seek(start)
+    being_read, used = memoryview(bytearray(_READ_AHEAD)), memoryview(bytearray(_READ_AHEAD))
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(_read_whole, file, being_read[:size])
+        while size:
+            ready = reading.result()
+            size -= len(ready)
+            being_read, used = used, being_read
+            if size:
+                reading = reader.submit(_read_whole, file, being_read[:size])
+            yield ready
+
+
+def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
+    rest = buffer
     while rest:  # one read may give less than it is asked for
         length = file.readinto(rest)
         if not length:
-            raise OSError(f"{file.name} has become shorter since it was verified")
+            raise OSError(f"{file.name}: it has become shorter while it was read")
         rest = rest[length:]
+    return buffer
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
@@ -77,7 +100,11 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
     yield memoryview(header(parts))
     for part in parts:
         assert part.tensor.dtype == torch.float32, part.tensor.dtype
-        flat = part.tensor.view(-1)
-        assert flat.numel() == part.box.numel, (flat.numel(), part.box)
-        for piece in torch.split(flat, _CHUNK):
-            yield memoryview(piece.cpu().numpy().data).cast("B")
+        assert part.tensor.numel() == part.box.numel, (part.tensor.shape, part.box)
+        yield from tensor_chunks(part.tensor.view(-1))
+
+
+def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor (n,), on whatever device."""
+    for piece in torch.split(flat, _CHUNK):
+        yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # as bytes: numpy knows no BF16

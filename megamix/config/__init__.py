@@ -1,13 +1,13 @@
 """Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
 
 from megamix.config.checks import check_world_size, grad_accum_steps
+from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
 from megamix.config.load import config_from_dict, config_schema, load_config
 from megamix.config.model_section import ModelConfig, RopeScaling
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
     Config,
-    DataConfig,
     LrScheduleConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -17,13 +17,15 @@ from megamix.config.sections import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megamix.config.toml_text import config_to_toml
+from megamix.config.toml_text import config_to_toml, section_to_toml
 
 __all__ = [
     "CheckpointConfig",
     "Config",
     "ConfigError",
     "DataConfig",
+    "DataSource",
+    "DataStage",
     "LrScheduleConfig",
     "MetricsConfig",
     "ModelConfig",
@@ -40,4 +42,6 @@ __all__ = [
     "config_to_toml",
     "grad_accum_steps",
     "load_config",
+    "section_to_toml",
+    "whole_weights",
 ]

@@ -2,8 +2,8 @@
 
 `transformer` is read first; `layers` and `rotary` are its leaves, `documents` keeps packed sequences apart, `ops`
 decides how each operation is computed, `wide` and `wide_attention` compute half tensors in FP32 on a CPU,
-`cross_entropy` is head and loss, `recompute` trades operations for memory, `generation` samples text, `flops` and
-`activation_bytes` count.
+`cross_entropy` is head and loss, `recompute` trades operations for memory, `generation` samples text with what
+`key_value_cache` keeps of it, `flops` and `activation_bytes` count.
 """
 
 from megamix.model.activation_bytes import kept_bytes_per_token

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
-from megamix.data.sampler import Samples, micro_batches, mix64
+from megamix.data.sampler import Samples, mix64
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
@@ -26,14 +26,12 @@ from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE, OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.progress import Progress
+from megamix.train.rank_batches import RankBatches
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
 from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
-
-# Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
-# seed is.
-VALIDATION_SEED = 0
+from megamix.train.validation import Validation
 
 
 class Trainer:
@@ -50,7 +48,8 @@ class Trainer:
         writer: MetricsWriter | None,  # None on all but the first rank
     ):
         self.config, self.engine = config, engine
-        self.loader, self.validation = loader, validation
+        self.batches = RankBatches(loader, engine.collectives.topology, config.training.micro_batch_size)
+        self.validation = None if validation is None else Validation(config, engine, validation)
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
         self.plan = self._plan(None)
@@ -97,11 +96,11 @@ class Trainer:
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
-        self._prefetch(plan.next_new())
+        self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
             self._backward(GlobalBatch(plan.next_new()))
             self.engine.probe_loss_scale()
-            self._prefetch(plan.next_new())
+            self.batches.prefetch(plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -116,7 +115,7 @@ class Trainer:
                 self._try(plan.take())
             is_new = self._validated < stop  # else it was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
-                valid_loss = self._validate(stop, leave)
+                valid_loss = self._validate(self.validation, stop, leave)
             if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
                 with self.engine.clock.span("save"):
                     self.checkpoints.save(self.progress())
@@ -133,7 +132,7 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
-        self._prefetch(self.plan.next_new())
+        self.batches.prefetch(self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
@@ -146,15 +145,15 @@ class Trainer:
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine)
 
-    def _backward(self, batch: GlobalBatch) -> None:
+    def _backward(self, global_batch: GlobalBatch) -> None:
         clock = self.engine.clock
-        for samples in self._micro_batches(batch.samples):
+        for samples in self.batches.micro_batches(global_batch.samples):
             with clock.span("data"):
-                tokens, targets = self._load(self.loader, samples)
+                batch = self.batches.load(samples)
             if self.config.model.dropout:
-                self._seed_dropout(samples, batch.tries)
+                self._seed_dropout(samples, global_batch.tries)
             with clock.span("forward_backward"):
-                self.engine.backward(self.engine(tokens, targets))
+                self.engine.backward(self.engine(*batch.inputs), batch.weight)
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
@@ -193,29 +192,14 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(update, metrics.values())
 
-    def _validate(self, done: int, leave: LeaveRequest) -> float:
-        """Mean loss over the validation batches and all ranks, in half precision as trained. Every rank must call
-        it.
+    def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
+        """The validation loss (nats per token), told. Every rank must call it.
 
         Raises: PreemptedError between two batches, on every rank between the same ones.
         """
-        assert self.validation is not None
         self.report.pause()
-        self.engine.module.eval()
-        losses = []
-        batch_size = self.config.training.global_batch_size
-        with torch.no_grad():
-            for start in range(0, self.config.training.eval_batches * batch_size, batch_size):
-                reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
-                self._stop_reason = int(self.engine.collectives.table(reason).max())
-                if self._stop_reason:
-                    raise self._leaves()
-                for samples in self._micro_batches((range(start, start + batch_size),)):
-                    with self.engine.clock.span("validation"):
-                        losses.append(self.engine(*self._load(self.validation, samples)))
-        self.engine.module.train()
+        loss = validation.loss(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
-        loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
             f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
@@ -225,33 +209,17 @@ class Trainer:
         self.report.resume()
         return loss
 
-    def _load(self, loader: BatchLoader, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Shapes: -> tokens and targets INT64 (samples, seq_len), on the device."""
-        parts = [loader.get(part) for part in samples]
-        tokens, targets = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-
-    def _micro_batches(self, batch: Samples) -> list[Samples]:
-        topology = self.engine.collectives.topology
-        return micro_batches(
-            batch,
-            micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
-        )
-
-    def _prefetch(self, batch: Samples) -> None:
-        for samples in self._micro_batches(batch):
-            for part in samples:
-                self.loader.prefetch(part)
+    def _leave_if_asked(self, leave: LeaveRequest) -> None:
+        """Where no step carries the request to the others. Raises: PreemptedError, on every rank alike."""
+        reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
+        self._stop_reason = int(self.engine.collectives.table(reason).max())
+        if self._stop_reason:
+            raise self._leaves()
 
     def _seed_dropout(self, samples: Samples, tries: int) -> None:
         """The same units drop out on any number of ranks, after any restart, and others at another try."""
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
         torch.manual_seed(int(mix64(key[0], np.array([tries], dtype=np.uint64))[0]))
-
-    def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        return self.engine.collectives.table(value.view(1)).mean()
 
     def _is_logged(self, update: int) -> bool:
         """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
