@@ -50,11 +50,6 @@ class EngineMemory:
     statistics: int
     update: int
 
-    @property
-    def resident(self) -> int:
-        held = self.half_params, self.half_grads, self.master, self.optimizer_states, self.exchange, self.tables
-        return sum(held)
-
 
 def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
     """Of the rank with the most pieces: all ranks hold the same, but for the tables."""

@@ -22,7 +22,8 @@ from megamix.model.ops import Ops
 from megamix.model.wide import apply
 
 Machine = Literal["cpu", "gpu"]
-Run = Callable[[nn.Module, torch.device], Tensor]
+Batch = tuple[Tensor, ...]
+Run = Callable[[nn.Module, torch.device], tuple[Tensor, Batch]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ def trace_activations(
     """Trace a rank's part of the model.
 
     `build(n)`: the part on the meta device with n of its `blocks`. `run(part, device)`: its forward on a micro-batch
-    made there; the loss, or what the next stage gets. `compiled`: blocks run through torch.compile; on a CPU they are
+    made there: the loss, or what the next stage gets, and the batch, which a job holds until backward has ended.
+    `compiled`: blocks run through torch.compile; on a CPU they are
     counted as if they did not, which is an upper bound.
     """
     one, two = (_trace(build(blocks), run, dtype, machine, compiled) for blocks in (1, 2))
@@ -96,11 +98,12 @@ def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, comp
             handle = part.get_submodule("blocks.0").register_forward_pre_hook(watch)
             for param in part.parameters():
                 param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
-            loss = run(part, device)
+            loss, batch = run(part, device)
             handle.remove()
             found.kept, found.forward = tracker.live_bytes - base, peak()
             loss.backward(torch.empty_like(loss))  # type: ignore[no-untyped-call]
             found.backward_end = peak()
+            del batch
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory, pieces_by_rank
-from megamix.model.activations import Activations, Machine, trace_activations
+from megamix.model.activations import Activations, Batch, Machine, Run, trace_activations
 from megamix.model.transformer import Transformer
 from megamix.train.build import build_optimizer, build_precision
 
@@ -61,10 +61,47 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
     Raises: ValueError if the global batch does not divide.
     """
     accumulation = grad_accum_steps(config, dp_size)
-    build = partial(_build_part, config)
-    part = build(config.model.num_layers)
+    part = _plan_part(config, dp_size, machine)
+    activations = trace_activations(
+        partial(_build_part, config), _micro_batch(config), config.model.num_layers, part.facts.dtype, machine,
+        compiled=config.model.compile,
+    )  # fmt: skip
+    pieces = pieces_by_rank(part.layout)
+    return MemoryPlan(
+        machine=machine,
+        dp_size=dp_size,
+        rank=pieces.index(max(pieces)),
+        micro_batch_size=config.training.micro_batch_size,
+        grad_accum_steps=accumulation,
+        parameters=part.weights // FP32,
+        buckets=len(part.layout.buckets),
+        held=_held(part),
+        in_step=_in_step(activations),
+        phases=_phases(part, activations),
+        host=_host(config, part),
+    )
+
+
+def held_memory(config: Config, dp_size: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
+    """`held` and `host` of the plan alone, which take no look at forward and backward."""
+    part = _plan_part(config, dp_size, machine)
+    return _held(part), _host(config, part)
+
+
+class _Part(NamedTuple):
+    """A rank's part of the model, and the engine that will train it."""
+
+    layout: FlatLayout
+    facts: EngineFacts
+    engine: EngineMemory
+    weights: int  # bytes in FP32, without padding
+    buffers: int
+
+
+def _plan_part(config: Config, dp_size: int, machine: Machine) -> _Part:
+    module = _build_part(config, config.model.num_layers)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, _ = describe_params(part, optimizer)
+    specs, _ = describe_params(module, optimizer)
     layout = build_layout(specs, dp_size, config.parallelism.bucket_size)
     facts = EngineFacts(
         dtype=precision.dtype,
@@ -75,26 +112,8 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
         on_gpu=machine == "gpu",
         compiled=config.optimizer.compile,
     )
-    engine = engine_memory(layout, facts)
-    activations = trace_activations(
-        build, _micro_batch(config), config.model.num_layers, precision.dtype, machine, compiled=config.model.compile
-    )
-    buffers = sum(buffer.nbytes for buffer in part.buffers())
-    weights = FP32 * sum(spec.numel for spec in specs)
-    pieces = pieces_by_rank(layout)
-    return MemoryPlan(
-        machine=machine,
-        dp_size=dp_size,
-        rank=pieces.index(max(pieces)),
-        micro_batch_size=config.training.micro_batch_size,
-        grad_accum_steps=accumulation,
-        parameters=weights // FP32,
-        buckets=len(layout.buckets),
-        held=_held(engine, buffers),
-        in_step=_in_step(activations),
-        phases=_phases(engine, activations, weights, buffers),
-        host=_host(config, layout, facts, weights, machine),
-    )
+    weights, buffers = FP32 * sum(spec.numel for spec in specs), sum(buffer.nbytes for buffer in module.buffers())
+    return _Part(layout, facts, engine_memory(layout, facts), weights, buffers)
 
 
 def _build_part(config: Config, num_layers: int) -> nn.Module:
@@ -103,25 +122,25 @@ def _build_part(config: Config, num_layers: int) -> nn.Module:
         return Transformer(config.model.model_copy(update={"num_layers": num_layers, "compile": False}))
 
 
-def _micro_batch(config: Config) -> Callable[[nn.Module, torch.device], Tensor]:
+def _micro_batch(config: Config) -> Run:
     shape = (config.training.micro_batch_size, config.model.seq_len)
 
-    def run(part: nn.Module, device: torch.device) -> Tensor:
-        tokens, targets = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-        loss: Tensor = part(tokens, targets)
-        return loss
+    def run(part: nn.Module, device: torch.device) -> tuple[Tensor, Batch]:
+        batch = tuple(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return part(*batch), batch
 
     return run
 
 
-def _held(engine: EngineMemory, buffers: int) -> dict[str, int]:
+def _held(part: _Part) -> dict[str, int]:
+    engine = part.engine
     return {
         "half parameters": engine.half_params,
         "half gradients": engine.half_grads,
         "FP32 masters": engine.master,
         "optimizer states": engine.optimizer_states,
         "exchange scratch": engine.exchange,
-        "model buffers": buffers,
+        "model buffers": part.buffers,
         "tables": engine.tables,
     }
 
@@ -136,10 +155,11 @@ def _in_step(activations: Activations) -> dict[str, int]:
     }
 
 
-def _phases(engine: EngineMemory, activations: Activations, weights: int, buffers: int) -> dict[str, int]:
-    held = engine.resident + buffers
+def _phases(part: _Part, activations: Activations) -> dict[str, int]:
+    engine = part.engine
+    held = sum(_held(part).values())
     # While buckets are filled the module's own FP32 weights are still there, and gradients not yet.
-    filling = held - engine.half_grads - engine.tables + weights + engine.fp32_bucket
+    filling = held - engine.half_grads - engine.tables + part.weights + engine.fp32_bucket
     return {
         "build": max(filling, held + engine.trial),
         "forward": held + activations.forward,
@@ -150,13 +170,17 @@ def _phases(engine: EngineMemory, activations: Activations, weights: int, buffer
     }
 
 
-def _host(config: Config, layout: FlatLayout, facts: EngineFacts, weights: int, machine: Machine) -> dict[str, int]:
+def _host(config: Config, part: _Part) -> dict[str, int]:
     """Beside the device; where that is a CPU, in the same memory."""
     saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
-    snapshot = FP32 * (1 + facts.num_states) * layout.padded_numel // layout.dp_size
     batch = 2 * INT64 * config.training.micro_batch_size * config.model.seq_len
     return {
-        "checkpoint snapshot": snapshot if saves else 0,
+        "checkpoint snapshot": part.engine.master + part.engine.optimizer_states if saves else 0,
         "batches read ahead": LOADED_BATCHES * batch,
-        "final weights in FP32": weights,
+        "final weights in FP32": part.weights,
     }
+
+
+def amount(size: int) -> str:
+    """Bytes in the unit that leaves them readable."""
+    return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"

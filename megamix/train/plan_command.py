@@ -12,7 +12,7 @@ import torch
 from megamix.config import Config, ConfigError, check_world_size
 from megamix.model.activations import Machine
 from megamix.train.memory_advice import MOST_RANKS, Advice, advise
-from megamix.train.memory_plan import MemoryPlan, plan_memory
+from megamix.train.memory_plan import MemoryPlan, amount, plan_memory
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 # Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
@@ -83,12 +83,6 @@ def _rows(title: str, sizes: dict[str, int], total: int) -> Iterator[str]:
 
 def _row(name: str, size: int) -> str:
     return f"  {name:<36} {amount(size):>12}"
-
-
-def amount(size: int) -> str:
-    """Bytes in the unit that leaves them readable."""
-    unit = "GiB" if size >= 2**30 else "MiB"
-    return f"{size / UNITS[unit[:-1]]:,.2f} {unit}"
 
 
 def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Iterator[str]:

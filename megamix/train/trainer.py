@@ -21,6 +21,7 @@ from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, Plan
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
+from megamix.train.memory_check import AT_UPDATE, memory_line
 from megamix.train.metrics import METRICS, MetricsWriter, format_line
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE, OverflowLog
@@ -171,6 +172,8 @@ class Trainer:
         self.overflows.note(attempt, outcome, fate, self.plan.applied, examination)
         if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
             self._log(self.plan.applied, outcome)
+        if fate is Fate.APPLIED and self.plan.applied == AT_UPDATE and self.writer is not None:
+            self.console.line(memory_line(self.config, self.engine))
         if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:

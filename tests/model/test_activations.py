@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.activation_bytes import kept_bytes_per_token
-from megamix.model.activations import GpuShapes, trace_activations
+from megamix.model.activations import Batch, GpuShapes, trace_activations
 from megamix.model.transformer import Transformer
 
 SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
@@ -29,9 +29,9 @@ def _meta_part(variant: str, num_layers: int) -> Transformer:
         return _part(variant, num_layers)
 
 
-def _run(part: nn.Module, device: torch.device) -> Tensor:
-    tokens = torch.zeros(3, SMALL["seq_len"], dtype=torch.int64, device=device)
-    return part(tokens, tokens)
+def _run(part: nn.Module, device: torch.device) -> tuple[Tensor, Batch]:
+    batch = tuple(torch.zeros(3, SMALL["seq_len"], dtype=torch.int64, device=device) for _ in range(2))
+    return part(*batch), batch
 
 
 def _counted(part: Transformer) -> tuple[int, int, int]:
@@ -42,10 +42,11 @@ def _counted(part: Transformer) -> tuple[int, int, int]:
         for tensor in (*part.parameters(), *part.buffers()):
             tensor.detach()
         held = tracker.live_bytes
-        loss = _run(part, torch.device("cpu"))
+        loss, batch = _run(part, torch.device("cpu"))
         kept, forward = tracker.live_bytes - held, tracker.peak_bytes - held
         tracker.peak_bytes = tracker.live_bytes
         loss.backward()
+        del batch
         return kept, forward, tracker.peak_bytes - held
 
 

@@ -72,8 +72,8 @@ def _measured(config: Config, dp_size: int) -> tuple[dict[str, int], dict[str, i
                 loss = engine(*torch.zeros(shape, dtype=torch.int64).unbind())
                 ends("forward")
                 engine.backward(loss)
+                del loss  # as in a job, where no name is given to it
                 ends("backward")
-            del loss
             engine.step()
             ends("step")
         engine.param_gather.wait_all()
