@@ -113,7 +113,7 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
     for (part,) in micro_batches(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
-        rows = torch.from_numpy(source.read(part))
+        rows = torch.from_numpy(source.read(part).tokens)
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
