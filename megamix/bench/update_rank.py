@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
@@ -54,7 +54,7 @@ class UpdateRank:
 
         def choose(try_compiler: bool) -> tuple[Update, Callable[[Tensor], Tensor]]:
             buffers = self._half[0], self._grads[0]
-            return choose_update(self._optimizer, self._groups, *buffers, Collectives(Topology()), try_compiler)
+            return choose_update(self._optimizer, self._groups, *buffers, Collectives(Axis()), try_compiler)
 
         compiled, stats = choose(work.try_compiler)
         library, library_stats = choose(False)

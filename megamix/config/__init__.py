@@ -2,6 +2,7 @@
 
 from megamix.config.checks import check_world_size, grad_accum_steps
 from megamix.config.load import config_from_dict, config_schema, load_config
+from megamix.config.mesh_checks import data_parallel_size
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -37,6 +38,7 @@ __all__ = [
     "config_from_dict",
     "config_schema",
     "config_to_toml",
+    "data_parallel_size",
     "grad_accum_steps",
     "load_config",
 ]

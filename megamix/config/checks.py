@@ -4,6 +4,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 from megamix.config.fields import SCALE_RANGES, ScaleRange
+from megamix.config.mesh_checks import (
+    data_parallel_size,
+    mesh_problems,
+    pipelines_are_not_there_yet,
+    tensor_parallel_divides,
+)
 from megamix.config.sections import SECTIONS, Config
 
 
@@ -54,14 +60,7 @@ def check_config(config: Config) -> list[str]:
 
 def check_world_size(config: Config, world_size: int) -> list[str]:
     """The problems that show once the number of ranks is known, one line each."""
-    dp_size = config.parallelism.dp_size
-    problems = []
-    if dp_size is not None and dp_size != world_size:
-        problems.append(
-            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: dp {dp_size} "
-            f"= {dp_size}, but {world_size} were started; write dp_size = {world_size} or start {dp_size}"
-        )
-    return [*problems, *_batch_problems(config, world_size)]
+    return [*mesh_problems(config, world_size), *_batch_problems(config, data_parallel_size(config, world_size))]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
@@ -243,6 +242,8 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _scale_starts_in_room,
     _micro_batches_fill_batch,
     _ranks_fill_batch,
+    tensor_parallel_divides,
+    pipelines_are_not_there_yet,
     _validation_has_tokens,
     _profile_ends_in_time,
 )

@@ -189,7 +189,15 @@ class ParallelismConfig(Section):
     """How the ranks share the work."""
 
     dp_size: PositiveInt | None = None
-    """Data-parallel ranks. Not set: all ranks."""
+    """Data-parallel ranks. Not set: those that tp_size and pp_size leave."""
+    tp_size: PositiveInt = 1
+    """Tensor-parallel ranks, neighbours that divide each layer among them; divides heads, ffn_hidden_size and
+    vocab_size."""
+    pp_size: PositiveInt = 1
+    """Pipeline stages, each a part of the layers."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks divide the positions between layers, too, instead of holding them all; the same
+    traffic, less memory. Divides seq_len."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True

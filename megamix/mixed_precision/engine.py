@@ -58,13 +58,13 @@ class ShardedEngine:
         device = single_device(model)
         grad_dtype = precision.grad_dtype or precision.dtype
 
-        topology = Topology.current(sharding.dp_group)
+        topology = self.topology = sharding.topology or Topology.current()
         specs, groups = describe_params(model, optimizer)
         self.param_names = [spec.name for spec in specs]  # in registration order
-        self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
-        sum_dtype = precision.sum_dtype(topology.dp_size)
+        self.layout = build_layout(specs, topology.dp.size, sharding.bucket_size)
+        sum_dtype = precision.sum_dtype(topology.dp.size)
         self.collectives = make_collectives(
-            topology, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
+            topology.dp, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
         )
         self.clock = Clock(device)
         self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
@@ -72,7 +72,7 @@ class ShardedEngine:
         require_equal(self.collectives, device, settings)
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
-        self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
+        self.master_shard = MasterShard(self.layout, topology.dp.rank, len(optimizer.state_names), device)
         for bucket, flat in enumerate(self.half_params.flat):
             full = self.half_params.full_precision(bucket)
             self.collectives.broadcast(full)
@@ -89,14 +89,14 @@ class ShardedEngine:
         self.param_gather = ParamGather(
             model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
         )
-        grad_shards = make_grad_shards(self.half_grads.flat, topology, sum_dtype)
+        grad_shards = make_grad_shards(self.half_grads.flat, topology.dp, sum_dtype)
         self._update, row_stats = choose_update(
             optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
         )  # fmt: skip
         self.grad_reduce = GradReduce(
             self.half_grads.flat, grad_shards, row_stats, self.collectives, sharding.overlap, self.clock
         )
-        self.piece_stats = PieceStats(self.layout, topology.dp_rank, device)
+        self.piece_stats = PieceStats(self.layout, topology.dp.rank, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -156,7 +156,7 @@ class ShardedEngine:
             raise RuntimeError(
                 f"examine_next_step() after {self._micro_batches} backward() calls of a step; call it before the first"
             )
-        rank, device = self.collectives.topology.dp_rank, self._scale_used.device
+        rank, device = self.topology.dp.rank, self._scale_used.device
         self._examination = Examination(self.layout, rank, self.param_names, self.grad_accum_steps, device)
 
     def step(self) -> StepResult:
@@ -250,7 +250,7 @@ class ShardedEngine:
         self._require_between_steps("state_dict()")
         return {
             "layout": self._fingerprint,
-            "dp_rank": self.collectives.topology.dp_rank,
+            "dp_rank": self.topology.dp.rank,
             "master": [master.clone() for master in self.master_shard.master],
             "states": [tuple(state.clone() for state in states) for states in self.master_shard.states],
             "applied_updates": self.applied_updates.clone(),
@@ -264,7 +264,7 @@ class ShardedEngine:
         Raises: ValueError if the layout, the optimizer's settings or the rank differ.
         """
         self._require_between_steps("load_state_dict()")
-        rank = self.collectives.topology.dp_rank
+        rank = self.topology.dp.rank
         if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
             raise ValueError(
                 f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "

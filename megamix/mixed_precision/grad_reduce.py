@@ -9,14 +9,14 @@ from torch import Tensor
 
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis
 
 # Elements that are summed before their statistics are taken. Their 8 MiB are still in cache then; of smaller pieces the
 # calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory saves. A multiple of ROW.
 _PIECE = 1 << 21
 
 
-def make_grad_shards(half_grads: Sequence[Tensor], topology: Topology, sum_dtype: torch.dtype) -> list[Tensor]:
+def make_grad_shards(half_grads: Sequence[Tensor], owners: Axis, sum_dtype: torch.dtype) -> list[Tensor]:
     """Where each bucket's sum over the ranks will lie: views into the gradient buffers, no memory is added.
 
     A sum in the gradients' own dtype overwrites the rank's part of its bucket. An FP32 sum of half gradients takes the
@@ -25,8 +25,8 @@ def make_grad_shards(half_grads: Sequence[Tensor], topology: Topology, sum_dtype
     Shapes: half_grads (padded_numel,) -> sum_dtype (padded_numel / dp_size,).
     """
     if sum_dtype == half_grads[0].dtype:
-        return [flat.view(topology.dp_size, -1)[topology.dp_rank] for flat in half_grads]
-    return [flat.view(sum_dtype)[: flat.numel() // topology.dp_size] for flat in half_grads]
+        return [flat.view(owners.size, -1)[owners.rank] for flat in half_grads]
+    return [flat.view(sum_dtype)[: flat.numel() // owners.size] for flat in half_grads]
 
 
 class GradReduce:

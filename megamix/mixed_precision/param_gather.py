@@ -27,14 +27,14 @@ class ParamGather:
         half_params: list[Tensor], collectives: Collectives, overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        size, rank = collectives.topology.dp_size, collectives.topology.dp_rank
+        size, rank = collectives.axis.size, collectives.axis.rank
         self.half_shards = [flat.view(size, -1)[rank] for flat in half_params]
         self._pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        if collectives.topology.dp_group is not None:
+        if collectives.axis.size > 1:
             for module, buckets in needs:
                 module.register_forward_pre_hook(self._make_hook(buckets))
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.loss_scale import StaticLossScale
 
@@ -40,7 +40,7 @@ class Sharding:
     units: Sequence[
         nn.Module
     ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
-    dp_group: dist.ProcessGroup | None = None  # None: all ranks, or this process alone
+    topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
 

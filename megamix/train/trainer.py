@@ -232,12 +232,12 @@ class Trainer:
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _micro_batches(self, batch: Samples) -> list[Samples]:
-        topology = self.engine.collectives.topology
+        dp = self.engine.topology.dp
         return micro_batches(
             batch,
             micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=topology.dp_rank,
-            dp_size=topology.dp_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
         )
 
     def _prefetch(self, batch: Samples) -> None:
@@ -272,7 +272,7 @@ class Trainer:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self.engine.param_gather.wait_all()
             self._profiler.stop()
-            rank = self.engine.collectives.topology.dp_rank
+            rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
             self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")

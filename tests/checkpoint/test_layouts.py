@@ -63,7 +63,7 @@ def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
 def _train(engine: ShardedEngine, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        loss = loss_of(engine, make_batch(step, engine.collectives.topology.dp_rank, 0))
+        loss = loss_of(engine, make_batch(step, engine.topology.dp.rank, 0))
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()

@@ -106,7 +106,7 @@ def run_engine(
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
     )
-    rank = engine.collectives.topology.dp_rank
+    rank = engine.topology.dp.rank
     losses, grad_norms = [], []
     for step in range(case.steps):
         step_losses = []
@@ -123,7 +123,7 @@ def run_engine(
 def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], grad_norms: list[float]) -> list[str]:
     """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's."""
     reference = train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
-    rank, dp_size = engine.collectives.topology.dp_rank, case.dp_size
+    rank, dp_size = engine.topology.dp.rank, case.dp_size
     wrong = []
     for index, bucket in enumerate(engine.layout.buckets):
         kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}

@@ -37,10 +37,10 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     `row_stats` of the sum.
     """
     topology, cpu = Topology.current(), torch.device("cpu")
-    size, rank = topology.dp_size, topology.dp_rank
+    size, rank = topology.dp.size, topology.dp.rank
     flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
-    shards = make_grad_shards(flats, topology, torch.float32)
-    wire = make_collectives(topology, size * max(numels), dtype, cpu, exchanges=True)
+    shards = make_grad_shards(flats, topology.dp, torch.float32)
+    wire = make_collectives(topology.world, size * max(numels), dtype, cpu, exchanges=True)
     reduce = GradReduce(flats, shards, chunked_row_stats, wire, overlap=True, clock=Clock(cpu))
     reduce.launch_rest()
     results = []

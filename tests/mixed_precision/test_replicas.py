@@ -45,7 +45,7 @@ def _flip(values: Tensor, element: int, bit: int) -> None:
 def _damage_and_check(dtype: torch.dtype, seeds: range) -> list[tuple[str, str]]:
     """For each seed (what was damaged, what was said), and after it the same of a check with the damage undone."""
     engine = _trained(dtype)
-    rank, size = engine.collectives.topology.dp_rank, engine.layout.dp_size
+    rank, size = engine.topology.dp.rank, engine.layout.dp_size
     outcomes = []
     for seed in seeds:
         rng = random.Random(seed)
