@@ -3,6 +3,7 @@
 from megamix.config.checks import check_world_size, grad_accum_steps
 from megamix.config.load import config_from_dict, config_schema, load_config
 from megamix.config.mesh_checks import data_parallel_size
+from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -10,7 +11,6 @@ from megamix.config.sections import (
     DataConfig,
     LrScheduleConfig,
     MetricsConfig,
-    ModelConfig,
     OptimizerConfig,
     OptimizerGroup,
     ParallelismConfig,
@@ -33,12 +33,14 @@ __all__ = [
     "ParallelismConfig",
     "PrecisionConfig",
     "ProfilingConfig",
+    "RopeScaling",
     "TrainingConfig",
     "check_world_size",
     "config_from_dict",
     "config_schema",
     "config_to_toml",
     "data_parallel_size",
+    "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
 ]

@@ -81,7 +81,7 @@ def _multiples(value: int, factor: int) -> str:
 
 def _heads_share_width(config: Config) -> Iterator[str]:
     hidden_size, num_heads = config.model.hidden_size, config.model.num_heads
-    if hidden_size % num_heads:
+    if config.model.head_dim is None and hidden_size % num_heads:
         # Twice num_heads, so that the proposal also gives rotary positions their even head size.
         fix = _multiples(hidden_size, 2 * num_heads)
         yield f"model.hidden_size: got {hidden_size}, must divide by num_heads {num_heads}; write hidden_size = {fix}"
@@ -89,7 +89,13 @@ def _heads_share_width(config: Config) -> Iterator[str]:
 
 def _rotary_turns_pairs(config: Config) -> Iterator[str]:
     hidden_size, num_heads, position = config.model.hidden_size, config.model.num_heads, config.model.position
-    if position == "rotary" and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
+    head_dim = config.model.head_dim
+    if position == "rotary" and head_dim is not None and head_dim % 2:
+        yield (
+            f"model.head_dim: got {head_dim}, rotary positions turn pairs and need an even one; "
+            f'write head_dim = {_multiples(head_dim, 2)}, or position = "learned"'
+        )
+    if position == "rotary" and head_dim is None and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
         yield (
             f"model.hidden_size: got {hidden_size}, over num_heads {num_heads} this is a head size of "
             f"{hidden_size // num_heads}, rotary positions turn pairs and need an even one; "

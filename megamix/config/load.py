@@ -47,9 +47,8 @@ def config_schema() -> dict[str, Any]:
     }
     schema["properties"] = {"base": base, **schema["properties"]}
     # A file may leave to its base what it does not change, so no table and no key is required of a single file.
-    for table in (schema, *schema["$defs"].values()):
-        if table["title"] != "OptimizerGroup":
-            table.pop("required", None)
+    for table in (schema, *(schema["$defs"][section.__name__] for section in SECTIONS.values())):
+        table.pop("required", None)
     return schema
 
 

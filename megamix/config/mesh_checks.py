@@ -3,16 +3,8 @@
 import math
 from collections.abc import Iterator
 
+from megamix.config.model_section import default_ffn_hidden_size
 from megamix.config.sections import Config
-
-FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
-
-
-def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
-    """Where model.ffn_hidden_size is not set. SwiGLU's has as many weights as GELU's, three matrices for two."""
-    if activation == "swiglu":
-        return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-    return 4 * hidden_size
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megamix.config.sections import SECTIONS, Config, OptimizerGroup
+from megamix.config.sections import NESTED, SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 
 # Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
@@ -71,7 +71,7 @@ def _fields(table: tuple[int | str, ...]) -> dict[str, FieldInfo]:
     """The keys that a table may have; the table is given by its path."""
     if not table:
         return Config.model_fields
-    return OptimizerGroup.model_fields if len(table) > 1 else SECTIONS[str(table[0])].model_fields
+    return (NESTED[str(table[1])] if len(table) > 1 else SECTIONS[str(table[0])]).model_fields
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

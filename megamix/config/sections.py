@@ -9,47 +9,7 @@ from typing import Annotated, Literal, cast
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamix.config.fields import Beta, LossScaleName, PowerOfTwo, Section, Text, check_loss_scale
-
-
-class ModelConfig(Section):
-    """The decoder-only transformer."""
-
-    vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
-    """Rows of the embedding table; at least the number of tokens the tokenizer knows."""
-    seq_len: Annotated[PositiveInt, Field(examples=[256])]
-    """Tokens in one training sequence."""
-    hidden_size: Annotated[PositiveInt, Field(examples=[192])]
-    """Width of the residual stream; a multiple of num_heads."""
-    num_layers: Annotated[PositiveInt, Field(examples=[4])]
-    """Number of transformer blocks."""
-    num_heads: Annotated[PositiveInt, Field(examples=[6])]
-    """Query heads of each attention."""
-    num_kv_heads: PositiveInt | None = None
-    """Key and value heads (grouped-query attention); divides num_heads. Not set: num_heads."""
-    ffn_hidden_size: PositiveInt | None = None
-    """Inner width of the feed-forward part. Not set: 4 * hidden_size for gelu, 8/3 * hidden_size rounded up to a
-    multiple of 64 for swiglu."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation in front of attention, feed-forward part and head."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
-    position: Literal["rotary", "learned"] = "rotary"
-    """How a token learns its place: rotated queries and keys, or an added table of seq_len rows."""
-    rope_theta: PositiveFloat = 10000.0
-    """Base of the rotary wavelengths; only with position = "rotary"."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """The feed-forward part's nonlinearity."""
-    bias: bool = False
-    """Whether linear layers and layernorm carry a bias."""
-    tie_embeddings: bool = True
-    """Whether the head reads the embedding table instead of its own weight."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
-    and try."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights."""
-    compile: bool = False
-    """Whether each block runs through torch.compile."""
+from megamix.config.model_section import ModelConfig, RopeScaling
 
 
 class DataConfig(Section):
@@ -265,3 +225,4 @@ class Config(Section):
 
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+NESTED: dict[str, type[Section]] = {"groups": OptimizerGroup, "rope_scaling": RopeScaling}  # tables inside a section

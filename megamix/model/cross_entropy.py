@@ -1,4 +1,4 @@
-"""Mean cross entropy on FP32 logits, holding the logits in their own dtype and nothing else of their size."""
+"""Cross entropy on FP32 logits, holding the logits in their own dtype and nothing else of their size."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +15,11 @@ from megamix.model.wide import apply, row_slices
 CPU_CHUNK = 2**19
 GPU_CHUNK = 2**26
 
+IGNORE = -100  # a target that is in no loss; torch's own sign
+
 
 class CrossEntropy(torch.autograd.Function):
-    """logits (N, vocab) in any dtype, targets INT64 (N,) -> FP32 (), the mean over N.
+    """logits (N, vocab) in any dtype, targets INT64 (N,) -> FP32 (), the sum over the targets that count, over N.
 
     Backward computes the softmax a second time: keeping it would take an FP32 tensor of the logits' size from forward
     to backward, and torch's own form makes two more of them.
@@ -29,8 +31,8 @@ class CrossEntropy(torch.autograd.Function):
         log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits):
             chunk = logits[rows].float().log_softmax(1)
-            log_likelihood[rows] = chunk.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
-        return -log_likelihood.mean()
+            log_likelihood[rows] = chunk.gather(1, _countable(targets[rows])).squeeze(1)
+        return -log_likelihood.masked_fill_(targets == IGNORE, 0).mean()
 
     @staticmethod
     @once_differentiable
@@ -38,10 +40,16 @@ class CrossEntropy(torch.autograd.Function):
         logits, targets = ctx.saved_tensors
         grad_logits, grad_row = torch.empty_like(logits), grad / len(targets)
         for rows in _chunks(logits):
-            chunk, target = logits[rows].float().softmax(1), targets[rows].unsqueeze(1)
-            chunk.scatter_(1, target, chunk.gather(1, target).sub_(1))
-            grad_logits[rows] = chunk.mul_(grad_row)  # the one rounding; `grad` carries the loss scale
+            chunk, target = logits[rows].float().softmax(1), _countable(targets[rows])
+            chunk.scatter_(1, target, chunk.gather(1, target).sub_(1)).mul_(grad_row)
+            # The one rounding; `grad` carries the loss scale.
+            grad_logits[rows] = chunk.masked_fill_((targets[rows] == IGNORE).unsqueeze(1), 0)
         return grad_logits, None
+
+
+def _countable(targets: Tensor) -> Tensor:
+    """As a column that may index, with any class in place of IGNORE."""
+    return targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -50,7 +58,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood in FP32.
+    """Sum of the negative log-likelihoods of all targets but IGNORE, over the number of all: the mean if none is.
 
     Shapes: logits (..., vocab), targets INT64 (...) -> FP32 ().
     """
@@ -59,4 +67,4 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The same for torch.compile, which fuses it; run eagerly it makes three FP32 copies of the logits."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum") / targets.numel()

@@ -20,8 +20,8 @@ DENSE_PEAKS = (
 
 def matmul_weights(config: ModelConfig) -> int:
     """Weights that multiply every token: projections, feed-forward part and head; no lookups, norms or biases."""
-    kv_size = sizes.num_kv_heads(config) * sizes.head_dim(config)
-    attention = 2 * config.hidden_size * (config.hidden_size + kv_size)
+    heads = config.num_heads + sizes.num_kv_heads(config)
+    attention = 2 * config.hidden_size * heads * sizes.head_dim(config)
     feed_forward = (3 if config.activation == "swiglu" else 2) * config.hidden_size * sizes.ffn_hidden_size(config)
     return config.num_layers * (attention + feed_forward) + config.vocab_size * config.hidden_size
 
@@ -32,15 +32,19 @@ def parameter_count(config: ModelConfig) -> int:
     if config.position == "learned":
         lookups += config.seq_len * config.hidden_size
     norm = config.hidden_size * (2 if config.norm == "layernorm" and config.bias else 1)
-    return matmul_weights(config) + lookups + (2 * config.num_layers + 1) * norm + _linear_biases(config)
+    head_norms = 2 * config.num_layers * sizes.head_dim(config) if config.qk_norm else 0
+    norms = (2 * config.num_layers + 1) * norm + head_norms
+    return matmul_weights(config) + lookups + norms + _linear_biases(config)
 
 
 def _linear_biases(config: ModelConfig) -> int:
-    if not config.bias:
-        return 0
-    attention = 2 * (config.hidden_size + sizes.num_kv_heads(config) * sizes.head_dim(config))
-    feed_forward = (2 if config.activation == "swiglu" else 1) * sizes.ffn_hidden_size(config) + config.hidden_size
-    return config.num_layers * (attention + feed_forward)
+    biases = 0
+    if sizes.qkv_bias(config):
+        biases += (config.num_heads + 2 * sizes.num_kv_heads(config)) * sizes.head_dim(config)
+    if config.bias:  # of attention's output and of the feed-forward part
+        inner = (2 if config.activation == "swiglu" else 1) * sizes.ffn_hidden_size(config)
+        biases += config.hidden_size + inner + config.hidden_size
+    return config.num_layers * biases
 
 
 def flops_per_token(config: ModelConfig) -> int:

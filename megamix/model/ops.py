@@ -63,24 +63,34 @@ class Ops:
         kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - share)
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return wide.apply(wide.GELU, x) if self._computes_wide(x) else F.gelu(x)
+    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
+        """Exact, or with approximate="tanh" the tanh form of Hendrycks and Gimpel (2016)."""
+        if self._computes_wide(x):
+            return wide.apply(wide.GELU, x, approximate)
+        return F.gelu(x, approximate=approximate)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + head_dim / 2) of x (B, T, heads, head_dim); cos and sin FP32 (T, head_dim / 2)."""
+        """Rotate the pairs (i, i + head_dim / 2) of x (B, T, heads, head_dim).
+
+        cos and sin: FP32 (T, head_dim / 2), or (B, T, head_dim / 2) where the samples' positions differ.
+        """
         if self._computes_wide(x):
             return wide.apply(wide_attention.Rotary, x, cos, sin)
         first, second = x.float().chunk(2, -1)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim)."""
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Causal; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim).
+
+        mask: BOOL (B, 1, T, T), true where a query (row) sees a key (column), which is never a later one; None: every
+        earlier one.
+        """
         if self._computes_wide(query):
-            return wide_attention.attention(query, key, value)
+            return wide_attention.attention(query, key, value, mask)
         group = query.shape[1] // key.shape[1]
         if group > 1 and query.dtype == torch.float32:
             # The one fused kernel for FP32 on a GPU knows no groups; asked for them, torch makes all T * T scores.
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)

@@ -4,12 +4,17 @@ Raises: ValueError where sizes do not divide. A configuration file is checked as
 for a ModelConfig made by hand.
 """
 
-from megamix.config import ModelConfig
-
-FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
+from megamix.config import ModelConfig, default_ffn_hidden_size
 
 
 def head_dim(config: ModelConfig) -> int:
+    if config.head_dim is not None:
+        if config.position == "rotary" and config.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim {config.head_dim} is odd, but rotary positions turn pairs: write "
+                f'{config.head_dim + 1} or position = "learned"'
+            )
+        return config.head_dim
     size, rest = divmod(config.hidden_size, config.num_heads)
     if rest:
         fix = size * config.num_heads
@@ -37,9 +42,11 @@ def num_kv_heads(config: ModelConfig) -> int:
 
 
 def ffn_hidden_size(config: ModelConfig) -> int:
-    """Inner width of the feed-forward part; SwiGLU's default has as many weights as GELU's, three matrices for two."""
+    """Inner width of the feed-forward part."""
     if config.ffn_hidden_size is not None:
         return config.ffn_hidden_size
-    if config.activation == "gelu":
-        return 4 * config.hidden_size
-    return -(-8 * config.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return default_ffn_hidden_size(config.activation, config.hidden_size)
+
+
+def qkv_bias(config: ModelConfig) -> bool:
+    return config.bias if config.qkv_bias is None else config.qkv_bias

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from megamix.config import ModelConfig
 from megamix.model import sizes
 from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
-from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable
+from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
-
-RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2)
+from megamix.model.rotary import RotaryTable, RotaryTables
 
 
 class Attention(nn.Module):
@@ -20,26 +19,31 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim, self.ops = sizes.head_dim(config), ops
-        kv_size = sizes.num_kv_heads(config) * self.head_dim
-        self.query = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
-        self.key = Linear(config.hidden_size, kv_size, config.bias, ops)
-        self.value = Linear(config.hidden_size, kv_size, config.bias, ops)
-        self.out = Linear(config.hidden_size, config.hidden_size, config.bias, ops)
+        query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
+        bias = sizes.qkv_bias(config)
+        self.query = Linear(config.hidden_size, query_size, bias, ops)
+        self.key = Linear(config.hidden_size, kv_size, bias, ops)
+        self.value = Linear(config.hidden_size, kv_size, bias, ops)
+        self.query_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
+        self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
         query, key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
-        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), or down(gelu(up(x)))."""
+    """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), the exact GELU or the one with tanh."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -48,10 +52,12 @@ class FeedForward(nn.Module):
         self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
         self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
         self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
         up: Tensor = self.up(x)
-        down: Tensor = self.down(self.ops.gelu(up) if self.gate is None else self.ops.swiglu(self.gate(x), up))
+        inner = self.ops.gelu(up, self.approximate) if self.gate is None else self.ops.swiglu(self.gate(x), up)
+        down: Tensor = self.down(inner)
         return down
 
 
@@ -66,8 +72,8 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary))
+    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask))
         x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
         return x
 
@@ -79,6 +85,17 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, config.norm_eps, ops)
     return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
+
+
+def _rotary_table(config: ModelConfig) -> RotaryTable:
+    return RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
+
+
+def document_mask(positions: Tensor) -> Tensor:
+    """BOOL (B, 1, T, T): whether a row's token sees a column's, which is not later and of the same document."""
+    documents = (positions == 0).cumsum(-1)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
 
 
 class Transformer(nn.Module):
@@ -94,7 +111,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
-        self.rotary = None if learned else RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta)
+        self.rotary = None if learned else _rotary_table(config)
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
@@ -105,11 +122,16 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them."""
+        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them.
+
+        With scaled_init the weights that end a branch get init_std / sqrt(2 * num_layers) (GPT-2, Radford et al. 2019,
+        section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
+        """
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
         # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
-        branch_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
+        branches = 2 * self.config.num_layers if self.config.scaled_init else 1
+        branch_std = self.config.init_std / math.sqrt(branches)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -130,10 +152,13 @@ class Transformer(nn.Module):
         self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
         self.is_compiled = True
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits in the parameters' dtype or, with targets, the mean cross entropy in FP32.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
+        targets but IGNORE, divided by B * T.
 
-        Shapes: tokens and targets INT64 (B, T) -> (B, T, vocab_size) or ().
+        positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
+        document begins; attention never crosses from one into another.
+        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size) or ().
         Raises: ValueError if T exceeds seq_len.
         """
         num_positions = tokens.shape[-1]
@@ -144,11 +169,13 @@ class Transformer(nn.Module):
             )
         x = self.embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(num_positions, device=tokens.device))
+            places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
+            x = x + self.position_embedding(places)
         if self.config.dropout and self.training:
             x = self.ops.dropout(x, self.config.dropout)
-        rotary = None if self.rotary is None else self.rotary(num_positions)
+        rotary = None if self.rotary is None else self.rotary(num_positions, positions)
+        mask = None if positions is None else document_mask(positions)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         logits = self.head(self.norm(x))
         return logits if targets is None else self.loss(logits, targets)

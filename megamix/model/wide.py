@@ -146,16 +146,17 @@ class SwiGLU(torch.autograd.Function):
 
 
 class GELU(torch.autograd.Function):
-    """x (..., ffn) -> gelu(x), the exact one; keeps x."""
+    """x (..., ffn) -> gelu(x), exact ("none") or with tanh ("tanh"); keeps x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
         ctx.save_for_backward(x)
-        return F.gelu(x.float()).to(x.dtype)
+        ctx.approximate = approximate
+        return F.gelu(x.float(), approximate=approximate).to(x.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        grad_x: Tensor = aten.gelu_backward(grad.float(), x.float()).to(x.dtype)
-        return grad_x
+        grad_x: Tensor = aten.gelu_backward(grad.float(), x.float(), approximate=ctx.approximate).to(x.dtype)
+        return grad_x, None

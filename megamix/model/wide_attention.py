@@ -16,12 +16,13 @@ aten = torch.ops.aten
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """Causal attention of half tensors; a torch without the private operators keeps FP32 copies until backward."""
-    if hasattr(aten, FLASH) and hasattr(aten, f"{FLASH}_backward"):
+    if mask is None and hasattr(aten, FLASH) and hasattr(aten, f"{FLASH}_backward"):
         return apply(Attention, query, key, value)
     key32, value32 = (widen_heads(x, query.shape[1]) for x in (key, value))
-    return F.scaled_dot_product_attention(query.float(), key32, value32, is_causal=True).to(query.dtype)
+    out32 = F.scaled_dot_product_attention(query.float(), key32, value32, mask, is_causal=mask is None)
+    return out32.to(query.dtype)
 
 
 class Attention(torch.autograd.Function):
@@ -66,7 +67,7 @@ def narrow_heads(grad: Tensor, like: Tensor) -> Tensor:
 
 
 class Rotary(torch.autograd.Function):
-    """x (B, T, heads, head_dim), cos and sin FP32 (T, head_dim / 2) -> x rotated; keeps the tables alone."""
+    """x (B, T, heads, head_dim), cos and sin FP32 ([B,] T, head_dim / 2) -> x rotated; keeps the tables alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
