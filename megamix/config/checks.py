@@ -4,12 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 from megamix.config.fields import SCALE_RANGES, ScaleRange
-from megamix.config.mesh_checks import (
-    data_parallel_size,
-    mesh_problems,
-    pipelines_are_not_there_yet,
-    tensor_parallel_divides,
-)
+from megamix.config.mesh_checks import data_parallel_size, mesh_problems, tensor_parallel_divides
+from megamix.config.pipeline_checks import PIPELINE_CHECKS, micro_batch_problems
 from megamix.config.sections import SECTIONS, Config
 
 
@@ -208,6 +204,8 @@ def _batch_problems(config: Config, dp_size: int) -> Iterator[str]:
             f"{micro_batch_size} * dp_size {dp_size} = {share}; "
             f"write global_batch_size = {_multiples(global_batch_size, share)}"
         )
+    else:
+        yield from micro_batch_problems(config, dp_size)
 
 
 def _ranks_fill_batch(config: Config) -> Iterator[str]:
@@ -249,7 +247,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _micro_batches_fill_batch,
     _ranks_fill_batch,
     tensor_parallel_divides,
-    pipelines_are_not_there_yet,
+    *PIPELINE_CHECKS,
     _validation_has_tokens,
     _profile_ends_in_time,
 )

@@ -59,8 +59,3 @@ def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
     """The largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
     common = math.gcd(world_size, *(size for _, size, _ in _divided(config)))
     return max(size for size in range(1, tp_size + 1) if common % size == 0)
-
-
-def pipelines_are_not_there_yet(config: Config) -> Iterator[str]:
-    if config.parallelism.pp_size > 1:
-        yield f"parallelism.pp_size: got {config.parallelism.pp_size}, pipelines are not there yet; write pp_size = 1"

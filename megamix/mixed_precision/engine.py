@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class ShardedEngine:
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups = describe_params(model, optimizer)
         self.param_names = [spec.name for spec in specs]  # in registration order
+        self._own_names = frozenset(self.param_names)
         self.layout = build_layout(specs, topology.dp.size, sharding.bucket_size)
         sum_dtype = precision.sum_dtype(topology.dp.size)
         self.collectives = make_collectives(
@@ -121,34 +123,57 @@ class ShardedEngine:
 
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
         """
-        if self._micro_batches == self.grad_accum_steps:
-            raise RuntimeError(
-                f"backward() was called {self.grad_accum_steps} times already (grad_accum_steps); call step() now"
-            )
         if loss.numel() != 1:
             raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
+        last = self._micro_batches == self.grad_accum_steps - 1
+        with self.accumulate(), self.backward_pass(self._micro_batches, self._own_names if last else ()):
+            self.scaled(loss).backward()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def accumulate(self, micro_batches: int = 1) -> Iterator[None]:
+        """The step's next micro-batches: their losses pass through `scaled`, their gradients arrive within
+        `backward_pass`. `backward` does all of this for one; a pipeline's schedule for all of a step at once.
+        """
+        if self._micro_batches + micro_batches > self.grad_accum_steps:
+            raise RuntimeError(
+                f"backward() was called {self._micro_batches} times already, {micro_batches} more is too many for "
+                f"grad_accum_steps {self.grad_accum_steps}; call step() now"
+            )
         self.half_params.check()
         if self._micro_batches == 0:
             self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
             self._loss_sum.zero_()
-        last = self._micro_batches == self.grad_accum_steps - 1
-        look = None if self._examination is None else self._examination.look(self._micro_batches)
-        self.half_grads.open(self.grad_reduce.bucket_full if last else None, look)
         try:
-            (loss.float() * self._scale_used).backward()  # type: ignore[no-untyped-call]
+            yield
         except BaseException:
             # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
-            self.half_grads.discard()
+            self.half_grads.expect_step()
             self.grad_reduce.reset()
             self._examination, self._micro_batches = None, 0
             raise
-        finally:
-            self.half_grads.close()
-        self._loss_sum += loss.detach().view(())
-        self._micro_batches += 1
-        if last:
+        self._micro_batches += micro_batches
+        if self._micro_batches == self.grad_accum_steps:
             self.half_grads.fill_missing()
             self.grad_reduce.launch_rest()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What is to be back-propagated for a micro-batch's loss, which is counted into the step's."""
+        self._loss_sum += loss.detach().view(())
+        return loss.float() * self._scale_used
+
+    @contextmanager
+    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+        """One pass through the model, or through a stage of it: ready hooks take its gradients.
+
+        `completes`: the parameters whose gradients of this step are whole with it; a bucket's reduction starts when all
+        of it is.
+        """
+        look = None if self._examination is None else self._examination.look(micro_batch)
+        self.half_grads.open(self.grad_reduce.bucket_full, completes, look)
+        try:
+            yield
+        finally:
+            self.half_grads.close()
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""

@@ -5,7 +5,7 @@ ready.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -30,39 +30,50 @@ class HalfGrads:
         self._views: list[list[Tensor]] = []
         self._gaps: list[list[Tensor]] = []  # the padding behind each parameter
         self._names = [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
+        self._params, self._hooks = params, dict[str, Callable[[Tensor], None]]()
         for bucket_index, bucket in enumerate(layout.buckets):
             flat, views, gaps = self.flat[bucket_index], [], []
             for index, (slot, whole) in enumerate(zip(bucket.slots, bucket.shard_pieces(0, 1), strict=True)):
                 views.append(flat[slot.start : slot.end].view(slot.spec.shape))
                 gaps.append(flat[slot.end : whole.end])
-                hook = self._make_hook(bucket_index, index)
+                hook = self._hooks[slot.spec.name] = self._make_hook(bucket_index, index)
                 params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._views.append(views)
             self._gaps.append(gaps)
-        self._touched = [[False] * len(views) for views in self._views]  # in this step
-        self._ready = [[False] * len(views) for views in self._views]  # in the last micro-batch
-        self._missing: list[int] = []  # per bucket: how many are not ready yet
+        self.expect_step()
         self._warned: set[str] = set()
         self._inside_backward = False
-        self._on_full: Callable[[int], None] | None = None
+        self._completes: Collection[str] = ()
+        self._on_full: Callable[[int], None] = lambda bucket: None
         self._look: Callable[[str, Tensor], None] | None = None
 
-    def open(self, on_full: Callable[[int], None] | None, look: Callable[[str, Tensor], None] | None = None) -> None:
-        """Expect the gradients of one micro-batch; in the last one, call `on_full(bucket)` for each full bucket.
+    def expect_step(self) -> None:
+        """Forget what has arrived so far: the next gradient is a step's first."""
+        self._touched = [[False] * len(views) for views in self._views]
+        self._ready = [[False] * len(views) for views in self._views]  # whole: nothing more is to come in this step
+        self._missing = [len(views) for views in self._views]  # per bucket: how many are not ready yet
+
+    def open(
+        self, on_full: Callable[[int], None], completes: Collection[str],
+        look: Callable[[str, Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Expect the gradients of one backward pass. Those of the parameters in `completes` are whole with it; when all
+        of a bucket are, `on_full(bucket)` is called.
 
         In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
         """
         self._inside_backward, self._on_full, self._look = True, on_full, look
-        self._ready = [[False] * len(views) for views in self._views]
-        self._missing = [len(views) for views in self._views]
+        self._completes = completes
 
     def close(self) -> None:
-        """The micro-batch's backward has returned, or failed."""
-        self._inside_backward, self._on_full, self._look = False, None, None
+        """The pass has returned, or failed."""
+        self._inside_backward, self._look, self._completes = False, None, ()
 
-    def discard(self) -> None:
-        """Forget this step's gradients."""
-        self._touched = [[False] * len(views) for views in self._views]
+    def take(self, names: Iterable[str]) -> None:
+        """What the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
+        for name in names:
+            if self._params[name].grad is not None:
+                self._hooks[name](self._params[name])
 
     def fill_missing(self) -> None:
         """Backward is over: a parameter that got no gradient counts as zeros, and is named once in the log."""
@@ -73,7 +84,7 @@ class HalfGrads:
                     view.zero_()
                     gaps[index].zero_()
                     silent.append(names[index])
-                touched[index] = False
+        self.expect_step()
         new = [name for name in silent if name not in self._warned]
         if new:
             self._warned.update(new)
@@ -93,7 +104,7 @@ class HalfGrads:
                 raise RuntimeError(
                     f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones"
                 )
-            if self._ready[bucket][index] and self._missing[bucket] == 0 and self._on_full is not None:
+            if self._ready[bucket][index] and self._missing[bucket] == 0:
                 raise RuntimeError(
                     f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
                     "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -107,10 +118,10 @@ class HalfGrads:
                 if self._gaps[bucket][index].numel():  # the last step's sum may lie there
                     self._gaps[bucket][index].zero_()
                 self._touched[bucket][index] = True
-            if not self._ready[bucket][index]:
+            if name in self._completes and not self._ready[bucket][index]:
                 self._ready[bucket][index] = True
                 self._missing[bucket] -= 1
-                if self._missing[bucket] == 0 and self._on_full is not None:
+                if self._missing[bucket] == 0:
                     self._on_full(bucket)
 
         return accumulate

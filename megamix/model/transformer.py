@@ -129,18 +129,22 @@ class Transformer(nn.Module):
         """
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
+        for name, parameter in self.named_parameters():
+            self.draw(name, parameter)
+
+    @torch.no_grad()
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draw the weight of that name anew, into `parameter`."""
         # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
         branches = 2 * self.config.num_layers if self.config.scaled_init else 1
-        branch_std = self.config.init_std / math.sqrt(branches)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1)
-            elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
-                parameter.normal_(0, branch_std)
-            else:
-                parameter.normal_(0, self.config.init_std)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1)
+        elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+            parameter.normal_(0, self.config.init_std / math.sqrt(branches))
+        else:
+            parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
         """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
@@ -152,30 +156,41 @@ class Transformer(nn.Module):
         self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
         self.is_compiled = True
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
+        layers: range | None = None,
+    ) -> Tensor:  # fmt: skip
         """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
         targets but IGNORE, divided by B * T.
 
         positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
         document begins; attention never crosses from one into another.
+        layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
+        given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
+        targets are to be given then, which tell T where ranks divide the positions of these.
         Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size) or ().
         Raises: ValueError if T exceeds seq_len.
         """
-        num_positions = tokens.shape[-1]
+        layers = range(self.config.num_layers) if layers is None else layers
+        num_positions = (tokens if targets is None else targets).shape[1]
         if num_positions > self.config.seq_len:
             raise ValueError(
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
-            x = x + self.position_embedding(places)
-        if self.config.dropout and self.training:
-            x = self.ops.dropout(x, self.config.dropout)
+        x = tokens if layers.start else self._embed(tokens, positions)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         mask = None if positions is None else document_mask(positions)
-        for block in self.blocks:
-            x = block(x, rotary, mask)
+        for layer in layers:
+            x = self.blocks[layer](x, rotary, mask)
+        if layers.stop < self.config.num_layers:
+            return x
         logits = self.head(self.norm(x))
         return logits if targets is None else self.loss(logits, targets)
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.position_embedding is not None:
+            places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x = x + self.position_embedding(places)
+        return self.ops.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
