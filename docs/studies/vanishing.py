@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import study
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megamix.config import Config, load_config
 from megamix.data.source import TokenFileSource
@@ -128,7 +129,8 @@ def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     for step in range(config.training.steps):
         watch.is_on = step % watch_every == 0 or step == config.training.steps - 1
         rows = torch.from_numpy(source.read(range(step * batch_size, (step + 1) * batch_size)))
-        loss = engine(rows[:, :-1], rows[:, 1:])
+        logits = engine(rows[:, :-1])  # with targets the model's loss would never hold them, nor their gradient
+        loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         engine.backward(loss)
         if watch.is_on:
             watch.read_weights(engine)

@@ -122,7 +122,7 @@ class _EngineStage(PipelineStage):
 
     # Between stages of one rank torch 2.13 asks for gradients to hand over without a backward (`eval`), too.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:

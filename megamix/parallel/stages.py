@@ -67,6 +67,7 @@ def stages_of_rank(rank: int, pp_size: int, stages_per_rank: int, *, v_shaped: b
     return [rank + turn * pp_size for turn in range(stages_per_rank)]
 
 
+@torch.no_grad()
 def build_part(config: ModelConfig, parts: Sequence[range]) -> Transformer:
     """The model with nothing in it but these blocks, and the embedding in front of the first block, norm and head
     behind the last one; on the CPU. A tied table is there with both its names on either end.
@@ -92,7 +93,7 @@ def build_part(config: ModelConfig, parts: Sequence[range]) -> Transformer:
         model.add_module("norm", nn.Module())
     model.to_empty(device="cpu")
     if tied:
-        model.head.weight = model.embedding.weight
+        model.tie()
     here = dict(model.named_parameters())
     for name, shape in shapes.items():
         model.draw(name, here[name] if name in here else torch.empty(shape))
