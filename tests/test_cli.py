@@ -122,4 +122,6 @@ def test_module_is_the_command() -> None:
     command = [sys.executable, "-m", "megamix", "config", QUICKSTART, "data.train=3", "--show"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[1:] == ['  data.train: got 3, must be text in quotes; write train = "3"']
+    assert done.stderr.splitlines()[1:] == [
+        '  data.train: got 3, must be text in quotes, or a list of tables; write train = "3"'
+    ]

@@ -18,13 +18,12 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.durable import cut_lines
 from megamix.data.loader import BatchLoader
-from megamix.data.source import TokenFileSource
-from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine
+from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import sample_text
@@ -38,7 +37,7 @@ from megamix.train.resume import Start, find_start
 from megamix.train.run_lock import run_lock
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
 from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
-from megamix.train.trainer import VALIDATION_SEED, Trainer
+from megamix.train.trainer import Trainer
 from megamix.train.watchdog import Watchdog
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
@@ -152,10 +151,9 @@ def _train(
     if start.checkpoint is not None:
         _load(engine, start, console)
     with ExitStack() as stack:
-        loader = stack.enter_context(_loader(config.data.train, config, config.training.seed, device))
-        validation = None
-        if config.data.valid is not None:
-            validation = stack.enter_context(_loader(config.data.valid, config, VALIDATION_SEED, device))
+        loader = stack.enter_context(BatchLoader(training_source(config), device))
+        held_out = validation_source(config)
+        validation = None if held_out is None else stack.enter_context(BatchLoader(held_out, device))
         writer = None
         if first:
             writer = stack.enter_context(
@@ -236,11 +234,6 @@ def _place(trainer: Trainer) -> Place:
     doing = clock.doing()
     written = trainer.checkpoints.written if doing == "save" else 0
     return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
-
-
-def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:
-    source = TokenFileSource(TokenFile(Path(prefix)), seq_len=config.model.seq_len, seed=seed)
-    return BatchLoader(source, device)
 
 
 def _mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:

@@ -6,17 +6,14 @@ from pathlib import Path
 
 from megamix.checkpoint.folder import MANIFEST
 from megamix.config import Config, check_world_size
-from megamix.data.token_file import token_file_problems
+from megamix.train.build_data import data_problems
 from megamix.train.run_folder import folder_problems
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Every problem of ranks, files and folder, one line each: field, value, fix."""
     problems = check_world_size(config, world_size)
-    sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
-    problems += token_file_problems("data.train", config.data.train, **sizes)
-    if config.data.valid is not None:
-        problems += token_file_problems("data.valid", config.data.valid, **sizes)
+    problems += data_problems(config)
     if config.data.tokenizer is not None:
         problems += _tokenizer_problems(config.data.tokenizer)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
