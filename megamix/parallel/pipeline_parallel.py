@@ -1,13 +1,14 @@
 """A step's micro-batches through the stages of a pipeline, by torch.distributed.pipelining's schedules.
 
-The schedule decides when this rank runs which stage on which micro-batch; the engine learns of each backward pass and
+The schedule decides when this rank runs which stage on which micro-batch; the engine is told of each backward pass and
 does what it does without a pipeline. Nothing is divided by the schedule (`scale_grads=False`): the loss scale is in the
-loss of the last stage, once, and the average is the update's.
+loss of the last stage, once, and the average is part of the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,96 +17,113 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from megamix.comm.topology import Axis
+from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
+from megamix.parallel.passes import MicroBatch
 from megamix.parallel.stages import Stage
 
-SCHEDULES: dict[str, type] = {
+SCHEDULES: dict[str, Callable[..., Any]] = {
     "1f1b": Schedule1F1B,
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv_zero_bubble": ScheduleZBVZeroBubble,
 }
+V_SHAPED = ("zbv_zero_bubble",)  # stages go down the ranks and back up
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What passes from a stage to the next one, the same for all: hidden states of a micro-batch and their gradient."""
+
+    pp: Axis
+    num_stages: int
+    batch: tuple[int, int]  # (B, T)
+    hidden: tuple[int, ...]  # (B, T, hidden_size), or a rank's share of it
 
 
 class Pipeline:
-    """Every rank of a pipeline has one, and calls it together with the others.
+    """Runs the stages of this rank; every rank of the pipeline has one and calls it together with the others.
 
-    `parts`: the blocks of each of this rank's stages, by the stage's number, of `num_stages`. A step has
-    `engine.grad_accum_steps` micro-batches, and so has every other call.
-    Shapes: a micro-batch is `shape`, (B, T).
+    Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.
     """
 
     def __init__(
-        self, engine: ShardedEngine, model: Transformer, parts: dict[int, range], num_stages: int, schedule: str,
-        pp: Axis, shape: tuple[int, int],
-    ):  # fmt: skip
+        self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, border: Border
+    ):
+        """`parts`: the blocks of each of this rank's stages, by the stage's number."""
         self._engine = engine
-        names = {param: name for name, param in model.named_parameters()}
-        done: set[str] = set()
-        stages = []
-        # A rank's stages finish their last micro-batch from the last one to the first: a tied table that two of them
-        # use is whole when the first of them has.
-        for number in sorted(parts):
-            module = Stage(model, parts[number])
-            own = [names[param] for param in module.parameters()]
-            stages.append(_EngineStage(engine, module, own, {*own} - done, number, num_stages, pp, shape))
-            done.update(own)
-        kind = SCHEDULES[schedule]
-        self._schedule = kind(
-            stages[0] if kind is Schedule1F1B else stages, engine.grad_accum_steps, loss_fn=self._loss,
-            scale_grads=False,
-        )  # fmt: skip
+        stages = [*_stages(engine, model, parts, border)]
+        self._schedule = SCHEDULES[schedule](
+            stages[0] if schedule == "1f1b" else stages, engine.grad_accum_steps, self._loss, scale_grads=False
+        )
+        self._weights: Iterator[float] = iter(())
 
-    def backward(
-        self, batches: Sequence[tuple[Tensor, Tensor, Tensor | None]], seeds: Sequence[int] | None = None
-    ) -> None:
-        """All micro-batches of a step: what `engine.backward(engine(...))` is for each without a pipeline."""
-        with self._engine.accumulate(len(batches)):
+    def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
+        batches, seeds = zip(*micro_batches, strict=True)
+        with self._engine.clock.span("forward_backward"), self._engine.accumulate(len(batches)):
             self._run(self._schedule.step, batches, seeds)
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Tensor]:
-        """Of as many micro-batches as a step has; on ranks without the last stage none."""
-        losses: list[Tensor] = []
-        self._run(self._schedule.eval, batches, None, losses=losses)
-        return losses
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        batches, losses = [*batches], list[Tensor]()
+        self._run(self._schedule.eval, batches, [None], losses=losses)
+        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.applied_updates.device)
+        for loss, batch in zip(losses, batches, strict=False):  # no loss is known on ranks without the last stage
+            sums[0] += loss
+            sums[1] += batch.weight
+        return sums
 
-    def _run(self, call: Any, batches: Any, seeds: Sequence[int] | None, **kwargs: Any) -> None:
-        tokens, targets, positions = zip(*batches, strict=True)
-        if positions[0] is not None:
-            kwargs["positions"] = torch.cat(positions)
-        if seeds is not None:
-            kwargs["seed"] = torch.tensor(seeds)
-        joined = torch.cat(targets)
-        call(torch.cat(tokens), target=joined, targets=joined, return_outputs=False, **kwargs)
+    def _run(
+        self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any
+    ) -> None:
+        # torch cuts them apart again. Every rank has them all; those in the middle use positions alone.
+        tokens, targets, positions, _ = joined(batches)
+        self._weights = (batch.weight for batch in batches)
+        more |= {} if positions is None else {"positions": positions}
+        more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds)}
+        call(tokens, target=targets, targets=targets, return_outputs=False, **more)
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """What the schedule back-propagates on the last stage, which has computed the loss itself."""
-        return self._engine.scaled(loss) if torch.is_grad_enabled() else loss
+        """What is to be back-propagated of a last stage's result, which is the loss; called in the order of the
+        micro-batches.
+        """
+        return self._engine.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
+
+
+def _stages(
+    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], border: Border
+) -> Iterator[PipelineStage]:
+    names = {param: name for name, param in model.named_parameters()}
+    done: set[str] = set()
+    # The last micro-batch leaves a rank's stages from the last one to the first: a tied table that two of them use is
+    # whole when the first of them is done.
+    for number in sorted(parts):
+        module = Stage(model, parts[number])
+        own = [names[param] for param in module.parameters()]
+        yield _EngineStage(engine, module, number, border, own, {*own} - done)
+        done.update(own)
 
 
 class _EngineStage(PipelineStage):
     """A stage whose backward passes the engine takes note of.
 
-    A full backward fires the ready hooks. The two halves of a split one do not: the second puts the weights' gradients
-    into `param.grad` by itself (torch 2.13, `stage_backward_weight`), where they would be summed in half over the
-    micro-batches, whatever the engine sums in; so they are taken from there after each.
+    A full backward fires the ready hooks. The halves of a split one do not: the second puts the weights' gradients
+    into `param.grad` (torch 2.13, `stage_backward_weight`), and would add up micro-batches there, in half whatever the
+    engine adds up in. So they are taken from there after each.
     """
 
     def __init__(
-        self, engine: ShardedEngine, module: Stage, names: Sequence[str], completes: Collection[str],
-        number: int, num_stages: int, pp: Axis, shape: tuple[int, int],
+        self, engine: ShardedEngine, module: Stage, number: int, border: Border,
+        names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
-        config, dtype = module.config, engine.half_params.dtype
-        # Shapes are known: without these torch would run every stage once to learn them.
-        hidden = torch.empty(*shape, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        # Told the shapes, torch need not run every stage once to learn them.
+        hidden = torch.empty(border.hidden, dtype=engine.half_params.dtype, device="meta", requires_grad=True)
+        tokens = torch.empty(border.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        device = engine.half_params.flat[0].device
         super().__init__(
-            module, number, num_stages, device, input_args=hidden if number else tokens,
-            output_args=loss if module.is_last else hidden, group=pp.group,
+            module, number, border.num_stages, engine.applied_updates.device,
+            tokens if module.is_first else hidden, loss if module.is_last else hidden, group=border.pp.group,
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
 
