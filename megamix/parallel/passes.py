@@ -18,6 +18,8 @@ class MicroBatch(NamedTuple):
 
 
 class Passes(Protocol):
+    engine: ShardedEngine
+
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Forward and backward of all micro-batches of a step; `engine.step()` comes next."""
 
@@ -31,19 +33,19 @@ class OneByOne:
     """This rank has the whole of the model, or a part of every layer."""
 
     def __init__(self, engine: ShardedEngine):
-        self._engine = engine
+        self.engine = engine
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         for batch, seed in micro_batches:
             if seed is not None:
                 torch.manual_seed(seed)
-            with self._engine.clock.span("forward_backward"):
-                self._engine.backward(self._engine(*batch.inputs), batch.weight)
+            with self.engine.clock.span("forward_backward"):
+                self.engine.backward(self.engine(*batch.inputs), batch.weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.applied_updates.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.applied_updates.device)
         for batch in batches:
-            sums[0] += self._engine(*batch.inputs)
+            sums[0] += self.engine(*batch.inputs)
             sums[1] += batch.weight
         return sums

@@ -52,7 +52,7 @@ class Pipeline:
         self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, border: Border
     ):
         """`parts`: the blocks of each of this rank's stages, by the stage's number."""
-        self._engine = engine
+        self.engine = engine
         stages = [*_stages(engine, model, parts, border)]
         self._schedule = SCHEDULES[schedule](
             stages[0] if schedule == "1f1b" else stages, engine.grad_accum_steps, self._loss, scale_grads=False
@@ -61,14 +61,14 @@ class Pipeline:
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
-        with self._engine.clock.span("forward_backward"), self._engine.accumulate(len(batches)):
+        with self.engine.clock.span("forward_backward"), self.engine.accumulate(len(batches)):
             self._run(self._schedule.step, batches, seeds)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         batches, losses = [*batches], list[Tensor]()
         self._run(self._schedule.eval, batches, [None], losses=losses)
-        sums = torch.zeros(2, dtype=torch.float64, device=self._engine.applied_updates.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.applied_updates.device)
         for loss, batch in zip(losses, batches, strict=False):  # no loss is known on ranks without the last stage
             sums[0] += loss
             sums[1] += batch.weight
@@ -81,14 +81,14 @@ class Pipeline:
         tokens, targets, positions, _ = joined(batches)
         self._weights = (batch.weight for batch in batches)
         more |= {} if positions is None else {"positions": positions}
-        more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds)}
+        more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds, dtype=torch.uint64)}
         call(tokens, target=targets, targets=targets, return_outputs=False, **more)
 
     def _loss(self, loss: Tensor, targets: Tensor) -> Tensor:
         """What is to be back-propagated of a last stage's result, which is the loss; called in the order of the
         micro-batches.
         """
-        return self._engine.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
+        return self.engine.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
 
 
 def _stages(

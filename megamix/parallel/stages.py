@@ -116,10 +116,10 @@ class Stage(nn.Module):
         """Hidden states half (B, T, hidden_size) from those of the stage before, on the first stage from tokens INT64
         (B, T); on the last one the loss, FP32 ().
 
-        `seed`: INT64 (1,) on the host, of what the micro-batch drops out. Each stage draws numbers of its own.
+        `seed`: UINT64 (1,) on the host, of what the micro-batch drops out. Each stage draws numbers of its own.
         """
         if seed is not None:
-            torch.manual_seed(int(seed) + self.layers.start)
+            torch.manual_seed((int(seed) + self.layers.start) % 2**64)
         out: Tensor = self._run(x, targets, positions, self.layers)
         return out
 

@@ -13,9 +13,9 @@ import torch
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches, mix64
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
+from megamix.parallel.passes import MicroBatch, Passes
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
@@ -37,14 +37,15 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        engine: ShardedEngine,
+        passes: Passes,
         loader: BatchLoader,
         validation: BatchLoader | None,
         report: IntervalReport,
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
     ):
-        self.config, self.engine = config, engine
+        self.config, self.passes = config, passes
+        engine = self.engine = passes.engine
         self.loader, self.validation = loader, validation
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
@@ -94,7 +95,7 @@ class Trainer:
         self.engine.module.train()
         self._prefetch(self.loader, plan.next_new())
         if self.engine.loss_scale.wants_probe:
-            self._backward(GlobalBatch(plan.next_new()))
+            self.passes.backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
             self._prefetch(self.loader, plan.next_new())
         for stop in self._stops():
@@ -132,7 +133,7 @@ class Trainer:
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
-            self._backward(attempt.batch)
+            self.passes.backward(self._load(attempt.batch))
             result = self.engine.step()
         self.readout.write(attempt.number, result)
         if result.examination is not None:
@@ -141,15 +142,11 @@ class Trainer:
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine)
 
-    def _backward(self, global_batch: GlobalBatch) -> None:
-        clock = self.engine.clock
+    def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self._micro_batches(global_batch.samples):
-            with clock.span("data"):
+            with self.engine.clock.span("data"):
                 batch = self.loader.load(samples)
-            if self.config.model.dropout:
-                self._seed_dropout(samples, global_batch.tries)
-            with clock.span("forward_backward"):
-                self.engine.backward(self.engine(*batch.inputs), batch.weight)
+            yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
@@ -201,19 +198,15 @@ class Trainer:
         size = self.config.training.global_batch_size
         batches = [(range(first, first + size),) for first in range(0, self.config.training.eval_batches * size, size)]
         self._prefetch(self.validation, batches[0])
-        with torch.no_grad():
-            for number, batch in enumerate(batches, start=1):
-                reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
-                self._stop_reason = int(self.engine.collectives.table(reason).max())
-                if self._stop_reason:
-                    raise self._leaves()
-                if number < len(batches):
-                    self._prefetch(self.validation, batches[number])
-                for samples in self._micro_batches(batch):
-                    with self.engine.clock.span("validation"):
-                        part = self.validation.load(samples)
-                        sums[0] += self.engine(*part.inputs)
-                        sums[1] += part.weight
+        for number, batch in enumerate(batches, start=1):
+            reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
+            self._stop_reason = int(self.engine.collectives.table(reason).max())
+            if self._stop_reason:
+                raise self._leaves()
+            if number < len(batches):
+                self._prefetch(self.validation, batches[number])
+            with self.engine.clock.span("validation"):
+                sums += self.passes.evaluate(map(self.validation.load, self._micro_batches(batch)))
         self.engine.module.train()
         self._validated = done
         loss_sum, weight_sum = self.engine.collectives.table(sums).sum(0).tolist()
@@ -241,10 +234,14 @@ class Trainer:
             for part in samples:
                 loader.prefetch(part)
 
-    def _seed_dropout(self, samples: Samples, tries: int) -> None:
-        """The same units drop out on any number of ranks, after any restart, and others at another try."""
+    def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
+        """The same units drop out on any number of data-parallel ranks, after any restart, and others at another
+        try. None: none does.
+        """
+        if not self.config.model.dropout:
+            return None
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
-        torch.manual_seed(int(mix64(key[0], np.array([tries], dtype=np.uint64))[0]))
+        return int(mix64(key[0], np.array([tries], dtype=np.uint64))[0])
 
     def _is_logged(self, update: int) -> bool:
         """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
