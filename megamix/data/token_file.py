@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megamix.data.durable import sync_directory, sync_file
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 
+_COPY_BYTES = 2**22
 _SCAN_TOKENS = 2**24  # tokens looked at in one go; the scan holds this much and no more
 
 
@@ -72,6 +73,23 @@ class TokenFileWriter:
         self._num_sequences += len(sequences)
         self.num_documents += 1
         self._borders.write(struct.pack("<q", self._num_sequences))
+
+    def copy(self, prefix: Path, start: int, stop: int) -> None:
+        """Append documents start to stop of another token file of this dtype, which may be empty."""
+        index = TokenIndex(idx_path(prefix))
+        assert index.dtype == self._dtype, (prefix, index.dtype, self._dtype)
+        first, last = (int(index.documents[document]) for document in (start, stop))
+        offset, end = index.document_offsets[start], index.document_offsets[stop]
+        with bin_path(prefix).open("rb") as tokens:
+            tokens.seek(offset * index.dtype.itemsize)
+            left = (end - offset) * index.dtype.itemsize
+            while left:
+                left -= self._bin.write(tokens.read(min(left, _COPY_BYTES)))
+        self._lengths.write(index.sequence_lengths[first:last].tobytes())
+        self._borders.write((index.documents[start + 1 : stop + 1] - first + self._num_sequences).tobytes())
+        self._num_sequences += last - first
+        self.num_tokens += end - offset
+        self.num_documents += stop - start
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megamix.checkpoint.load import load
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
@@ -33,7 +32,7 @@ from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE
 from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
-from megamix.train.resume import Start, find_start
+from megamix.train.resume import Start, find_start, load_start
 from megamix.train.run_lock import run_lock
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
 from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
@@ -62,7 +61,9 @@ def run_job(config: Config) -> float | None:
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
             start = find_start(config, Together(make_collectives(topology.world, 0, torch.uint8, device), device))
-            _on_first_rank(lambda: _begin(config, status, start), topology, device)
+            # Whoever dies in building or loading has started as well.
+            begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
+            _on_first_rank(begin, topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
         if topology.world.group is not None:
@@ -97,7 +98,7 @@ def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
 
 
 def _begin(config: Config, status: RunStatus, start: Start) -> None:
-    """Nothing of an earlier start is changed before this, and from now on the folder is this run's."""
+    """Nothing but the status is changed before this, and from now on the folder is this run's."""
     run_folder.claim(config)
     for name in (METRICS, SET_ASIDE):
         cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
@@ -147,9 +148,13 @@ def _train(
     engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp.size))
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
-    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
+    start = load_start(start, config, engine)
     if start.checkpoint is not None:
-        _load(engine, start, console)
+        console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
+        for line in start.changes:
+            console.line(f"changed since: {line}")
+    _on_first_rank(lambda: _begin(config, status, start), topology, device)
+    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
     with ExitStack() as stack:
         loader = stack.enter_context(BatchLoader(training_source(config), device))
         held_out = validation_source(config)
@@ -187,19 +192,6 @@ def _train(
     if first and config.data.tokenizer is not None:
         _write_sample(config, model, config.data.tokenizer, console)
     return valid_loss
-
-
-def _load(engine: ShardedEngine, start: Start, console: Console) -> None:
-    """Raises: ConfigError, before anything is changed, if the checkpoint does not fit."""
-    assert start.checkpoint is not None
-    try:
-        load(start.checkpoint, engine, start.together)
-    except ValueError as error:
-        problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
-        raise ConfigError([problem], "job") from None
-    console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
-    for line in start.changes:
-        console.line(f"changed since: {line}")
 
 
 def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyError | None) -> EndedEarlyError | None:

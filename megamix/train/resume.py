@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.load import newest_checkpoint, read_together
+from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_together
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged
 from megamix.config import Config, ConfigError, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
@@ -37,7 +38,8 @@ class Start:
 
 
 def find_start(config: Config, together: Together) -> Start:
-    """Find the checkpoint to go on from and compare it with the configuration. Every rank must call it.
+    """Find the checkpoint to go on from and compare it with the configuration. Its tensors' bytes are verified by
+    `load_start`. Every rank must call it.
 
     Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
     """
@@ -45,15 +47,44 @@ def find_start(config: Config, together: Together) -> Start:
     checkpoint = find_checkpoint(config, together)
     if checkpoint is None:
         return Start(None, Progress(), record, [], together)
+    return _start_from(checkpoint, config, record, together)
+
+
+def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, together: Together) -> Start:
     progress = read_progress(checkpoint)
     if checkpoint.path.parent != checkpoint_folder(config):
         progress = progress.model_copy(update={"log_sizes": {}})  # another run's logs
     return Start(checkpoint, progress, record, changes(checkpoint, record, progress.cursor), together)
 
 
+def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
+    """Load what the run goes on from; where that is damaged, the newest good one before it in the run's folder. Returns
+    the start as it has become. Every rank must call it.
+
+    Raises: ConfigError on every rank if there is none that is good, or that may be loaded. The run ends with that, so
+    no engine trains on after a load that failed.
+    """
+    found = start.checkpoint
+    if found is None:
+        return start
+    try:
+        if found.path.parent == checkpoint_folder(config):
+            found = load_or_older(found, engine, start.together)
+        else:
+            load(found, engine, start.together)
+    except Damaged as error:
+        raise _path_is_damaged(error) from None
+    except ValueError as error:
+        problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
+        raise ConfigError([problem], "job") from None
+    if found is None:
+        raise _none_is_whole(config)
+    return start if found is start.checkpoint else _start_from(found, config, start.record, start.together)
+
+
 def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
-    """The one that `checkpoint.resume` asks for, verified; damaged ones in the run's folder are set aside. None for a
-    run that begins anew. Every rank must call it.
+    """The one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged are
+    set aside. None for a run that begins anew. Every rank must call it.
 
     Raises: ConfigError on every rank if there are only damaged ones.
     """
@@ -64,14 +95,23 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
     if there_are_some:  # also with a path: a run that began from there and was restarted goes on from its own
         found = newest_checkpoint(folder, together)
         if found is None:
-            raise ConfigError([f"checkpoint.folder: no checkpoint in {folder} is whole; {BEGIN_ANEW}"], "job")
+            raise _none_is_whole(config)
         return found
     if resume == "auto":
         return None
     try:
         return read_together(Path(resume), together)
     except Damaged as error:
-        raise ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job") from None
+        raise _path_is_damaged(error) from None
+
+
+def _none_is_whole(config: Config) -> ConfigError:
+    problem = f"checkpoint.folder: no checkpoint in {checkpoint_folder(config)} is whole; {BEGIN_ANEW}"
+    return ConfigError([problem], "job")
+
+
+def _path_is_damaged(error: Damaged) -> ConfigError:
+    return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
 
 
 def read_progress(checkpoint: Checkpoint) -> Progress:
