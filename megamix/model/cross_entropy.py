@@ -29,7 +29,7 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         ctx.save_for_backward(logits, targets)
         log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             chunk = logits[rows].float().log_softmax(1)
             log_likelihood[rows] = chunk.gather(1, _countable(targets[rows])).squeeze(1)
         return -log_likelihood.masked_fill_(targets == IGNORE, 0).mean()
@@ -39,7 +39,7 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, targets = ctx.saved_tensors
         grad_logits, grad_row = torch.empty_like(logits), grad / len(targets)
-        for rows in _chunks(logits):
+        for rows in chunks(logits):
             chunk, target = logits[rows].float().softmax(1), _countable(targets[rows])
             chunk.scatter_(1, target, chunk.gather(1, target).sub_(1)).mul_(grad_row)
             # The one rounding; `grad` carries the loss scale.
@@ -52,7 +52,8 @@ def _countable(targets: Tensor) -> Tensor:
     return targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Rows to widen at a time, of logits (N, columns)."""
     num_rows, vocab_size = logits.shape
     return row_slices(num_rows, vocab_size, CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
 

@@ -127,20 +127,27 @@ class Transformer(nn.Module):
         With scaled_init the weights that end a branch get init_std / sqrt(2 * num_layers) (GPT-2, Radford et al. 2019,
         section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
         """
+        self.tie()
+        for name, parameter in self.named_parameters():
+            self.draw(name, parameter)
+
+    def tie(self) -> None:
+        """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""
         if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
+            self.head.weight = self.embedding.weight
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draw the initial values of one full parameter."""
         # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
         branches = 2 * self.config.num_layers if self.config.scaled_init else 1
-        branch_std = self.config.init_std / math.sqrt(branches)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1)
-            elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
-                parameter.normal_(0, branch_std)
-            else:
-                parameter.normal_(0, self.config.init_std)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1)
+        elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+            parameter.normal_(0, self.config.init_std / math.sqrt(branches))
+        else:
+            parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
         """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
