@@ -44,10 +44,10 @@ class UpdateRank:
         self._optimizer = AdamW(lr=1e-4)
         with torch.device("meta"):
             model = Transformer(work.model)
-        specs, self._groups = describe_params(model, self._optimizer)
-        self.layout = build_layout(specs, dp_size=1)
+        specs, self._groups, _ = describe_params(model, self._optimizer, Axis(), {})
+        self.layout = build_layout(specs, [1])
         cpu = torch.device("cpu")
-        self._shard = MasterShard(self.layout, 0, 2, cpu)
+        self._shard = MasterShard(self.layout, [Collectives(Axis())] * len(self.layout.buckets), 2, cpu)
         self._half = [torch.zeros(bucket.padded_numel, dtype=work.dtype) for bucket in self.layout.buckets]
         self._grads = [self._draw(bucket.padded_numel) for bucket in self.layout.buckets]
         self._scalars = self._make_scalars()
@@ -58,7 +58,7 @@ class UpdateRank:
 
         compiled, stats = choose(work.try_compiler)
         library, library_stats = choose(False)
-        pieces = PieceStats(self.layout, 0, cpu)
+        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)

@@ -48,7 +48,9 @@ class LayoutRecord(_Record):
     """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
 
     dp_size: _Count
-    buckets: tuple[_Count, ...]  # elements, with padding
+    tp_size: _Count = 1
+    pp_size: _Count = 1
+    buckets: tuple[_Count, ...]  # elements, with padding, of the first rank
 
 
 class RunRecord(_Record):
@@ -83,7 +85,10 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
         loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
         run=run,
         layout=LayoutRecord(
-            dp_size=engine.layout.dp_size, buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets)
+            dp_size=engine.topology.dp.size,
+            tp_size=engine.topology.tp.size,
+            pp_size=engine.topology.pp.size,
+            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
         ),
         states=states,
         params=tuple(describe_param(slot.spec) for bucket in engine.layout.buckets for slot in bucket.slots),
@@ -91,7 +96,7 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
 
 
 def describe_param(spec: ParamSpec) -> ParamRecord:
-    return ParamRecord(name=spec.name, shape=spec.shape, aliases=spec.aliases)
+    return ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases)
 
 
 def manifest_text(manifest: Manifest) -> bytes:

@@ -91,6 +91,17 @@ class Collectives:
         """Every rank's row, in rank order. Shapes: row (n,) -> (size, n). Small; awaited at once."""
         return row.unsqueeze(0)
 
+    def gather(self, part: Tensor) -> Tensor:
+        """The same for activations, as large as they may be. Shapes: part (n,) -> (size, n)."""
+        flat = part.new_empty(self.axis.size, part.numel())
+        flat[self.axis.rank].copy_(part)
+        self.all_gather(flat.view(-1), flat[self.axis.rank]).wait()
+        return flat
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """This rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
+        return parts[0]
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` on every rank with the first rank's."""
 
@@ -139,6 +150,11 @@ class NcclCollectives(_ManyRanks):  # pragma: CUDA only
         _all_gather(table, row, group=self.axis.group)
         return table
 
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        out = parts.new_empty(parts.shape[1])
+        _reduce_scatter(out, parts, group=self.axis.group)
+        return out
+
     def agree(self, ok: bool) -> bool:
         device = torch.device("cuda", torch.cuda.current_device())
         return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=device)).all())
@@ -178,6 +194,12 @@ class GlooCollectives(_ManyRanks):
         table = row.new_empty(self.axis.size, row.numel())
         _all_gather(table.view(-1), row, group=self.axis.group)
         return table
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        arrived, out = torch.empty_like(parts), parts.new_empty(parts.shape[1])
+        dist.all_to_all_single(arrived, parts, group=self.axis.group)
+        sum_in_rank_order(arrived, out)
+        return out
 
     def agree(self, ok: bool) -> bool:
         return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())

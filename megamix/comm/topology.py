@@ -51,6 +51,11 @@ class Topology:
         )
         return f"{self.world.size} rank(s){sizes}"
 
+    @property
+    def tells_loss(self) -> bool:
+        """Of the ranks that compute one loss together, one counts it: the first that has it."""
+        return self.tp.rank == 0
+
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:
         """Data-parallel ranks and nothing else: those of `group`; without one, of the whole world; without a world,

@@ -16,7 +16,7 @@ from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.fingerprint import fingerprint, require_equal
 from megamix.mixed_precision.flat_layout import Run, build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
-from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
+from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
@@ -57,48 +57,51 @@ class ShardedEngine:
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
         device = single_device(model)
-        grad_dtype = precision.grad_dtype or precision.dtype
+        grad_dtype = precision.own_grad_dtype
 
         topology = self.topology = sharding.topology or Topology.current()
-        specs, groups = describe_params(model, optimizer)
+        specs, groups, axes = describe_params(model, optimizer, topology.dp, sharding.placements)
         self.param_names = [spec.name for spec in specs]  # in registration order
         self._own_names = frozenset(self.param_names)
-        self.layout = build_layout(specs, topology.dp.size, sharding.bucket_size)
-        sum_dtype = precision.sum_dtype(topology.dp.size)
-        self.collectives = make_collectives(
-            topology.dp, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
-        )
+        self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
+        self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
+        self._tp = make_collectives(topology.tp, 0, grad_dtype, device)
+        by_axis = connect_owners(self.layout, axes, precision, device)
+        self.owners = [by_axis[bucket.owners] for bucket in self.layout.buckets]
         self.clock = Clock(device)
         self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
-        settings = fingerprint(self._fingerprint, optimizer, clip_grad, grad_accum_steps, grad_dtype, sum_dtype)
+        settings = (optimizer, clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype)
         require_equal(self.collectives, device, settings)
+        for number, own in enumerate(by_axis):
+            require_equal(own, device, [bucket for bucket in self.layout.buckets if bucket.owners == number])
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
-        self.master_shard = MasterShard(self.layout, topology.dp.rank, len(optimizer.state_names), device)
+        self.master_shard = MasterShard(self.layout, self.owners, len(optimizer.state_names), device)
         for bucket, flat in enumerate(self.half_params.flat):
             full = self.half_params.full_precision(bucket)
-            self.collectives.broadcast(full)
+            self.owners[bucket].broadcast(full)
             self.master_shard.take(bucket, full)
             flat.copy_(full)
             self.half_params.install(bucket)
         trained = [self.half_params.params[spec.name] for spec in specs]
         for tensor in cast_frozen(model, trained, precision.dtype):
-            self.collectives.broadcast(tensor)
+            by_axis[0].broadcast(tensor)
 
         self.loss_scale = precision.loss_scale or StaticLossScale()
         self.loss_scale.to(device)
         self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(
-            model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
+            model, sharding.units, self.layout, self.half_params.flat, self.owners, sharding.overlap, self.clock
         )
-        grad_shards = make_grad_shards(self.half_grads.flat, topology.dp, sum_dtype)
+        grad_shards = make_grad_shards(self.half_grads.flat, self.owners, precision)
         self._update, row_stats = choose_update(
             optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
         )  # fmt: skip
         self.grad_reduce = GradReduce(
-            self.half_grads.flat, grad_shards, row_stats, self.collectives, sharding.overlap, self.clock
+            self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
         )
-        self.piece_stats = PieceStats(self.layout, topology.dp.rank, device)
+        self._shards = [own.axis.rank for own in self.owners]  # of each bucket, which one this rank owns
+        self.piece_stats = PieceStats(self.layout, self._shards, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -162,8 +165,9 @@ class ShardedEngine:
 
     def scaled(self, loss: Tensor, weight: float = 1.0) -> Tensor:
         """What is to be back-propagated for a micro-batch's loss, which is counted into the step's."""
-        self._loss_sum += loss.detach().view(())
-        self._weight_sum += weight
+        if self.topology.tells_loss:
+            self._loss_sum += loss.detach().view(())
+            self._weight_sum += weight
         return loss.float() * self._scale_used
 
     @contextmanager
@@ -186,8 +190,9 @@ class ShardedEngine:
             raise RuntimeError(
                 f"examine_next_step() after {self._micro_batches} backward() calls of a step; call it before the first"
             )
-        rank, device = self.topology.dp.rank, self._scale_used.device
-        self._examination = Examination(self.layout, rank, self.param_names, self.grad_accum_steps, device)
+        self._examination = Examination(
+            self.layout, self._shards, self.param_names, self.grad_accum_steps, self._scale_used.device
+        )
 
     def step(self) -> StepResult:
         """Agree, update and send out; the host never waits for the device.
@@ -257,7 +262,7 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(self.module, self.half_params, self.master_shard, self.collectives)
+        return full_weights(self.module, self.half_params, self.master_shard, self._tp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
@@ -273,7 +278,7 @@ class ShardedEngine:
         self._require_between_steps("state_dict()")
         return {
             "layout": self._fingerprint,
-            "dp_rank": self.topology.dp.rank,
+            "rank": self.topology.world.rank,
             "master": [master.clone() for master in self.master_shard.master],
             "states": [tuple(state.clone() for state in states) for states in self.master_shard.states],
             "applied_updates": self.applied_updates.clone(),
@@ -287,10 +292,10 @@ class ShardedEngine:
         Raises: ValueError if the layout, the optimizer's settings or the rank differ.
         """
         self._require_between_steps("load_state_dict()")
-        rank = self.topology.dp.rank
-        if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
+        rank = self.topology.world.rank
+        if (state["layout"], state["rank"]) != (self._fingerprint, rank):
             raise ValueError(
-                f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
+                f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
                 f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, optimizer settings"
             )
         self.master_shard.restore(state["master"], state["states"])

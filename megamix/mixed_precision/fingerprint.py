@@ -14,9 +14,9 @@ def fingerprint(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def require_equal(collectives: Collectives, device: torch.device, settings: str) -> None:
+def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:
     """Raises: ValueError on every rank if one has another fingerprint. Every rank must call it."""
-    mine = torch.tensor([int(settings[:15], 16)], device=device)
+    mine = torch.tensor([int(fingerprint(*values)[:15], 16)], device=device)
     axis = collectives.axis
     different = [axis.ranks[place] for place in (collectives.table(mine) != mine).nonzero()[:, 0].tolist()]
     if different:

@@ -33,10 +33,10 @@ class HalfGrads:
         self._params, self._hooks = params, dict[str, Callable[[Tensor], None]]()
         for bucket_index, bucket in enumerate(layout.buckets):
             flat, views, gaps = self.flat[bucket_index], [], []
-            for index, (slot, whole) in enumerate(zip(bucket.slots, bucket.shard_pieces(0, 1), strict=True)):
+            for index, (slot, padded_end) in enumerate(zip(bucket.slots, bucket.padded_ends(), strict=True)):
                 views.append(flat[slot.start : slot.end].view(slot.spec.shape))
-                gaps.append(flat[slot.end : whole.end])
-                hook = self._hooks[slot.spec.name] = self._make_hook(bucket_index, index)
+                gaps.append(flat[slot.end : padded_end])
+                hook = self._hooks[slot.spec.name] = self._make_hook(bucket_index, index, slot.spec.counts)
                 params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._views.append(views)
             self._gaps.append(gaps)
@@ -90,7 +90,7 @@ class HalfGrads:
             self._warned.update(new)
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
-    def _make_hook(self, bucket: int, index: int) -> Callable[[Tensor], None]:
+    def _make_hook(self, bucket: int, index: int, counts: bool) -> Callable[[Tensor], None]:
         def accumulate(param: Tensor) -> None:
             grad, param.grad = param.grad, None
             assert grad is not None
@@ -111,6 +111,8 @@ class HalfGrads:
                 )
             if self._look is not None:
                 self._look(name, grad)
+            if not counts:
+                grad = grad.new_zeros(()).expand_as(grad)
             if self._touched[bucket][index]:
                 self._views[bucket][index].add_(grad)
             else:

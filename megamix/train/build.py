@@ -1,18 +1,19 @@
 """From configuration sections to the objects they describe; each object gets only its own section."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from megamix.comm.topology import Topology
 from megamix.config import Config, OptimizerConfig, PrecisionConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
 from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.train.lr_schedule import lr_table
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,7 +61,10 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
 
 
-def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int) -> ShardedEngine:
+def build_engine(
+    config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
+    topology: Topology | None = None, placements: Mapping[str, Placement] | None = None,
+) -> ShardedEngine:  # fmt: skip
     """The engine of a job. Every rank must call it."""
     dtype = DTYPES[config.precision.dtype]
     table = lr_table(
@@ -80,7 +84,13 @@ def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], g
             build_loss_scale(config.precision),
             config.precision.reduce_dtype,
         ),
-        Sharding(units=units, bucket_size=config.parallelism.bucket_size, overlap=config.parallelism.overlap),
+        Sharding(
+            units=units,
+            topology=topology,
+            bucket_size=config.parallelism.bucket_size,
+            overlap=config.parallelism.overlap,
+            placements=placements or {},
+        ),
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,
         compile_update=config.optimizer.compile,

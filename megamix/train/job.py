@@ -20,6 +20,7 @@ from megamix.data.loader import BatchLoader
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
+from megamix.parallel.build import build_model
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine
 from megamix.train.build_data import training_source, validation_source
@@ -144,8 +145,11 @@ def _train(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(config.training.seed)
     first = topology.world.rank == 0
-    model = Transformer(config.model).to(device)
-    engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp.size))
+    model, placements = build_model(
+        config.model, topology, device, sequence_parallel=config.parallelism.sequence_parallel
+    )
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
     start = load_start(start, config, engine)
@@ -189,8 +193,9 @@ def _train(
         if first and isinstance(early, GaveUpError):
             run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
         raise early
-    if first and config.data.tokenizer is not None:
-        _write_sample(config, model, config.data.tokenizer, console)
+    # The ranks that divide a model compute its sample together.
+    if topology.dp.rank == 0 and config.data.tokenizer is not None:
+        _write_sample(config, model, config.data.tokenizer, console if first else None)
     return valid_loss
 
 
@@ -213,11 +218,13 @@ def _write_weights(engine: ShardedEngine, folder: Path, console: Console) -> Non
         console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
 
 
-def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:
+def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console | None) -> None:
+    """`console`: the first rank's, which writes; the others' is None."""
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
     text = sample_text(model, Path(tokenizer), PROMPT, max_new_tokens=128, seed=config.training.seed)
-    run_folder.write_text(path, text)
-    console.line(f"sample of text ({path}):\n{text}")
+    if console is not None:
+        run_folder.write_text(path, text)
+        console.line(f"sample of text ({path}):\n{text}")
 
 
 def _place(trainer: Trainer) -> Place:

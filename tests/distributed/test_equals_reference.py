@@ -101,7 +101,7 @@ def run_engine(
         model,
         OPTIMIZERS[case.optimizer],
         Precision(case.dtype, case.grad_dtype, scale, case.reduce_dtype),
-        Sharding([*model.blocks] if case.units else [], group, case.bucket_size, case.overlap),
+        Sharding([*model.blocks] if case.units else [], Topology.current(group), case.bucket_size, case.overlap),
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
