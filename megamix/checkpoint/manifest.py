@@ -78,7 +78,10 @@ class Manifest(_Record):
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
-    """The manifest of the engine's state, its files still to be named. Reads the device."""
+    """The manifest of the engine's state, its files still to be named; the first rank's is the one that counts, for
+    others may not have a parameter under all its names. Reads the device.
+    """
+    aliases = {slot.spec.name: slot.spec.aliases for bucket in engine.layout.buckets for slot in bucket.slots}
     return Manifest(
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),
@@ -91,7 +94,10 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
             buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
         ),
         states=states,
-        params=tuple(describe_param(slot.spec) for bucket in engine.layout.buckets for slot in bucket.slots),
+        params=tuple(
+            ParamRecord(name=name, shape=shape, aliases=aliases.get(name, ()))
+            for name, shape in engine.full_shapes.items()
+        ),
     )
 
 

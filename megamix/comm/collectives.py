@@ -102,8 +102,8 @@ class Collectives:
         """This rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
         return parts[0]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` on every rank with the first rank's."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with that of one, the first if not told otherwise."""
 
     def agree(self, ok: bool) -> bool:
         """True if every rank says so. Reads the device: for construction, never inside a step."""
@@ -128,8 +128,8 @@ class _ManyRanks(Collectives):
         self._exchanging = _Works([work], then=lambda: use(by_rank))
         return self._exchanging
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.axis.group, group_src=0)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, group=self.axis.group, group_src=source)
 
 
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only

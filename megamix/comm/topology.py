@@ -44,6 +44,7 @@ class Topology:
     dp: Axis = Axis()  # ranks that hold the same part of the model and read other data
     tp: Axis = Axis()  # ranks that divide each layer of one stage, and read the same data
     stage: Axis = Axis()  # dp x tp: all ranks of this pipeline stage
+    ends: Axis = Axis()  # on the first and the last pipeline rank: dp of both, which hold one table if it is tied
 
     def __str__(self) -> str:
         sizes = (
@@ -83,12 +84,15 @@ class Topology:
         pp_rank, within = divmod(rank, stage_size)
         dp_rank, tp_rank = divmod(within, tp_size)
         first = rank - within  # of this stage
+        last = world_size - stage_size  # of the last one
+        ends = sorted({start + part for start in (0, last) for part in range(tp_rank, stage_size, tp_size)})
         return Topology(
             world=Axis(range(world_size), rank),
             pp=Axis(range(within, world_size, stage_size), pp_rank),
             dp=Axis(range(first + tp_rank, first + stage_size, tp_size), dp_rank),
             tp=Axis(range(rank - tp_rank, rank - tp_rank + tp_size), tp_rank),
             stage=Axis(range(first, first + stage_size), within),
+            ends=Axis(tuple(ends), ends.index(rank)) if first in (0, last) else Axis((rank,)),
         )
 
     @staticmethod
@@ -108,7 +112,7 @@ class Topology:
         here = Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=world_size // model_size, tp_size=tp_size)
         groups = {tuple(here.world.ranks): dist.group.WORLD}
         # The same order on every rank: those of a group meet in its creation.
-        names = ("world", "tp", "dp", "stage", "pp")
+        names = ("world", "tp", "dp", "stage", "pp", "ends")
         return Topology(**{name: _connected(getattr(here, name), groups, timeout_s) for name in names})
 
 

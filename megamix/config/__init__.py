@@ -5,6 +5,7 @@ from megamix.config.data_section import DataConfig, DataSource, DataStage, whole
 from megamix.config.load import config_from_dict, config_schema, load_config
 from megamix.config.mesh_checks import data_parallel_size
 from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
+from megamix.config.pipeline_checks import stages_per_rank
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -45,5 +46,6 @@ __all__ = [
     "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
+    "stages_per_rank",
     "whole_weights",
 ]

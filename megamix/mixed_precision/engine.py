@@ -19,7 +19,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Up
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
+from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, full_shapes, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer, lr_of
@@ -61,11 +61,12 @@ class ShardedEngine:
 
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes = describe_params(model, optimizer, topology.dp, sharding.placements)
-        self.param_names = [spec.name for spec in specs]  # in registration order
-        self._own_names = frozenset(self.param_names)
+        self.full_shapes = full_shapes(model, specs, sharding.placements)
+        self.param_names = [*self.full_shapes]  # of the whole model, in registration order
+        self._own_names = frozenset(spec.name for spec in specs)
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
-        self._tp = make_collectives(topology.tp, 0, grad_dtype, device)
+        self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
         by_axis = connect_owners(self.layout, axes, precision, device)
         self.owners = [by_axis[bucket.owners] for bucket in self.layout.buckets]
         self.clock = Clock(device)
@@ -262,7 +263,9 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(self.module, self.half_params, self.master_shard, self._tp)
+        return full_weights(
+            self.module, self.half_params, self.master_shard, self.full_shapes, self._tp, self._pp
+        )
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
@@ -271,7 +274,7 @@ class ShardedEngine:
         Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
         """
         self._require_between_steps("load_weights()")
-        load_weights(state_dict, self.module, self.half_params, self.master_shard)
+        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.full_shapes)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +63,15 @@ def describe_params(
             spec = replace(spec, full_shape=at.full_shape, offset=at.offset, owners=owners, counts=at.counts)
         specs.append(spec)
     return specs, list(groups), list(axes)
+
+
+def full_shapes(
+    model: nn.Module, specs: Sequence[ParamSpec], placements: Mapping[str, Placement]
+) -> dict[str, tuple[int, ...]]:
+    """Of every parameter of the model that all ranks train, in its order: those placed, and those of this module."""
+    own, trained = {name for name, _ in model.named_parameters()}, {spec.name: spec.full_shape for spec in specs}
+    placed = {name: at.full_shape for name, at in placements.items() if name in trained or name not in own}
+    return placed | trained
 
 
 class HalfParams:

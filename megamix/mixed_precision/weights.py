@@ -14,12 +14,13 @@ from megamix.mixed_precision.master_shard import MasterShard
 
 
 def full_weights(
-    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, tp: Collectives
-) -> dict[str, Tensor]:
+    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, full_shapes: Mapping[str, tuple[int, ...]],
+    tp: Collectives, pp: Collectives,
+) -> dict[str, Tensor]:  # fmt: skip
     """The state dict of the model that all ranks train, its trained weights taken in FP32 from every rank's masters.
     Copies, on the host.
 
-    `tp`: among the ranks that divide this rank's parameters.
+    `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold others, of `full_shapes`.
     """
     trained: dict[str, Tensor] = {}
     for index, bucket in enumerate(half_params.layout.buckets):
@@ -28,7 +29,21 @@ def full_weights(
             value = _whole(flat[slot.start : slot.end], slot.spec, tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
     own = model.state_dict()
-    return {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
+    weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
+    return weights if pp.axis.size == 1 else weights | _of_all_stages(trained, full_shapes, pp, master_shard.master[0].device)
+
+
+def _of_all_stages(
+    own: Mapping[str, Tensor], full_shapes: Mapping[str, tuple[int, ...]], pp: Collectives, device: torch.device
+) -> dict[str, Tensor]:
+    """Every parameter, from the first of `pp` that holds it."""
+    held = pp.table(torch.tensor([name in own for name in full_shapes], dtype=torch.uint8, device=device))
+    weights = {}
+    for (name, shape), source in zip(full_shapes.items(), held.argmax(0).tolist(), strict=True):
+        weight = own[name].to(device) if name in own else torch.empty(shape, device=device)
+        pp.broadcast(weight, source)
+        weights[name] = weight.cpu()
+    return weights
 
 
 def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
@@ -40,9 +55,11 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 
 
 def load_weights(
-    state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard
-) -> None:
+    state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
+    full_shapes: Mapping[str, tuple[int, ...]],
+) -> None:  # fmt: skip
     """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
+    `full_shapes`: of all trained parameters, those of other ranks too.
 
     Raises: ValueError naming every missing, unknown or misshapen entry, before anything is changed.
     """
@@ -56,7 +73,7 @@ def load_weights(
     }
     shapes |= trained
     problems = [f"missing {name}" for name in own if name not in state_dict]
-    problems += [f"unknown {name}" for name in state_dict if name not in own]
+    problems += [f"unknown {name}" for name in state_dict if name not in own and name not in full_shapes]
     problems += [
         f"{name} has shape {tuple(state_dict[name].shape)}, the model's has {shape}"
         for name, shape in shapes.items()

@@ -7,13 +7,17 @@ import torch
 from torch import nn
 
 from megamix.comm.topology import Topology
-from megamix.config import Config, OptimizerConfig, PrecisionConfig
+from megamix.config import Config, OptimizerConfig, PrecisionConfig, stages_per_rank
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
 from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
+from megamix.model.transformer import Transformer
+from megamix.parallel.passes import OneByOne, Passes
+from megamix.parallel.pipeline_parallel import V_SHAPED, Border, Pipeline
+from megamix.parallel.stages import StagePlan, plan_stages
 from megamix.train.lr_schedule import lr_table
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -59,6 +63,28 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
             groups=groups,
         )
     return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
+
+
+def plan_pipeline(config: Config) -> list[StagePlan]:
+    """The stages of all ranks; none without a pipeline."""
+    section = config.parallelism
+    if section.pp_size == 1:
+        return []
+    v_shaped = section.pp_schedule in V_SHAPED
+    return plan_stages(config.model, section.pp_size, stages_per_rank(section), v_shaped=v_shaped)
+
+
+def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stages: Sequence[StagePlan]) -> Passes:
+    """How a step's micro-batches pass through this rank's part of the model."""
+    if not stages:
+        return OneByOne(engine)
+    topology = engine.topology
+    batch = (config.training.micro_batch_size, config.model.seq_len)
+    divides = topology.tp.size if config.parallelism.sequence_parallel else 1
+    hidden = (batch[0], batch[1] // divides, config.model.hidden_size)
+    own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
+    border = Border(topology.pp, len(stages), batch, hidden)
+    return Pipeline(engine, model, own, config.parallelism.pp_schedule, border)
 
 
 def build_engine(

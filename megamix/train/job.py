@@ -21,12 +21,13 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
+from megamix.parallel.stages import describe_stages
 from megamix.train import run_folder
-from megamix.train.build import DTYPES, build_engine
+from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
-from megamix.train.generate import sample_text
+from megamix.train.generate import load_model, sample_text
 from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import METRICS, MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
@@ -145,13 +146,16 @@ def _train(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(config.training.seed)
     first = topology.world.rank == 0
+    stages = plan_pipeline(config)
     model, placements = build_model(
-        config.model, topology, device, sequence_parallel=config.parallelism.sequence_parallel
+        config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
+    if stages:
+        console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
     start = load_start(start, config, engine)
     if start.checkpoint is not None:
         console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
@@ -174,7 +178,8 @@ def _train(
             config.training.steps,
             _mfu_per_token_rate(config, topology.world.size, device),
         )
-        trainer = Trainer(config, engine, loader, validation, report, console, writer)
+        passes = build_passes(config, engine, model, stages)
+        trainer = Trainer(config, passes, loader, validation, report, console, writer)
         trainer.begin(start.progress, checkpoints)
         status.update = lambda: trainer.plan.applied
         watchdog.place = partial(_place, trainer)
@@ -193,9 +198,10 @@ def _train(
         if first and isinstance(early, GaveUpError):
             run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
         raise early
-    # The ranks that divide a model compute its sample together.
-    if topology.dp.rank == 0 and config.data.tokenizer is not None:
-        _write_sample(config, model, config.data.tokenizer, console if first else None)
+    # The ranks that divide the layers compute a sample together; of a pipeline one reads what all have just written.
+    if config.data.tokenizer is not None and (first if stages else topology.dp.rank == 0):
+        whole = load_model(status.folder)[0] if stages else model
+        _write_sample(config, whole, config.data.tokenizer, console if first else None)
     return valid_loss
 
 
