@@ -113,6 +113,10 @@ class Topology:
         groups = {tuple(here.world.ranks): dist.group.WORLD}
         # The same order on every rank: those of a group meet in its creation.
         names = ("world", "tp", "dp", "stage", "pp", "ends")
+        if 0 < here.pp.rank < here.pp.size - 1:
+            # torch names these groups by their ranks and by how many this rank has: a rank that is in no pair of ends
+            # would find no peer for any later group.
+            dist.new_group([here.world.ranks[here.world.rank]], use_local_synchronization=True)
         return Topology(**{name: _connected(getattr(here, name), groups, timeout_s) for name in names})
 
 
