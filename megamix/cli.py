@@ -39,16 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
     train.set_defaults(run=_train)
 
-    prepare = verbs.add_parser("prepare", help="make tokenizer and token files from text")
-    text = prepare.add_mutually_exclusive_group()
-    text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
-    text.add_argument("--input", metavar="DIR", type=Path, help="a folder of your own text files instead")
-    prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
-    prepare.add_argument("--vocab-size", metavar="N", type=int, default=2048, help="tokens of the tokenizer (2048)")
-    prepare.add_argument(
-        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
-    )
-    prepare.set_defaults(run=_prepare)
+    _add_prepare(verbs.add_parser("prepare", help="make tokenizer and token files from text"))
 
     generate = verbs.add_parser("generate", help="continue a prompt with the model of a finished run")
     generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder")
@@ -84,6 +75,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_prepare(prepare: argparse.ArgumentParser) -> None:
+    text = prepare.add_mutually_exclusive_group()
+    text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
+    text.add_argument(
+        "--input", metavar="PATH", nargs="+",
+        help="files or folders instead: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or a dataset saved by "
+        "`datasets` hold records, any other file is one document; hf:NAME is loaded by `datasets`",
+    )  # fmt: skip
+    prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")
+    prepare.add_argument("--text-key", metavar="KEY", default="text", help="key or column of a record's text (text)")
+    prepare.add_argument("--split", metavar="NAME", default="train", help="of a dataset that has splits (train)")
+    prepare.add_argument(
+        "--tokenizer", metavar="WHAT", default="train",
+        help="train: a byte-level BPE on this text (default); bytes; or a tokenizer.json or SentencePiece .model",
+    )  # fmt: skip
+    prepare.add_argument("--vocab-size", metavar="N", type=int, help="tokens of a tokenizer that is trained (2048)")
+    prepare.add_argument("--end-token", metavar="TOKEN", help="ends each document, if the tokenizer's files do not say")
+    prepare.add_argument(
+        "--valid-fraction", metavar="F", type=float, default=0.05, help="share of the documents kept apart (0.05)"
+    )
+    prepare.add_argument("--workers", metavar="N", type=int, help="processes that encode (one for each core)")
+    prepare.add_argument(
+        "--max-bad-records", metavar="N", type=int, default=100,
+        help="more stop the run; fewer are left out and listed in bad_records.jsonl (100)",
+    )  # fmt: skip
+    prepare.set_defaults(run=_prepare)
+
+
 def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
     ls = actions.add_parser("ls", help="a line for each: step, time, size, layout, complete, damaged or unfinished")
@@ -108,15 +127,24 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megamix.data.corpus import directory_corpus, named_corpus
-    from megamix.data.prepare import prepare_corpus
+    from megamix.data.corpus import input_corpus, named_corpus
+    from megamix.data.prepare import Effort, Request, prepare_corpus
+    from megamix.data.prepare_tokenizer import TokenizerChoice
 
+    what, vocab_size = arguments.tokenizer, arguments.vocab_size
     try:
-        corpus = directory_corpus(arguments.input) if arguments.input else named_corpus(arguments.corpus)
-        prepared = prepare_corpus(
-            corpus, arguments.output, vocab_size=arguments.vocab_size, valid_fraction=arguments.valid_fraction
+        request = Request(
+            tokenizer=TokenizerChoice(
+                what, (vocab_size or 2048) if what == "train" else vocab_size, arguments.end_token
+            ),
+            valid_fraction=arguments.valid_fraction,
+            text_key=arguments.text_key,
         )
-    except ValueError as error:  # by the contract of both functions a mistake in the flags
+        effort = Effort(num_workers=arguments.workers, max_bad_records=arguments.max_bad_records)
+        inputs = arguments.input
+        corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
+        prepared = prepare_corpus(corpus, arguments.output, request, effort)
+    except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(prepared.summary())
 

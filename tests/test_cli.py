@@ -90,6 +90,9 @@ def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamix.data.prepare import Effort
+    from megamix.data.prepare_tokenizer import TokenizerChoice
+
     module = importlib.import_module("megamix.data.prepare")
     seen: list[tuple[Any, ...]] = []
 
@@ -97,13 +100,13 @@ def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.Monkey
         def summary(self) -> str:
             return "done"
 
-    def prepare_corpus(corpus: Any, output: Path, *, vocab_size: int, valid_fraction: float) -> Prepared:
-        seen.append((corpus.flag, output, vocab_size, valid_fraction))
+    def prepare_corpus(corpus: Any, output: Path, request: Any, effort: Any) -> Prepared:
+        seen.append((corpus.flag, output, request.tokenizer, request.valid_fraction, effort))
         return Prepared()
 
     monkeypatch.setattr(module, "prepare_corpus", prepare_corpus)
     assert main(["prepare", "--corpus", "torch", "--output", str(tmp_path), "--valid-fraction", "0.1"]) == 0
-    assert seen == [("--corpus torch", tmp_path, 2048, 0.1)]
+    assert seen == [("--corpus torch", tmp_path, TokenizerChoice("train", 2048), 0.1, Effort())]
 
 
 def test_wrong_input_is_answered_before_torch_is_imported() -> None:
@@ -122,4 +125,6 @@ def test_module_is_the_command() -> None:
     command = [sys.executable, "-m", "megamix", "config", QUICKSTART, "data.train=3", "--show"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[1:] == ['  data.train: got 3, must be text in quotes; write train = "3"']
+    assert done.stderr.splitlines()[1:] == [
+        '  data.train: got 3, must be text in quotes, or a list of tables; write train = "3"'
+    ]

@@ -8,7 +8,7 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megamix.cli import main
-from megamix.config import OptimizerGroup, RopeScaling, config_schema
+from megamix.config import DataSource, DataStage, OptimizerGroup, RopeScaling, config_schema
 from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
 
@@ -16,6 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 TABLES = {
     **{f"[{name}]": model for name, model in SECTIONS.items()},
     "[model.rope_scaling]": RopeScaling,
+    "[[data.train]]": DataSource,
+    "[[data.stages]]": DataStage,
     "[[optimizer.groups]]": OptimizerGroup,
 }
 
@@ -70,4 +72,4 @@ def test_schema_describes_every_key() -> None:
 def test_schema_lets_a_file_leave_keys_to_its_base() -> None:
     schema = config_schema()
     required = {name for name, table in [("", schema), *schema["$defs"].items()] if "required" in table}
-    assert required == {"OptimizerGroup", "RopeScaling"}
+    assert required == {"DataStage", "OptimizerGroup", "RopeScaling"}

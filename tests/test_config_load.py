@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, load_config
+from megamix.config import Config, ConfigError, DataSource, config_from_dict, config_to_toml, load_config
 
 MINIMAL = """
 [model]
@@ -77,7 +77,7 @@ def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
         ("precision.loss_scale=megatron", "precision", "loss_scale", "megatron"),
         ("precision.loss_scale=deepspeed", "precision", "loss_scale", "deepspeed"),
         ("optimizer.betas=[0.8, 0.9]", "optimizer", "betas", (0.8, 0.9)),
-        ("data.train=other/tokens=v2", "data", "train", "other/tokens=v2"),
+        ("data.train=other/tokens=v2", "data", "train", (DataSource(path="other/tokens=v2"),)),
         (" training.steps = 7 ", "training", "steps", 7),
         ("parallelism.dp_size=2", "parallelism", "dp_size", 2),
     ],

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megamix.data.corpus import Corpus, named_corpus
-from megamix.data.prepare import prepare_corpus
+from megamix.data.corpus import Corpus, folder_files, named_corpus
+from megamix.data.prepare import Request, prepare_corpus
+from megamix.data.prepare_tokenizer import TokenizerChoice
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"
@@ -59,9 +60,11 @@ def prepare_text(small: bool, folder: Path) -> Path:
     """
     if not small:
         stdlib = ROOT / "runs/data/stdlib"
-        return prepare_corpus(named_corpus("stdlib"), stdlib, vocab_size=2048, valid_fraction=0.05).output_dir
-    sources = Corpus(flag="the package's sources", root=ROOT / "megamix", suffix=".py")
-    return prepare_corpus(sources, folder / "text", vocab_size=300, valid_fraction=0.1).output_dir
+        request = Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.05)
+        return prepare_corpus(named_corpus("stdlib"), stdlib, request).output_dir
+    sources = Corpus("the package's sources", folder_files(ROOT / "megamix", suffix=".py"))
+    request = Request(tokenizer=TokenizerChoice("train", 300), valid_fraction=0.1)
+    return prepare_corpus(sources, folder / "text", request).output_dir
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

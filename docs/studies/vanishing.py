@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import study
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megamix.config import Config, load_config
-from megamix.data.source import TokenFileSource
+from megamix.data.source import Stretch, TokenFileSource
 from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
@@ -122,13 +123,14 @@ def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     torch.manual_seed(config.training.seed)
     model = Transformer(config.model)
     engine = build_engine(config, model, units=(), grad_accum_steps=1)
-    source = TokenFileSource(text_file, seq_len=config.model.seq_len, seed=config.training.seed)
+    source = TokenFileSource([Stretch.whole(text_file)], seq_len=config.model.seq_len, seed=config.training.seed)
     watch, batch_size = Watch(model), config.training.micro_batch_size
     steps, losses = [], []
     for step in range(config.training.steps):
         watch.is_on = step % watch_every == 0 or step == config.training.steps - 1
-        rows = torch.from_numpy(source.read(range(step * batch_size, (step + 1) * batch_size)))
-        loss = engine(rows[:, :-1], rows[:, 1:])
+        rows = torch.from_numpy(source.read(range(step * batch_size, (step + 1) * batch_size)).tokens)
+        logits = engine(rows[:, :-1])  # with targets the model's loss would never hold them, nor their gradient
+        loss = functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         engine.backward(loss)
         if watch.is_on:
             watch.read_weights(engine)

@@ -11,6 +11,7 @@ snapshot     the state of one instant, as views or as a copy in the host's memor
 save         the commit: fresh folder, files, manifest, rename; and what may be removed after it
 saver        saves one after the other, at once or by a thread while training goes on, and removes old ones
 verify       a checkpoint found good, or what is wrong with it
+fill         its bytes into a rank's memory, verified on the way
 load         the newest good checkpoint, into an engine of any layout
 pieces       a checkpoint's states piece by piece
 diff         what differs between two checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 from megamix.checkpoint.diff import differences
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
 from megamix.checkpoint.manifest import read_manifest
-from megamix.checkpoint.verify import Checkpoint, Damaged, check_bytes, read_checkpoint
+from megamix.checkpoint.verify import Checkpoint, Damaged, check_size, verify_checkpoint
 
 
 def ls(path: Path) -> Iterator[str]:
@@ -35,7 +35,7 @@ def verify(path: Path) -> Iterator[str]:
     problems = []
     for found in _checkpoints(path):
         try:
-            manifest = read_checkpoint(found).manifest
+            manifest = verify_checkpoint(found).manifest
             held = f"{len(manifest.params)} parameters, of each {', '.join(manifest.states)}"
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
         except Damaged as error:
@@ -82,14 +82,14 @@ def _checkpoints(path: Path) -> list[Path]:
 def _good(name: str, path: Path) -> Checkpoint:
     if (found := _checkpoints(path)) != [path]:
         raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
-    return read_checkpoint(path)
+    return verify_checkpoint(path)
 
 
 def _row(path: Path) -> tuple[str, ...]:
     try:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
-            check_bytes(path / record.name, record, content=False)
+            check_size(path / record.name, record)
     except (ValueError, OSError) as error:
         return path.name, "", _written(path), _size(path), "", f"damaged: {error}"
     written = _written(path / MANIFEST)

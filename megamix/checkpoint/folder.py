@@ -13,13 +13,13 @@ _UNFINISHED = ".partial-"  # being written or removed; the next save removes wha
 _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Those that were committed, the newest first."""
-    numbers = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if match := _COMPLETE.fullmatch(path.name):
-            numbers[path] = (int(match[1]), int(match[2] or 0))
-    return sorted(numbers, key=numbers.__getitem__, reverse=True)
+def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
+    """Those that were committed, the newest first; of them only those before the one of that name, if it is given."""
+    paths = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(
+        (path for path in paths if before is None or _number(path.name) < _number(before)),
+        key=lambda path: _number(path.name), reverse=True,
+    )  # fmt: skip
 
 
 def unfinished(folder: Path) -> list[Path]:
@@ -31,20 +31,21 @@ def set_aside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _DAMAGED in path.name) if folder.is_dir() else []
 
 
-def applied_updates(checkpoint: Path) -> int:
-    """As the name has it."""
-    match = _COMPLETE.fullmatch(checkpoint.name)
-    assert match is not None, checkpoint
-    return int(match[1])
-
-
 def name_for(folder: Path, applied_updates: int) -> str:
     """A name behind all others of the same update: two saves after it may differ, in what is to be tried again."""
     name = f"step_{applied_updates:08d}"
-    for path in checkpoints(folder):
-        if (match := _COMPLETE.fullmatch(path.name)) and int(match[1]) == applied_updates:
-            return f"{name}.{int(match[2] or 0) + 1}"  # the newest of them comes first
+    for path in checkpoints(folder):  # the newest of them comes first
+        update, again = _number(path.name)
+        if update == applied_updates:
+            return f"{name}.{again + 1}"
     return name
+
+
+def _number(name: str) -> tuple[int, int]:
+    """The update, and which save after it. The larger, the newer."""
+    match = _COMPLETE.fullmatch(name)
+    assert match is not None, name
+    return int(match[1]), int(match[2] or 0)
 
 
 def unfinished_name(name: str) -> str:

@@ -3,59 +3,78 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+import math
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.files import Files
+from megamix.checkpoint.fill import fill
 from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
-from megamix.checkpoint.parts import Part, owned_parts, state_names
-from megamix.checkpoint.tensor_file import read_into
+from megamix.checkpoint.parts import owned_parts, state_names
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Checkpoint, Damaged, Stored, read_checkpoint
+from megamix.checkpoint.verify import Checkpoint, Damaged, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
 
 def read_together(path: Path, together: Together) -> Checkpoint:
-    """Check a checkpoint, its bytes by all ranks in shares. Every rank must call it.
+    """Check all but the tensors' bytes, which `load` verifies. Every rank must call it.
 
     Raises: Damaged on every rank, with what any of them found.
     """
     checkpoint, problems = None, []
     try:
-        checkpoint = read_checkpoint(path, together.rank, together.size)
+        checkpoint = read_checkpoint(path)
     except Damaged as error:
         problems = error.problems
-    found = dict.fromkeys(line for lines in together.every(lambda: problems) for line in lines)
-    if found:
-        raise Damaged(list(found))
+    _agree_on(together.every(lambda: problems))
     assert checkpoint is not None
     return checkpoint
 
 
-def newest_checkpoint(folder: Path, together: Together, files: Files | None = None) -> Checkpoint | None:
-    """The newest that is good. Those before it are set aside, with one line each. Every rank must call it."""
-    files = files or Files()
-    rejected: set[str] = set()
-    while name := together.first(lambda: _newest_name(folder, rejected)):
+def newest_checkpoint(
+    folder: Path, together: Together, files: Files | None = None, before: str | None = None
+) -> Checkpoint | None:
+    """The newest, or the newest before the one of that name, that `read_together` finds good; those that it does not
+    are set aside, with one line each. Every rank must call it.
+    """
+    while name := together.first(partial(_newest_name, folder, before)):
         try:
             return read_together(folder / name, together)
         except Damaged as error:
-            rejected.add(name)  # set aside or not: the disk may be read-only
             if together.rank == 0:
-                _set_aside(folder / name, error, files)
+                _set_aside(folder / name, error, files or Files())
+            before = name  # set aside or not: the disk may be read-only
     return None
 
 
-def _newest_name(folder: Path, rejected: set[str]) -> str | None:
-    return next((path.name for path in checkpoints(folder) if path.name not in rejected), None)
+def load_or_older(
+    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, files: Files | None = None
+) -> Checkpoint | None:
+    """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
+    aside, with one line each. Every rank must call it.
+
+    Returns what is loaded; None if none is good, after which the engine holds NaN, as `load` says.
+    Raises: as `load`, apart from Damaged.
+    """
+    found: Checkpoint | None = checkpoint
+    while found is not None:
+        try:
+            load(found, engine, together)
+            break
+        except Damaged as error:
+            if together.rank == 0:
+                _set_aside(found.path, error, files or Files())
+            found = newest_checkpoint(found.path.parent, together, files, before=found.path.name)
+    return found
+
+
+def _newest_name(folder: Path, before: str | None) -> str | None:
+    return next((path.name for path in checkpoints(folder, before)), None)
 
 
 def _set_aside(path: Path, reason: Damaged, files: Files) -> None:
@@ -70,17 +89,32 @@ def _set_aside(path: Path, reason: Damaged, files: Files) -> None:
 def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
-    Raises: ValueError naming everything that does not fit the engine, before anything is changed; FailedTogether on
-    every rank if one cannot read, after which the engine holds some of each.
+    Raises: ValueError naming everything that does not fit the engine, before anything is changed; Damaged on every rank
+    if one finds that a file is not what was written, after which masters and optimizer states are NaN, until another
+    load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of each.
     """
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine):
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
-    together.every(lambda: read_parts(checkpoint, owned_parts(engine)))
+    try:
+        _agree_on(together.every(lambda: fill(checkpoint, owned_parts(engine), together.rank, together.size)))
+    except Damaged:
+        # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
+        # read every byte twice. Whoever trained on without another load would go on from the file's damage; from NaN
+        # nobody does.
+        for part in owned_parts(engine):
+            part.tensor.fill_(math.nan)
+        raise
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     _load_scale(manifest, engine)
     engine.publish_masters()
+
+
+def _agree_on(problems: list[list[str]]) -> None:
+    """Raises: Damaged if any rank has found anything."""
+    if found := dict.fromkeys(line for lines in problems for line in lines):
+        raise Damaged(list(found))
 
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
@@ -106,21 +140,3 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
         engine.loss_scale.load_state_dict(saved)
     else:  # another rule, as where a run that gave up goes on in BF16
         log.warning("the checkpoint's loss scale has another rule (%s): it begins anew", ", ".join(saved) or "none")
-
-
-def read_parts(checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
-    """Fill the parts' memory, reading of each file only what lies in them."""
-    wanted: dict[str, list[tuple[Stored, Part, Box]]] = defaultdict(list)
-    for part in parts:
-        for stored in checkpoint.stored[part.param, part.state]:
-            if common := part.box.intersection(stored.box):
-                wanted[stored.file].append((stored, part, common))
-    for name, copies in wanted.items():
-        path = checkpoint.path / name
-        with safe_open(path, "pt") as tensors, open(path, "rb", buffering=0) as file:
-            for stored, part, common in copies:
-                if common == stored.box == part.box and part.tensor.is_cpu:  # as where the layout is the same
-                    read_into(part.tensor, file, stored.start)
-                    continue
-                piece = tensors.get_slice(stored.key)[common.slices_in(stored.box)]
-                part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(piece)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megamix.checkpoint.tensor_file import parse_key, tensor_starts
+from megamix.checkpoint.tensor_file import parse_key, read_ahead, tensor_starts
 
-_CHUNK = 1 << 20  # bytes: two of them stay in the processor's cache
+_USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class Stored:
     key: str
     box: Box
     start: int  # byte in the file
+
+    @property
+    def end(self) -> int:
+        return self.start + 4 * self.box.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +50,23 @@ class Damaged(ValueError):
         self.problems = problems
 
 
-def read_checkpoint(path: Path, rank: int = 0, size: int = 1) -> Checkpoint:
-    """Check everything but the tensors' bytes, of which this rank checks one file in `size`.
+def verify_checkpoint(path: Path) -> Checkpoint:
+    """Check every byte. Raises: Damaged."""
+    checkpoint = read_checkpoint(path)
+    problems = []
+    for record in checkpoint.manifest.files:
+        try:
+            for _ in verified_chunks(path / record.name, record):
+                pass
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    if problems:
+        raise Damaged(problems)
+    return checkpoint
 
-    Raises: Damaged.
-    """
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: Damaged."""
     if path.is_symlink() or not path.is_dir():
         raise Damaged([f"{path}: not there, or no folder"])
     try:
@@ -59,9 +76,9 @@ def read_checkpoint(path: Path, rank: int = 0, size: int = 1) -> Checkpoint:
     shapes = {param.name: param.shape for param in manifest.params}
     stored = defaultdict(list)
     problems = []
-    for number, record in enumerate(manifest.files):
+    for record in manifest.files:
         try:
-            check_bytes(path / record.name, record, content=number % size == rank)
+            check_size(path / record.name, record)
             for param, state, place in read_header(path / record.name):
                 if param not in shapes or state not in manifest.states:
                     raise ValueError(f"{path / record.name}: {place.key!r} is no state that the manifest names")
@@ -78,32 +95,32 @@ def read_checkpoint(path: Path, rank: int = 0, size: int = 1) -> Checkpoint:
     return Checkpoint(path, manifest, dict(stored))
 
 
-def check_bytes(path: Path, record: FileRecord, content: bool) -> None:
-    """Compare size and, if asked, content with the manifest's record. Raises: ValueError, OSError."""
+def check_size(path: Path, record: FileRecord) -> None:
+    """Raises: ValueError, OSError."""
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: not there, or no ordinary file")
     if (size := path.stat().st_size) != record.size:
         raise ValueError(f"{path}: {size} bytes, written were {record.size}")
-    if content and file_crc32(path) != record.crc32:
+
+
+def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
+    """All bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was written is
+    known when all have gone by. Raises: ValueError then, if they are not; OSError.
+    """
+    crc32 = 0
+    for chunk in read_ahead(path, record.size):
+        crc32 = zlib.crc32(chunk, crc32)
+        yield chunk
+    if crc32 != record.crc32:
         raise ValueError(f"{path}: its checksum is not that of what was written")
 
 
-def file_crc32(path: Path) -> int:
-    """Of a file that is read by a thread one chunk ahead, since the disk would rest while a checksum is taken."""
-    crc32 = 0
-    being_read, ready = memoryview(bytearray(_CHUNK)), memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
-        reading = reader.submit(file.readinto, being_read)
-        while length := reading.result():
-            being_read, ready = ready, being_read
-            reading = reader.submit(file.readinto, being_read)
-            crc32 = zlib.crc32(ready[:length], crc32)
-    return crc32
-
-
 def read_header(path: Path) -> list[tuple[str, str, Stored]]:
-    """Parameter, state and place of every tensor. Raises: ValueError."""
+    """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
     found = []
+    # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
+    with open(path, "rb", buffering=0) as raw:
+        os.posix_fadvise(raw.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
     try:
         with safe_open(path, "pt") as file:
             starts = tensor_starts(path)
@@ -111,6 +128,8 @@ def read_header(path: Path) -> list[tuple[str, str, Stored]]:
                 part = file.get_slice(key)
                 if part.get_dtype() != "F32":
                     raise ValueError(f"{key[:200]!r} is {part.get_dtype()}, every state is F32")
+                if starts[key] % 4:  # its elements would not be whole in a chunk
+                    raise ValueError(f"{key[:200]!r} begins at byte {starts[key]}, no multiple of 4")
                 param, state, box = parse_key(key, part.get_shape())
                 found.append((param, state, Stored(path.name, key, box, starts[key])))
     except (SafetensorError, ValueError) as error:

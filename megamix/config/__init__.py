@@ -1,6 +1,7 @@
 """Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
 
 from megamix.config.checks import check_world_size, grad_accum_steps
+from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
 from megamix.config.load import config_from_dict, config_schema, load_config
 from megamix.config.mesh_checks import data_parallel_size
 from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
@@ -8,7 +9,6 @@ from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
     Config,
-    DataConfig,
     LrScheduleConfig,
     MetricsConfig,
     OptimizerConfig,
@@ -25,6 +25,8 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DataSource",
+    "DataStage",
     "LrScheduleConfig",
     "MetricsConfig",
     "ModelConfig",
@@ -43,4 +45,5 @@ __all__ = [
     "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
+    "whole_weights",
 ]

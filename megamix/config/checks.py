@@ -11,6 +11,7 @@ from megamix.config.mesh_checks import (
     tensor_parallel_divides,
 )
 from megamix.config.sections import SECTIONS, Config
+from megamix.config.toml_text import value_text
 
 
 class _AlreadyReportedError(Exception):
@@ -218,10 +219,19 @@ def _ranks_fill_batch(config: Config) -> Iterator[str]:
 
 
 def _validation_has_tokens(config: Config) -> Iterator[str]:
-    if config.training.eval_interval and config.data.valid is None:
+    if config.training.eval_interval and config.data.valid is None and config.data.split is None:
         yield (
             f"training.eval_interval: got {config.training.eval_interval}, but data.valid is not set; "
             "write valid under [data], or eval_interval = 0"
+        )
+
+
+def _one_validation_set(config: Config) -> Iterator[str]:
+    split, valid = config.data.split, config.data.valid
+    if split is not None and valid is not None:
+        yield (
+            f"data.split: got {value_text(split)}, but data.valid names other validation tokens; "
+            "leave split or valid out"
         )
 
 
@@ -251,5 +261,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     tensor_parallel_divides,
     pipelines_are_not_there_yet,
     _validation_has_tokens,
+    _one_validation_set,
     _profile_ends_in_time,
 )

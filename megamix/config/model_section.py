@@ -79,6 +79,9 @@ class ModelConfig(Section):
     """Standard deviation of the initial weights."""
     scaled_init: bool = True
     """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as GPT-2's."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, the outputs of norms and activation function, or
+    whole blocks; the same gradients."""
     compile: bool = False
     """Whether each block runs through torch.compile."""
 

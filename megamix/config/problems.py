@@ -71,7 +71,8 @@ def _fields(table: tuple[int | str, ...]) -> dict[str, FieldInfo]:
     """The keys that a table may have; the table is given by its path."""
     if not table:
         return Config.model_fields
-    return (NESTED[str(table[1])] if len(table) > 1 else SECTIONS[str(table[0])]).model_fields
+    inner = [part for part in table[1:] if isinstance(part, str)]
+    return (NESTED[inner[-1]] if inner else SECTIONS[str(table[0])]).model_fields
 
 
 def _path(loc: tuple[int | str, ...]) -> str:

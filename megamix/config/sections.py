@@ -8,19 +8,9 @@ from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megamix.config.data_section import DataConfig, DataSource, DataStage
 from megamix.config.fields import Beta, LossScaleName, PowerOfTwo, Section, Text, check_loss_scale
 from megamix.config.model_section import ModelConfig, RopeScaling
-
-
-class DataConfig(Section):
-    """Token files; paths are relative to the folder the command is started in."""
-
-    train: Annotated[Text, Field(examples=["runs/data/train"])]
-    """Prefix of the training tokens: PREFIX.bin and PREFIX.idx."""
-    valid: Text | None = None
-    """Prefix of the validation tokens. Not set: no validation."""
-    tokenizer: Text | None = None
-    """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""
 
 
 class OptimizerGroup(Section):
@@ -225,4 +215,11 @@ class Config(Section):
 
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
-NESTED: dict[str, type[Section]] = {"groups": OptimizerGroup, "rope_scaling": RopeScaling}  # tables inside a section
+# Tables inside a section, by the key that holds them.
+NESTED: dict[str, type[Section]] = {
+    "groups": OptimizerGroup,
+    "rope_scaling": RopeScaling,
+    "train": DataSource,
+    "valid": DataSource,
+    "stages": DataStage,
+}

@@ -1,49 +1,35 @@
-"""Text that is already on the machine: which files, in which order, with which checksums.
+"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied."""
 
-Nothing is downloaded and nothing is copied: files are read where they lie.
-"""
-
-import hashlib
 import importlib.util
+import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megamix.data.readers import kind_of
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
-    """A directory of text files. Hidden files, hidden directories and `left_out` directories are not read."""
-
-    flag: str  # how the user asked for it, for messages and the manifest
-    root: Path
-    suffix: str = ""  # "" = every file
-    left_out: frozenset[str] = frozenset()
+_HUB = "hf:"
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
-    path: str  # relative to the root, "/" between parts on every system
-    num_bytes: int
-    sha256: str
+    path: str  # where it lies
+    name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
+    kind: str  # of readers.KINDS, or text
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
-    """What a corpus holds: files in reading order, and the files that are no UTF-8 text."""
+class Corpus:
+    """Files in reading order."""
 
+    flag: str  # how the user asked for it, for messages and the manifest
     files: tuple[CorpusFile, ...]
-    undecodable: tuple[str, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
 
 
 def named_corpus(name: str) -> Corpus:
@@ -59,64 +45,77 @@ def named_corpus(name: str) -> Corpus:
         assert spec.origin is not None, "torch has an __init__.py"
         root = Path(spec.origin).parent
     else:
-        raise ValueError(f"--corpus {name!r} is unknown; use stdlib or torch, or --input DIR for your own files")
-    return Corpus(flag=f"--corpus {name}", root=root, suffix=".py", left_out=_LEFT_OUT)
+        raise ValueError(f"--corpus {name!r} is unknown; use stdlib or torch, or --input PATH for your own files")
+    return Corpus(f"--corpus {name}", folder_files(root, suffix=".py", left_out=_LEFT_OUT))
 
 
-def directory_corpus(root: Path) -> Corpus:
-    """The corpus of `--input DIR`: every text file below a directory of the user's.
+def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
+    """The corpus of `--input PATH...`: files, folders, datasets saved by `datasets`, or hf:NAME for `load_dataset`.
 
-    Raises: ValueError if there is no such directory.
+    Raises: ValueError for a path that is none of these, or holds no file.
     """
-    if not root.is_dir():
-        raise ValueError(f"--input {str(root)!r} is not a directory; give a directory with text files")
-    return Corpus(flag=f"--input {root}", root=root)
+    flag = f"--input {' '.join(paths)}"
+    files: list[CorpusFile] = []
+    for path in paths:
+        found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(Path(path), split)
+        if not found:
+            raise ValueError(f"--input {path!r} holds no file that can be read; give files, or a folder of them")
+        files += found
+    return Corpus(flag, tuple(files))
 
 
-def list_corpus(corpus: Corpus) -> Listing:
-    """Read every file once: path, size and SHA-256 of each that is UTF-8 text; empty files are passed over.
+def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
+    """Files below a folder, sorted by name as strings: the same on every file system.
 
-    Raises: ValueError if no text is left.
+    Hidden files, hidden directories and `left_out` directories are not read.
     """
-    files, undecodable = [], []
-    for path in _walk(corpus):
-        content = (corpus.root / path).read_bytes()
-        if not content:
-            continue
-        try:
-            content.decode("utf-8")
-        except UnicodeDecodeError:
-            undecodable.append(path)
-            continue
-        files.append(CorpusFile(path, len(content), hashlib.sha256(content).hexdigest()))
-    if not files:
-        raise ValueError(
-            f"{corpus.flag} holds no text: {corpus.root} has no {corpus.suffix or 'readable'} file that is UTF-8 and "
-            f"not empty ({len(undecodable)} not UTF-8); give a directory with text files by --input DIR"
-        )
-    return Listing(tuple(files), tuple(undecodable))
-
-
-def read_documents(corpus: Corpus, files: Sequence[CorpusFile]) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) in the order of `files`.
-
-    Raises: ValueError if a file is no longer what `list_corpus` saw; its checksum in the manifest would be a lie.
-    """
-    for file in files:
-        content = (corpus.root / file.path).read_bytes()
-        if hashlib.sha256(content).hexdigest() != file.sha256:
-            raise ValueError(f"{corpus.flag}: {file.path} changed while it was being read; run prepare again")
-        yield file.path, content.decode("utf-8")
-
-
-def _walk(corpus: Corpus) -> list[str]:
-    """Relative paths of the corpus, sorted as strings: the same on every file system."""
-    paths = []
-    for folder, subfolders, names in os.walk(corpus.root):
-        subfolders[:] = [name for name in subfolders if name not in corpus.left_out and not name.startswith(".")]
-        paths += [
-            path.relative_to(corpus.root).as_posix()
-            for name in names
-            if name.endswith(corpus.suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        names += [
+            path.relative_to(root).as_posix()
+            for name in files
+            if name.endswith(suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
         ]
-    return sorted(paths)
+    return _files(root, sorted(names))
+
+
+def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
+    return tuple(CorpusFile(str(root / name), name, kind_of(name)) for name in names)
+
+
+def _path_files(path: Path, split: str) -> tuple[CorpusFile, ...]:
+    if path.is_file():
+        return _files(path.parent, [path.name])
+    if not path.is_dir():
+        raise ValueError(f"--input {str(path)!r} is not there; give files, or a folder of them")
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if split not in splits:
+            raise ValueError(f"--input {str(path)!r} has no split {split!r}; set --split to one of {', '.join(splits)}")
+        path = path / split
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        state = json.loads((path / "state.json").read_text())
+        return _files(path, [file["filename"] for file in state["_data_files"]])
+    return folder_files(path)
+
+
+def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:
+    """The files in which `datasets` keeps what it has loaded: they are read like any others, without `datasets`."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"--input {path}: the Python package 'datasets' is not installed; run: pip install 'megamix[datasets]'"
+        ) from error
+    try:
+        dataset = datasets.load_dataset(path.removeprefix(_HUB), split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # what `datasets` raises for a wrong name or split
+        raise ValueError(f"--input {path} --split {split}: {error}") from error
+    files = tuple(CorpusFile(file["filename"], Path(file["filename"]).name, "arrow") for file in dataset.cache_files)
+    if not files or "[" in split:
+        raise ValueError(
+            f"--input {path} --split {split} is no whole split on the disk; save it by datasets' save_to_disk and "
+            "give that folder"
+        )
+    return files

@@ -2,23 +2,55 @@
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megamix.data.sampler import Samples
 from megamix.data.source import SampleSource
+
+IGNORE = -100  # a target that is in no loss: the sign of torch, and of megamix/model/cross_entropy.py
 
 
 class Batch(NamedTuple):
-    """Two tensors of their own memory: as overlapping views a write to one would change the other.
+    """Tensors of their own memory: as overlapping views a write to one would change the other.
 
-    On the host; pinned when the device is a GPU, so that `.to(device, non_blocking=True)` does not wait.
+    Pinned on the host when the device is a GPU, so that `to(device)` does not wait.
     """
 
     tokens: Tensor  # int64 (samples, seq_len)
-    targets: Tensor  # int64 (samples, seq_len): the token after each token
+    targets: Tensor  # int64 (samples, seq_len): the token after each token, IGNORE where another document begins
+    positions: Tensor | None  # int64 (samples, seq_len): of packed documents, 0 begins one; None: 0 .. seq_len - 1
+    num_counted: int  # targets that are not IGNORE
+
+    @property
+    def weight(self) -> float:
+        """The share of the targets that counts, for `ShardedEngine.backward`."""
+        return self.num_counted / self.targets.numel()
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the model takes for its loss."""
+        return self.tokens, self.targets, self.positions
+
+    def to(self, device: torch.device) -> "Batch":
+        positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
+        tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
+        return Batch(tokens, targets, positions, self.num_counted)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Batches of one source as one."""
+    if len(batches) == 1:
+        return batches[0]
+    tokens, targets, positions, counted = zip(*batches, strict=True)
+    packed = None if positions[0] is None else torch.cat(positions)
+    return Batch(torch.cat(tokens), torch.cat(targets), packed, sum(counted))
 
 
 class BatchLoader:
@@ -74,6 +106,10 @@ class BatchLoader:
             raise result
         return result if result is not None else self._read(samples)
 
+    def load(self, samples: Samples) -> Batch:
+        """The batch of several ranges, on the device."""
+        return joined([self.get(part) for part in samples]).to(self._device)
+
     def close(self) -> None:
         """End the thread and drop what it has read; may be called twice."""
         with self._changed:
@@ -84,13 +120,17 @@ class BatchLoader:
         self._ready.clear()
 
     def _read(self, samples: range) -> Batch:
-        rows = torch.from_numpy(self._source.read(samples))  # int64 (samples, seq_len + 1)
-        shape = (rows.shape[0], rows.shape[1] - 1)
-        pinned = self._device.type == "cuda"
-        batch = Batch(*(torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in Batch._fields))
-        batch.tokens.copy_(rows[:, :-1])
-        batch.targets.copy_(rows[:, 1:])
-        return batch
+        rows = self._source.read(samples)
+        tokens, targets = self._tensor(rows.tokens[:, :-1]), self._tensor(rows.tokens[:, 1:])
+        if rows.positions is None:
+            return Batch(tokens, targets, None, targets.numel())
+        begins = rows.positions[:, 1:] == 0
+        targets[torch.from_numpy(begins)] = IGNORE
+        return Batch(tokens, targets, self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum()))
+
+    def _tensor(self, values: NDArray[np.int64]) -> Tensor:
+        out = torch.empty(values.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return out.copy_(torch.from_numpy(values))
 
     def _read_ahead(self) -> None:
         if self._device.type == "cuda":

@@ -1,33 +1,74 @@
-"""`megamix prepare`: a corpus becomes tokenizer.json, train and valid token files and manifest.json in one directory.
+"""`megamix prepare`: a corpus becomes a tokenizer, train and valid token files and manifest.json in one directory.
 
-Flags of the command, in the words of this module:
-  --corpus stdlib|torch  text already on the machine -> `named_corpus(name)`; the default is stdlib
-  --input DIR            the user's own text files, instead of --corpus -> `directory_corpus(Path(DIR))`
-  --output DIR           must not exist, be empty, or hold the result of the same request
-  --vocab-size N         at least 257, END_OF_TEXT included
-  --valid-fraction F     share of the documents that training never sees, 0 <= F < 1; 0 writes no valid files
+What is unfinished lies in OUTPUT.partial: the tokenizer, and the corpus encoded piece by piece. A rerun of the same
+request goes on from there; one of another request begins anew. The last act is to give the result its name.
 """
 
+import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.data.corpus import Corpus, CorpusFile, Listing, list_corpus, read_documents
+from megamix.data.corpus import Corpus
 from megamix.data.durable import sync_directory, write_synced
-from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
-from megamix.data.tokenizer import Tokenizer, check_vocab_size
+from megamix.data.merge import merge_pieces
+from megamix.data.piece import Job, PieceReport, Split, TooManyBadRecordsError
+from megamix.data.plan import PIECE_BYTES, Plan, make_plan, num_cores
+from megamix.data.prepare_tokenizer import TokenizerChoice, make_tokenizer, sample_texts
+from megamix.data.progress import progress_of_bytes
+from megamix.data.tokenizer import open_tokenizer
+from megamix.data.workers import encode_pieces, wait_for_orphans
 
 MANIFEST_NAME = "manifest.json"
-TOKENIZER_NAME = "tokenizer.json"
-_FORMAT = 1
-_DOCUMENTS_PER_BATCH = 256  # enough to keep every core of the encoder busy, few enough to hold in memory
+BAD_RECORDS_NAME = "bad_records.jsonl"
+MAX_BAD_RECORDS = 100
+_FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What decides the result, beside the corpus: two equal requests write the same bytes."""
+
+    tokenizer: TokenizerChoice
+    valid_fraction: float  # share of the documents that training never sees, 0 <= F < 1; 0 writes no valid files
+    text_key: str = "text"  # key or column of the text in files of records
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.valid_fraction < 1:
+            raise ValueError(
+                f"--valid-fraction {self.valid_fraction} must lie in 0 <= F < 1; 0.05 keeps one document in twenty"
+            )
+
+    def manifest(self, corpus: Corpus, plan: Plan) -> dict[str, Any]:
+        return {
+            "format": _FORMAT,
+            "corpus": corpus.flag,
+            **self.tokenizer.manifest(),
+            "valid_fraction": self.valid_fraction,
+            "text_key": self.text_key,
+            "files": plan.listing(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How the work is done; changes no byte of the result."""
+
+    num_workers: int | None = None  # processes; one for each core
+    max_bad_records: int = MAX_BAD_RECORDS  # more of them stop the run
+    piece_bytes: int = PIECE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"--workers {self.num_workers} must be at least 1; leave it out for one a core")
+        if self.max_bad_records < 0:
+            raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,56 +85,151 @@ class Prepared:
             f"{name} {part['num_documents']} documents, {part['num_tokens']:,} tokens"
             for name, part in self.manifest["parts"].items()
         ]
+        num_bad = self.manifest["num_bad_records"]
+        bad = f"; {num_bad} bad records left out, see {BAD_RECORDS_NAME}" if num_bad else ""
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
-            f"vocabulary {self.manifest['vocab_size']}; {'; '.join(counts)}; "
-            f"{len(self.manifest['undecodable'])} files skipped (not UTF-8)"
+            f"vocabulary {self.manifest['vocab_size']}; {'; '.join(counts)}{bad}"
         )
 
 
-def prepare_corpus(corpus: Corpus, output_dir: Path, *, vocab_size: int, valid_fraction: float) -> Prepared:
-    """Train the tokenizer on the training documents, encode everything, commit by one rename.
+def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: Effort = Effort()) -> Prepared:
+    """Make the tokenizer, encode everything piece by piece, join the pieces, commit by one rename.
 
-    All files are written to a directory beside the output, which gets its name last: a killed prepare leaves an
-    `OUTPUT.partial-*` that nothing reads and that may be deleted, and the output as it was.
-    Raises: ValueError naming flag, value and fix; nothing is written then.
+    Raises: ValueError naming flag, value and fix. RuntimeError if a worker died. What is finished is kept beside the
+    output for a rerun, whatever is raised.
     """
-    check_vocab_size(vocab_size)
-    if not 0 <= valid_fraction < 1:
-        raise ValueError(f"--valid-fraction {valid_fraction} must lie in 0 <= F < 1; 0.05 keeps one document in twenty")
-    listing = list_corpus(corpus)
-    request = _request(corpus, listing, vocab_size, valid_fraction)
+    plan = make_plan(corpus, effort.piece_bytes)
+    if not plan.pieces or not plan.num_bytes:
+        raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
+    manifest = request.manifest(corpus, plan)
     output_dir = output_dir.resolve()
+    partial = output_dir.with_name(f"{output_dir.name}.partial")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
-        return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, request))
-    parts = _split(listing.files, valid_fraction)
-
-    partial_dir = output_dir.with_name(f"{output_dir.name}.partial-{uuid.uuid4().hex[:8]}")
-    partial_dir.mkdir(parents=True)
-    try:
-        manifest = _write(corpus, parts, partial_dir, vocab_size) | {
-            "undecodable": list(listing.undecodable),
-            "request": request,
-        }
-        write_synced(partial_dir / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
-        sync_directory(partial_dir)
-        os.rename(partial_dir, output_dir)  # the commit; refused by the system if the output has been filled meanwhile
-    except BaseException:
-        shutil.rmtree(partial_dir, ignore_errors=True)
-        raise
-    sync_directory(output_dir.parent)
+        return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
+    with _work_folder(partial, {"piece_bytes": effort.piece_bytes, **manifest}):
+        result = partial / "result"
+        shutil.rmtree(result, ignore_errors=True)  # of a run that was killed at the very end
+        result.mkdir()
+        manifest = _write(corpus, plan, request, effort, partial) | {"request": manifest}
+        write_synced(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
+        sync_directory(result)
+        os.rename(result, output_dir)  # the commit; refused by the system if the output has been filled meanwhile
+        sync_directory(output_dir.parent)
+        shutil.rmtree(partial)
     return Prepared(output_dir=output_dir, reused=False, manifest=manifest)
 
 
-def _request(corpus: Corpus, listing: Listing, vocab_size: int, valid_fraction: float) -> dict[str, Any]:
-    """Everything that decides the result: two equal requests write the same bytes."""
+@contextmanager
+def _work_folder(partial: Path, request: dict[str, Any]) -> Iterator[None]:
+    """Hold the folder of unfinished work, empty unless it is of the same request.
+
+    Raises: ValueError if another process holds it.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"--output: another prepare is at work in {partial}; wait for it, or end it") from error
+        wait_for_orphans(partial)
+        text = json.dumps(request)
+        noted = partial / "request.json"
+        if not noted.is_file() or noted.read_text(encoding="utf-8") != text:
+            noted.unlink(missing_ok=True)  # first: what is not all removed is of no request
+            for name in ("pieces", "tokenizer", "result"):
+                shutil.rmtree(partial / name, ignore_errors=True)
+            (partial / BAD_RECORDS_NAME).unlink(missing_ok=True)
+            write_synced(noted, text)
+        (partial / "pieces").mkdir(exist_ok=True)
+        yield
+
+
+def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, partial: Path) -> dict[str, Any]:
+    """Write everything but the manifest to the result's folder; return what the manifest says of it."""
+    result = partial / "result"
+    split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
+    path = make_tokenizer(request.tokenizer, plan, request.text_key, split, partial / "tokenizer")
+    tokenizer = open_tokenizer(path, request.tokenizer.end_token)
+    job = Job(
+        folder=partial / "pieces",
+        tokenizer=path,
+        end_token=tokenizer.end_token,
+        fast=tokenizer.speed_up(sample_texts(plan, request.text_key)),
+        text_key=request.text_key,
+        split=split,
+        max_bad_records=effort.max_bad_records,
+    )
+    vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
+    del tokenizer  # each process has its own
+    reports = _encode(job, plan, effort, partial / BAD_RECORDS_NAME)
+    bad_records = [line for report in reports for line in report.bad_records]
+    if not any(any(report.num_documents.values()) for report in reports):
+        first = f", the first: {_told(bad_records[0])}" if bad_records else ""
+        raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; give other files")
+    counts = merge_pieces(job, reports, result, vocab_size)
+    for file in path.parent.iterdir():
+        shutil.copyfile(file, result / file.name)
+    if bad_records:
+        _write_lines(result / BAD_RECORDS_NAME, bad_records)
     return {
-        "format": _FORMAT,
-        "corpus": corpus.flag,
-        "vocab_size": vocab_size,
-        "valid_fraction": valid_fraction,
-        "files": [asdict(file) for file in listing.files],
+        "vocab_size": vocab_size,  # may be below the size asked for: a small corpus has few pairs
+        "end_token": {"text": job.end_token, "id": end_of_text},
+        "parts": counts,
+        "num_empty": sum(report.num_empty for report in reports),
+        "num_bad_records": len(bad_records),
+        "outputs": {file.name: _listed(file) for file in sorted(result.iterdir())},
     }
+
+
+def _encode(job: Job, plan: Plan, effort: Effort, side_file: Path) -> list[PieceReport]:
+    """The reports of all pieces, encoded now unless they are there already.
+
+    Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
+    """
+    reports: dict[int, PieceReport] = {}
+    progress = progress_of_bytes(sum(piece.num_bytes for piece in plan.pieces), "prepare")
+    try:
+        for number, piece in enumerate(plan.pieces):
+            if job.report_path(number).is_file():
+                reports[number] = PieceReport.load(job.report_path(number))
+                progress.update(piece.num_bytes)
+        _check_bad_records(job, reports)
+        missing = [number for number in range(len(plan.pieces)) if number not in reports]
+        for number, report in encode_pieces(job, plan.pieces, missing, effort.num_workers or num_cores()):
+            reports[number] = report
+            progress.update(plan.pieces[number].num_bytes)
+            _check_bad_records(job, reports)
+    except TooManyBadRecordsError as error:
+        found = [line for number in sorted(reports) for line in reports[number].bad_records]
+        found = found if len(found) > job.max_bad_records else found + error.bad_records
+        _write_lines(side_file, found)
+        raise ValueError(
+            f"more than --max-bad-records {job.max_bad_records} bad records; the first: {_told(found[0])}; those found "
+            f"so far lie in {side_file}; mend the files, or give a higher limit: what is encoded is kept"
+        ) from error
+    finally:
+        progress.close()
+    return [reports[number] for number in range(len(plan.pieces))]
+
+
+def _check_bad_records(job: Job, reports: dict[int, PieceReport]) -> None:
+    if sum(len(report.bad_records) for report in reports.values()) > job.max_bad_records:
+        raise TooManyBadRecordsError([])
+
+
+def _told(line: dict[str, Any]) -> str:
+    place = "".join(f" {unit} {line[unit]}" for unit in ("line", "row") if unit in line)
+    return f"{line['path']}{place}: {line['reason']}"
+
+
+def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    write_synced(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _listed(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"num_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +241,9 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
     fix = "choose another --output or delete it first"
     try:
         manifest: dict[str, Any] = json.loads((output_dir / MANIFEST_NAME).read_text(encoding="utf-8"))
-        there, sizes = manifest["request"], manifest["output_bytes"]
+        there = manifest["request"]
         different = [key for key in request if request[key] != there.get(key)]
+        sizes = {} if different else {name: file["num_bytes"] for name, file in manifest["outputs"].items()}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(f"{other} is not empty and holds no result of prepare ({error!r}); {fix}") from error
     if different:
@@ -121,54 +258,3 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
         if size != num_bytes:
             raise ValueError(f"{other}: {name} has {size} bytes, the manifest says {num_bytes}; {fix}")
     return manifest
-
-
-def _split(files: Sequence[CorpusFile], valid_fraction: float) -> dict[str, list[CorpusFile]]:
-    """Whole documents to train and valid, by a hash of the path: adding a file moves no other file.
-
-    Raises: ValueError if nothing would be left to train on.
-    """
-    if not valid_fraction:
-        return {"train": list(files)}
-    draws = {file.path: int.from_bytes(hashlib.sha256(file.path.encode()).digest()[:8]) / 2**64 for file in files}
-    # A document as long as half of all validation stays in training: the loss would be that of one document.
-    # (Seen in the standard library: one file of English prose made up two thirds of it.)
-    longest = valid_fraction * sum(file.num_bytes for file in files) / 2
-    valid = {file.path for file in files if draws[file.path] < valid_fraction and file.num_bytes <= longest}
-    valid = valid or {min(draws, key=draws.__getitem__)}  # of a handful of files perhaps none qualifies
-    parts = {
-        "train": [file for file in files if file.path not in valid],
-        "valid": [file for file in files if file.path in valid],
-    }
-    if not parts["train"]:
-        raise ValueError(
-            f"--valid-fraction {valid_fraction} takes all {len(files)} documents, none is left to train on; "
-            "lower it (0 for no validation) or give more files"
-        )
-    return parts
-
-
-def _write(corpus: Corpus, parts: dict[str, list[CorpusFile]], folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Write tokenizer and token files; return what the manifest says of them."""
-    tokenizer = Tokenizer.train((text for _, text in read_documents(corpus, parts["train"])), vocab_size)
-    tokenizer.save(folder / TOKENIZER_NAME)
-    counts = {}
-    outputs = [folder / TOKENIZER_NAME]
-    for name, files in parts.items():
-        with TokenFileWriter(folder / name, tokenizer.vocab_size) as writer:
-            for texts in _batches(corpus, files):
-                for token_ids in tokenizer.encode_documents(texts):
-                    writer.add(token_ids)
-        counts[name] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens}
-        outputs += [bin_path(folder / name), idx_path(folder / name)]
-    return {
-        "vocab_size": tokenizer.vocab_size,  # may be below the size asked for: a small corpus has few pairs
-        "parts": counts,
-        "output_bytes": {path.name: path.stat().st_size for path in outputs},
-    }
-
-
-def _batches(corpus: Corpus, files: Sequence[CorpusFile]) -> Iterator[list[str]]:
-    texts = (text for _, text in read_documents(corpus, files))
-    while batch := list(itertools.islice(texts, _DOCUMENTS_PER_BATCH)):
-        yield batch

@@ -23,12 +23,12 @@ def num_windows(num_tokens: int, seq_len: int) -> int:
     return (num_tokens - 1) // seq_len
 
 
-def windows_of_samples(samples: range, windows: int, seed: int) -> NDArray[np.int64]:
+def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]:
     """The window of each sample, 0 <= window < windows; each window once per epoch of `windows` samples.
 
     Shapes: -> int64 (len(samples),).
     """
-    epochs, positions = np.divmod(np.arange(samples.start, samples.stop, dtype=np.int64), windows)
+    epochs, positions = np.divmod(np.asarray(samples, dtype=np.int64), windows)
     return permute(positions, windows, mix64(np.uint64(seed), epochs.astype(np.uint64)))
 
 

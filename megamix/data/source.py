@@ -1,12 +1,26 @@
-"""Where the tokens of a sample come from: one small interface, and token files behind it."""
+"""Where the tokens of a sample come from: one small interface, token files and mixtures behind it."""
 
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.data.blend import Blend, Stage
 from megamix.data.sampler import num_windows, windows_of_samples
 from megamix.data.token_file import TokenFile
+
+Numbers = range | NDArray[np.int64]  # of samples
+
+
+class Rows(NamedTuple):
+    """Samples, one a row; the last token of a row is only a target."""
+
+    tokens: NDArray[np.int64]  # (samples, seq_len + 1)
+    # (samples, seq_len + 1): each token's place in its document, counted from the row's start if it began before. No
+    # token that has place 0 is predicted from the one in front of it. None: a row is one document.
+    positions: NDArray[np.int64] | None = None
 
 
 class SampleSource(Protocol):
@@ -14,29 +28,96 @@ class SampleSource(Protocol):
 
     seq_len: int
 
-    def read(self, samples: range) -> NDArray[np.int64]:
-        """Shapes: -> int64 (len(samples), seq_len + 1), one sample a row; the last token is only a target."""
-        ...
+    def read(self, samples: Numbers) -> Rows: ...
+
+
+class Stretch(NamedTuple):
+    """Tokens start .. stop - 1 of a token file: whole documents, end to end, each with its end token."""
+
+    file: TokenFile
+    start: int
+    stop: int
+
+    @staticmethod
+    def whole(file: TokenFile) -> "Stretch":
+        return Stretch(file, 0, file.num_tokens)
+
+    def windows(self, seq_len: int, packed: bool) -> int:
+        """Packed, the last one may be short: what it lacks is no target."""
+        num_tokens = self.stop - self.start
+        return -(-(num_tokens - 1) // seq_len) if packed else num_windows(num_tokens, seq_len)
+
+
+def split(file: TokenFile, first_share: float) -> tuple[Stretch, Stretch]:
+    """Cut a file in two between documents: `first_share` of them, rounded, are the first part."""
+    border = file.document_offsets[round(first_share * file.num_documents)]
+    return Stretch(file, 0, border), Stretch(file, border, file.num_tokens)
 
 
 class TokenFileSource:
-    """Windows of a token file in the order of `sampler`; documents stand end to end, each with its end token."""
+    """Windows of token files in the order of `sampler`; several files are one corpus, with one order.
 
-    def __init__(self, token_file: TokenFile, *, seq_len: int, seed: int) -> None:
-        """Raises: ValueError if the file is shorter than one window."""
-        self.seq_len = seq_len
-        self.num_windows = num_windows(token_file.num_tokens, seq_len)
-        self._tokens = token_file.tokens
-        self._seed = seed
+    Not `packed`, the files are streams: a window runs on from one document into the next. Packed, documents keep to
+    themselves: positions restart with each, and every token but a document's first is a target once an epoch.
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], *, seq_len: int, seed: int, packed: bool = False) -> None:
+        """Raises: ValueError if there is no window."""
+        self.seq_len, self.packed = seq_len, packed
+        self._stretches, self._seed = stretches, seed
+        counts = [stretch.windows(seq_len, packed) for stretch in stretches]
+        self._ends = np.cumsum(np.maximum(counts, 0))  # of each stretch's windows
+        self.num_windows = int(self._ends[-1])
         if not self.num_windows:
+            num_tokens = sum(stretch.stop - stretch.start for stretch in stretches)
             raise ValueError(
-                f"a token file of {token_file.num_tokens} tokens holds no window of model.seq_len + 1 = {seq_len + 1}; "
+                f"a token file of {num_tokens} tokens holds no window of model.seq_len + 1 = {seq_len + 1}; "
                 "shorten model.seq_len or prepare more text"
             )
 
-    def read(self, samples: range) -> NDArray[np.int64]:
-        rows = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)
-        for row, window in zip(rows, windows_of_samples(samples, self.num_windows, self._seed).tolist(), strict=True):
-            start = window * self.seq_len
-            row[:] = self._tokens[start : start + self.seq_len + 1]
-        return rows
+    def read(self, samples: Numbers) -> Rows:
+        windows = windows_of_samples(samples, self.num_windows, self._seed)
+        tokens = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
+        positions = np.zeros_like(tokens) if self.packed else None
+        places = np.searchsorted(self._ends, windows, side="right")
+        for row, (window, place) in enumerate(zip(windows.tolist(), places.tolist(), strict=True)):
+            file, start, stop = self._stretches[place]
+            start += (window - (int(self._ends[place - 1]) if place else 0)) * self.seq_len
+            stop = min(start + self.seq_len + 1, stop)
+            tokens[row, : stop - start] = file.tokens[start:stop]
+            if positions is not None:
+                positions[row, : stop - start] = _positions(file, start, stop)
+        return Rows(tokens, positions)
+
+
+def _positions(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
+    """Place of each of the tokens start .. stop - 1 in its document, or behind `start` if that is nearer."""
+    offsets = file.document_offsets
+    first = bisect_right(offsets, start)
+    begins = np.zeros(stop - start, dtype=np.int64)
+    # At most one document for each token; an empty one begins where the next does.
+    while first < len(offsets) and offsets[first] < stop:
+        some = offsets[first : first + 64]
+        begins[some[some < stop] - start] = some[some < stop] - start
+        first += 64
+    return np.arange(stop - start) - np.maximum.accumulate(begins)
+
+
+class BlendedSource:
+    """Several sources mixed by `Blend`, each in its own order and its own epochs."""
+
+    def __init__(self, sources: Sequence[SampleSource], stages: Sequence[Stage], *, packed: bool) -> None:
+        """`packed`: whether rows have positions."""
+        self.seq_len = sources[0].seq_len
+        self._sources, self._blend, self._packed = sources, Blend(stages), packed
+
+    def read(self, samples: Numbers) -> Rows:
+        sources, numbers = self._blend.locate(np.asarray(samples, dtype=np.int64))
+        tokens = np.empty((len(samples), self.seq_len + 1), dtype=np.int64)
+        positions = np.tile(np.arange(self.seq_len + 1), (len(samples), 1)) if self._packed else None
+        for source in np.unique(sources).tolist():
+            rows = self._sources[source].read(numbers[sources == source])
+            tokens[sources == source] = rows.tokens
+            if positions is not None and rows.positions is not None:
+                positions[sources == source] = rows.positions
+        return Rows(tokens, positions)

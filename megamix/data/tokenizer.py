@@ -1,34 +1,92 @@
-"""A byte-level BPE: any text goes in and comes back unchanged, one token ends each document."""
+"""Tokenizers: text to token ids, one token ends each document. `open_tokenizer` opens what `megamix prepare` wrote."""
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data.durable import write_synced
+from megamix.data.tokenizer_bulk import BulkEncoder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # 256 bytes and END_OF_TEXT
+CONFIG_NAME = "tokenizer_config.json"  # beside a tokenizer.json, by Hugging Face's custom; holds the end token
+# GPT-2, Qwen; Llama 3; Llama 2, Mistral; Gemma; DeepSeek. The first that the vocabulary has.
+_END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+
+
+class TextTokenizer(Protocol):
+    """What every kind of tokenizer can do."""
+
+    file_name: str  # in the folder of prepare
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_token(self) -> str: ...
+
+    @property
+    def end_of_text(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def save(self, path: Path) -> None: ...
+
+    def speed_up(self, sample: Sequence[str]) -> bool: ...
+
+
+def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
+    """A tokenizer.json of any kind, or SentencePiece's .model. `end_token`: not the one that the files name.
+
+    Raises: ValueError if the file is missing or no tokenizer, or the package that reads it is not installed.
+    """
+    from megamix.data.tokenizer_bytes import ByteTokenizer
+    from megamix.data.tokenizer_sentencepiece import SentencePieceTokenizer
+
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path, end_token)
+    if ByteTokenizer.wrote(path) and end_token in (None, END_OF_TEXT):
+        return ByteTokenizer()
+    return Tokenizer.load(path, end_token)
+
+
+def save_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
+    """Write its file, and the end token as Hugging Face does: `transformers` loads the folder then."""
+    tokenizer.save(folder / tokenizer.file_name)
+    if tokenizer.file_name == Tokenizer.file_name:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
+        write_synced(folder / CONFIG_NAME, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
 
 
 class Tokenizer:
     """A tokenizer.json together with the two rules that training needs: no special text, one end per document."""
 
-    def __init__(self, tokenizer: "HuggingFaceTokenizer") -> None:
+    file_name = "tokenizer.json"
+
+    def __init__(self, tokenizer: "HuggingFaceTokenizer", end_token: str | None = None) -> None:
         # A document that spells the special token out must not end there: it is encoded as plain characters.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
-        self._end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
+        self._bulk: BulkEncoder | None = None
+        known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)
+        self._end_token = end_token or next(known, None)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn merges from texts. A corpus with few pairs gives fewer tokens than `vocab_size`, never more.
+        """Learn merges of a byte-level BPE from texts: any text goes in and comes back unchanged.
 
+        A corpus with few pairs gives fewer tokens than `vocab_size`, never more.
         Raises: ValueError if `vocab_size` cannot hold every byte, or `tokenizers` is not installed.
         """
         check_vocab_size(vocab_size)
@@ -46,7 +104,7 @@ class Tokenizer:
         return cls(tokenizer)
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
+    def load(cls, path: Path, end_token: str | None = None) -> "Tokenizer":
         """Open any tokenizer.json, also one that others wrote.
 
         Raises: ValueError if the file is missing or no tokenizer, or `tokenizers` is not installed.
@@ -55,39 +113,73 @@ class Tokenizer:
         if not path.is_file():
             raise ValueError(f"tokenizer {str(path)!r} is missing; run `megamix prepare` or set data.tokenizer")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for whatever it cannot read
             raise ValueError(f"tokenizer {str(path)!r} is no tokenizer.json ({error}); write it again") from error
+        return cls(tokenizer, end_token or _configured_end_token(path.with_name(CONFIG_NAME)))
 
     def save(self, path: Path) -> None:
         write_synced(path, self._tokenizer.to_str(pretty=True))
 
     @property
     def vocab_size(self) -> int:
-        return int(self._tokenizer.get_vocab_size())
+        """The largest id and one: ids may be left out."""
+        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+
+    @property
+    def end_token(self) -> str:
+        """The token that ends a document.
+
+        Raises: ValueError if none is known, or the vocabulary lacks it.
+        """
+        if self._end_token is None:
+            raise ValueError(
+                f"no token that ends a document is known: the tokenizer has none of {', '.join(_END_TOKENS)}, and no "
+                f"{CONFIG_NAME} with an eos_token lies beside it; name the token by --end-token"
+            )
+        if self._tokenizer.token_to_id(self._end_token) is None:
+            raise ValueError(
+                f"the token that ends a document, {self._end_token!r}, is not in the tokenizer's vocabulary; name one "
+                "that is by --end-token"
+            )
+        return self._end_token
 
     @property
     def end_of_text(self) -> int:
-        """Id of the token that ends a document.
+        """Id of the token that ends a document. Raises: ValueError as `end_token`."""
+        token_id = self._tokenizer.token_to_id(self.end_token)
+        assert token_id is not None, "end_token has looked"
+        return int(token_id)
 
-        Raises: ValueError if this vocabulary has none.
-        """
-        if self._end_of_text is None:
-            raise ValueError(f"the tokenizer has no {END_OF_TEXT} token; add it as a special token")
-        return self._end_of_text
+    def speed_up(self, sample: Sequence[str]) -> bool:
+        """Encode by tiktoken from now on, if it can express this tokenizer and gives equal ids on the sample."""
+        bulk = BulkEncoder.of(json.loads(self._tokenizer.to_str()))
+        if bulk is None or any(bulk.encode(text) != self.encode(text) for text in sample):
+            return False
+        self._bulk = bulk
+        return True
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of text, without an end."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each document, END_OF_TEXT last; the documents are spread over the machine's cores."""
+        """Token ids of each document, the end token last; without `speed_up` all of the machine's cores take part."""
         end_of_text = self.end_of_text
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
-        return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
+        if self._bulk is None:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
+            return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
+        documents = []
+        for text in texts:
+            token_ids = self._bulk.encode(text)
+            if token_ids is None:
+                token_ids = self.encode(text)
+            token_ids.append(end_of_text)
+            documents.append(np.array(token_ids, dtype=np.int64))
+        return documents
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, END_OF_TEXT shown; a character cut in two shows as the replacement character."""
+        """Text of token ids, the end token shown; a character cut in two shows as the replacement character."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
@@ -98,6 +190,15 @@ def check_vocab_size(vocab_size: int) -> None:
             f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
             f"give at least {MIN_VOCAB_SIZE}"
         )
+
+
+def _configured_end_token(path: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json, which is text or an object with the text as its content."""
+    try:
+        token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
+        return str(token["content"] if isinstance(token, dict) else token) if token else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _import_tokenizers() -> Any:

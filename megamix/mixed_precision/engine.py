@@ -21,9 +21,9 @@ from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
-from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.optimizers import Optimizer, lr_of
 from megamix.mixed_precision.param_gather import ParamGather
-from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_settings
+from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_loss, check_settings
 from megamix.mixed_precision.weights import full_weights, load_weights
 
 
@@ -36,7 +36,7 @@ class ShardedEngine:
             engine.step()
 
     The module keeps its Parameters; their data become views into flat half buffers, starting from the first rank's
-    values. Gradients are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`.
+    values. Gradients are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`, by weight.
     `clip_grad`: largest global norm; 0 is off.
     """
 
@@ -108,6 +108,7 @@ class ShardedEngine:
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
         self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
+        self._weight_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._micro_batches = 0  # of this step, so far
         self._examination: Examination | None = None  # of this step, if it was asked for
 
@@ -119,21 +120,24 @@ class ShardedEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
         """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.
 
+        Where only some of its targets count, give the sum over those, divided by the number of all, and the share that
+        counts as `weight`: a step's gradient and loss are the sums of what was given over the sum of the weights, the
+        exact mean over all targets of all ranks. Where none counts anywhere they are zero.
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
         """
         if self._micro_batches == self.grad_accum_steps:
             raise RuntimeError(
                 f"backward() was called {self.grad_accum_steps} times already (grad_accum_steps); call step() now"
             )
-        if loss.numel() != 1:
-            raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
+        check_loss(loss, weight)
         self.half_params.check()
         if self._micro_batches == 0:
             self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
             self._loss_sum.zero_()
+            self._weight_sum.zero_()
         last = self._micro_batches == self.grad_accum_steps - 1
         look = None if self._examination is None else self._examination.look(self._micro_batches)
         self.half_grads.open(self.grad_reduce.bucket_full if last else None, look)
@@ -149,6 +153,7 @@ class ShardedEngine:
             self.half_grads.close()
         if self.topology.tells_loss:
             self._loss_sum += loss.detach().view(())
+            self._weight_sum += weight
         self._micro_batches += 1
         if last:
             self.half_grads.fill_missing()
@@ -175,13 +180,12 @@ class ShardedEngine:
                 self._examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
-            divisor = self._scale_used.double() * (self.topology.dp.size * self.grad_accum_steps)
+            divisor = self._scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
             multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
             update = self.applied_updates + 1
-            scalars = StepScalars(
-                multiplier, stats.found_inf, self._lr(), update.float(), self.optimizer.coefficients(update.double())
-            )
+            lr, coefficients = lr_of(self._lr_table, update), self.optimizer.coefficients(update.double())
+            scalars = StepScalars(multiplier, stats.found_inf, lr, update.float(), coefficients)
         for bucket in self.param_gather.order_of_need:
             with self.clock.span("update"):
                 self._update_bucket(bucket, grad_shards[bucket], scalars)
@@ -190,9 +194,8 @@ class ShardedEngine:
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
-        loss = stats.loss_sum / (self.topology.dp.size * self.grad_accum_steps)
         return StepResult(
-            loss.float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
+            (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
             self._scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
         )  # fmt: skip
 
@@ -215,7 +218,7 @@ class ShardedEngine:
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(by_piece, self._loss_sum, self.stop_request, self.collectives)
+            stats = agree(by_piece, self._loss_sum, self._weight_sum, self.stop_request, self.collectives)
         self.grad_reduce.reset()
         self._micro_batches = 0
         return grad_shards, by_piece, stats
@@ -230,11 +233,6 @@ class ShardedEngine:
             part = slice(run.start, run.end)
             run_states = tuple(state[part] for state in states)
             update(grad_shard[part], master[part], run_states, half_shard[part], run.group, scalars)
-
-    def _lr(self) -> Tensor:
-        """The learning rate of the next update. Past the table's end its last entry holds."""
-        update = self.applied_updates.clamp(max=self._lr_table.numel() - 1)
-        return self._lr_table.index_select(0, update.view(1)).view(())
 
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""

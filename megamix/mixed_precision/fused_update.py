@@ -31,7 +31,7 @@ _TRIAL = 1 << 20
 class StepScalars(NamedTuple):
     """What a step decides once for all buckets: device scalars, never read by the host."""
 
-    multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * dp_size * grad_accum_steps)
+    multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * sum of weights)
     found_inf: Tensor  # bool (): nothing may change
     lr: Tensor  # FP32 (), before a group's factor
     update: Tensor  # FP32 (): the number of this update, 1 for the first

@@ -21,6 +21,15 @@ Tensors = tuple[Tensor, ...]
 _PIECE = 1 << 16
 
 
+def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
+    """The learning rate of an update; past the table's end its last entry holds.
+
+    Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
+    """
+    place = (update - 1).clamp(max=lr_table.numel() - 1)
+    return lr_table.index_select(0, place.view(1)).view(())
+
+
 class Group(NamedTuple):
     """An optimizer group: the parameters that share these."""
 

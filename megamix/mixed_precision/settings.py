@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -69,7 +70,7 @@ class Sharding:
 class StepResult(NamedTuple):
     """Device tensors; reading one waits for the device, so keep them until the value is needed."""
 
-    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, without the scale
+    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, by weight, without the scale
     found_inf: Tensor  # bool (): nothing was changed
     grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
     max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
@@ -105,3 +106,11 @@ def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int
         raise ValueError(f"clip_grad must not be negative, got {clip_grad}; 0 turns clipping off")
     if grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
+
+
+def check_loss(loss: Tensor, weight: float) -> None:
+    """Raises: ValueError for what `backward` cannot take."""
+    if loss.numel() != 1:
+        raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")

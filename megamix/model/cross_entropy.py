@@ -1,71 +1,121 @@
-"""Cross entropy on FP32 logits, holding the logits in their own dtype and nothing else of their size."""
+"""The head and the loss as one: cross entropy in FP32 from hidden states, a few rows of logits at a time.
 
-from collections.abc import Iterator
+Full logits are the largest tensor of a step by far (vocab_size / hidden_size times the residual stream), and their
+gradient is as large again; here neither is ever held.
+"""
+
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamix.model.wide import apply, row_slices
 
-# Logits widened at a time. On a CPU 2 MB of FP32 stay in cache (half as fast when all are widened at once); a GPU needs
-# more of them to be busy.
-CPU_CHUNK = 2**19
-GPU_CHUNK = 2**26
-
 IGNORE = -100  # a target that is in no loss; torch's own sign
 
+# Logits alive at a time: a chunk that is multiplied at once, of not too few rows, since each chunk reads and writes the
+# whole FP32 gradient of the weight; and of it the part that is widened at once: on a CPU 2 MB of FP32 stay in cache.
+CHUNK = {"cpu": 2**19, "cuda": 2**27}  # elements; for a GPU not measured
+MIN_ROWS = 128
+PART = {"cpu": 2**19, "cuda": 2**26}
 
-class CrossEntropy(torch.autograd.Function):
-    """logits (N, vocab) in any dtype, targets INT64 (N,) -> FP32 (), the sum over the targets that count, over N.
+# Slopes lie in [-1, 1], those of rare tokens near 1 / vocab_size, where FP16 has few digits left. An exact power of two
+# that still fits, 2**15 < 65504, and that is divided out again in FP32.
+SLOPE_SCALE = 2.0**15
 
-    Backward computes the softmax a second time: keeping it would take an FP32 tensor of the logits' size from forward
-    to backward, and torch's own form makes two more of them.
+Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-likelihood of each target, the loss's slope by each logit times SLOPE_SCALE).
+
+    Shapes: logits FP32 (rows, vocab), targets INT64 (rows,) -> FP32 (rows,), FP32 (rows, vocab).
+    """
+    counts = (targets != IGNORE).unsqueeze(1)
+    target = targets.unsqueeze(1).where(counts, 0)
+    log_share = logits.log_softmax(1)
+    log_likelihood = log_share.gather(1, target).where(counts, 0).squeeze(1)
+    share = log_share.exp_()
+    share.scatter_add_(1, target, torch.full_like(target, -1, dtype=share.dtype))
+    return log_likelihood, share.mul_(counts * SLOPE_SCALE)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """hidden (N, H), weight (V, H), targets INT64 (N,) -> FP32 (): the sum over all targets but IGNORE, over N.
+
+    Both gradients are made in forward, while a chunk's logits are there (with them in backward the logits would be
+    computed twice), in FP32, since the loss scale is not yet known; backward multiplies and rounds once. FP16 of a CPU
+    is computed in FP32; else products are those of the inputs' dtype: on a GPU summed and left in FP32, on a CPU
+    rounded to BF16 once a chunk.
+
+    torch 2.13's own F.linear_cross_entropy returns a half loss (0.05 off in BF16) and rounds FP16 gradients before the
+    loss scale (7 times the error here).
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        ctx.save_for_backward(logits, targets)
-        log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        for rows in chunks(logits):
-            chunk = logits[rows].float().log_softmax(1)
-            log_likelihood[rows] = chunk.gather(1, _countable(targets[rows])).squeeze(1)
-        return -log_likelihood.masked_fill_(targets == IGNORE, 0).mean()
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes, with_grads: bool) -> Tensor:
+        widens = hidden.dtype == torch.float16 and hidden.device.type == "cpu"
+        dtype = torch.float32 if widens else hidden.dtype
+        wide_weight = weight.to(dtype)
+        log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        if with_grads:
+            grad_hidden = torch.empty_like(hidden, dtype=torch.float32)
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.dtype = hidden.dtype
+        for rows in _chunks(hidden, weight.shape[0]):
+            wide_hidden = hidden[rows].to(dtype)
+            logits = _product(wide_hidden, wide_weight.t())
+            slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+            for part in row_slices(len(logits), len(weight), PART[hidden.device.type]):
+                log_likelihood[rows][part], slope[part] = slopes(logits[part].float(), targets[rows][part])
+            if with_grads:
+                grad_hidden[rows] = _product(slope, wide_weight)
+                _add_product(grad_weight, slope.t(), wide_hidden)
+        return -log_likelihood.mean()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits, targets = ctx.saved_tensors
-        grad_logits, grad_row = torch.empty_like(logits), grad / len(targets)
-        for rows in chunks(logits):
-            chunk, target = logits[rows].float().softmax(1), _countable(targets[rows])
-            chunk.scatter_(1, target, chunk.gather(1, target).sub_(1)).mul_(grad_row)
-            # The one rounding; `grad` carries the loss scale.
-            grad_logits[rows] = chunk.masked_fill_((targets[rows] == IGNORE).unsqueeze(1), 0)
-        return grad_logits, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        factor = grad / (len(grad_hidden) * SLOPE_SCALE)  # `grad` carries the loss scale
+        return *(_scaled(wide, factor, ctx.dtype) for wide in (grad_hidden, grad_weight)), None, None, None
 
 
-def _countable(targets: Tensor) -> Tensor:
-    """As a column that may index, with any class in place of IGNORE."""
-    return targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)
+def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
+    return row_slices(len(hidden), vocab_size, max(CHUNK[hidden.device.type], MIN_ROWS * vocab_size))
 
 
-def chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows to widen at a time, of logits (N, columns)."""
-    num_rows, vocab_size = logits.shape
-    return row_slices(num_rows, vocab_size, CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK)
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """one @ other, on a GPU left in FP32."""
+    if one.device.type == "cuda" and one.dtype != torch.float32:  # pragma: CUDA only
+        return torch.mm(one, other, out_dtype=torch.float32)
+    return one @ other
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the negative log-likelihoods of all targets but IGNORE, over the number of all: the mean if none is.
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, in FP32 and without a second tensor of total's size."""
+    if one.dtype == torch.float32:
+        total.addmm_(one, other)
+        return
+    for rows in row_slices(len(total), total.shape[1], PART[total.device.type]):
+        total[rows] += _product(one[rows], other)
 
-    Shapes: logits (..., vocab), targets INT64 (...) -> FP32 ().
+
+def _scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP32 wide * factor, rounded once to dtype; wide stays as it is, for a second backward."""
+    out = torch.empty_like(wide, dtype=dtype)
+    for rows in row_slices(len(wide), wide.shape[1]):
+        out[rows] = wide[rows] * factor
+    return out
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes = slopes) -> Tensor:
+    """Cross entropy of the logits hidden @ weight.T: its sum over all targets but IGNORE, over the number of all.
+
+    Shapes: hidden (..., H), weight (V, H) of the same dtype, targets INT64 (...) -> FP32 (). `slopes` may be a compiled
+    form of the function of that name.
     """
-    return apply(CrossEntropy, logits.flatten(0, -2), targets.flatten())
-
-
-def plain_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same for torch.compile, which fuses it; run eagerly it makes three FP32 copies of the logits."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum") / targets.numel()
+    return apply(LinearCrossEntropy, hidden.flatten(0, -2), weight, targets.flatten(), slopes, torch.is_grad_enabled())

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.model import wide, wide_attention
+from megamix.model.documents import Documents
 
 
 @functools.cache
@@ -53,7 +54,7 @@ class Ops:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return wide.apply(wide.SwiGLU, gate, up) if self._computes_wide(gate) else F.silu(gate) * up
+        return wide.apply(wide.SwiGLU, gate, up, torch.float32 if self._computes_wide(gate) else gate.dtype)
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
         """Zero a share of the elements, drawn from torch's generator, and divide the rest by what is kept.
@@ -80,17 +81,26 @@ class Ops:
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Causal; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim).
-
-        mask: BOOL (B, 1, T, T), true where a query (row) sees a key (column), which is never a later one; None: every
-        earlier one.
-        """
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        """Causal, within each document; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim)."""
+        if documents is not None and documents.lengths:
+            return self._attention_by_document(query, key, value, documents.lengths)
+        mask = None if documents is None else documents.mask
         if self._computes_wide(query):
             return wide_attention.attention(query, key, value, mask)
         group = query.shape[1] // key.shape[1]
-        if group > 1 and query.dtype == torch.float32:
-            # The one fused kernel for FP32 on a GPU knows no groups; asked for them, torch makes all T * T scores.
+        if group > 1 and (query.dtype == torch.float32 or mask is not None):
+            # The one fused kernel for FP32 or masks on a GPU knows no groups; asked for them, torch makes all scores.
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, enable_gqa=grouped)
+
+    def _attention_by_document(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        batch, _, num_positions, _ = query.shape
+        # (B * T, heads, head_dim), cut into documents.
+        pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), [*lengths]) for x in (query, key, value))
+        outs = [
+            self.attention(*(x.transpose(0, 1).unsqueeze(0) for x in document)).squeeze(0).transpose(0, 1)
+            for document in zip(*pieces, strict=True)
+        ]
+        return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)

@@ -1,15 +1,19 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
-from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
+from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.documents import Documents, find_documents
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
+from megamix.model.recompute import computed_again
 from megamix.model.rotary import RotaryTable, RotaryTables
 
 
@@ -19,6 +23,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.head_dim, self.ops = sizes.head_dim(config), ops
+        self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
         bias = sizes.qkv_bias(config)
         self.query = Linear(config.hidden_size, query_size, bias, ops)
@@ -28,18 +33,24 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
         self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
-        query, key, value = (  # (B, T, heads, head_dim)
+    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
+        projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if rotary is not None:
-            query, key = self.ops.rotary(query, *rotary), self.ops.rotary(key, *rotary)
+        place_query = partial(self._place, projected_query, self.query_norm, rotary)
+        place_key = partial(self._place, projected_key, self.key_norm, rotary)
+        query, key = place_query(), place_key()
+        # Without a norm nobody keeps what was projected.
+        again = self.selective and self.query_norm is not None
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
-        out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+        with computed_again(again, (query, place_query), (key, place_key)):
+            out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
+
+    def _place(self, heads: Tensor, norm: nn.Module | None, rotary: RotaryTables | None) -> Tensor:
+        normed = heads if norm is None else norm(heads)
+        return normed if rotary is None else self.ops.rotary(normed, *rotary)
 
 
 class FeedForward(nn.Module):
@@ -48,6 +59,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
+        self.selective = config.recompute == "selective"
         gated = config.activation == "swiglu"
         self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
         self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
@@ -55,9 +67,13 @@ class FeedForward(nn.Module):
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
-        up: Tensor = self.up(x)
-        inner = self.ops.gelu(up, self.approximate) if self.gate is None else self.ops.swiglu(self.gate(x), up)
-        down: Tensor = self.down(inner)
+        if self.gate is None:
+            activate = partial(self.ops.gelu, self.up(x), self.approximate)
+        else:
+            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
+        inner = activate()
+        with computed_again(self.selective, (inner, activate)):
+            down: Tensor = self.down(inner)
         return down
 
 
@@ -67,15 +83,19 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.dropout, self.ops = config.dropout, ops
+        self.selective = config.recompute == "selective"
         self.attention_norm = _norm(config, ops)
         self.attention = Attention(config, ops)
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, mask: Tensor | None = None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), rotary, mask))
-        x = x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
-        return x
+    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
+        normed = self.attention_norm(x)
+        with computed_again(self.selective, (normed, partial(self.attention_norm, x))):
+            x = x + self._drop(self.attention(normed, rotary, documents))
+        normed = self.feed_forward_norm(x)
+        with computed_again(self.selective, (normed, partial(self.feed_forward_norm, x))):
+            return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:
         return self.ops.dropout(branch, self.dropout) if self.dropout and self.training else branch
@@ -89,13 +109,6 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
 
 def _rotary_table(config: ModelConfig) -> RotaryTable:
     return RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
-
-
-def document_mask(positions: Tensor) -> Tensor:
-    """BOOL (B, 1, T, T): whether a row's token sees a column's, which is not later and of the same document."""
-    documents = (positions == 0).cumsum(-1)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
 
 
 class Transformer(nn.Module):
@@ -115,7 +128,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.loss, self.is_compiled = cross_entropy, False
+        self.slopes, self.is_compiled = slopes, False
         self.reset_parameters()
         if config.compile:
             self.compile_blocks()
@@ -150,13 +163,13 @@ class Transformer(nn.Module):
             parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
-        """Compile every block (one graph serves all of them) and the loss; call it before the first forward.
+        """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
 
         Never the whole model: its gradients would all become ready at the very end of backward.
         """
         for block in self.blocks:
             block.compile(dynamic=False)
-        self.loss = torch.compile(plain_cross_entropy, dynamic=False)  # fused: no FP32 logits in memory
+        self.slopes = torch.compile(slopes, dynamic=False)
         self.is_compiled = True
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
@@ -181,8 +194,22 @@ class Transformer(nn.Module):
         if self.config.dropout and self.training:
             x = self.ops.dropout(x, self.config.dropout)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
-        mask = None if positions is None else document_mask(positions)
+        documents = None
+        if positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         for block in self.blocks:
-            x = block(x, rotary, mask)
-        logits = self.head(self.norm(x))
-        return logits if targets is None else self.loss(logits, targets)
+            x = self._run(block, x, rotary, documents)
+        x = self.norm(x)
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        if self.config.recompute != "full":
+            out: Tensor = block(x, *context)
+            return out
+        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
+        replays = self.training and self.config.dropout > 0
+        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
+        return again

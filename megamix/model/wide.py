@@ -128,21 +128,22 @@ class LayerNorm(torch.autograd.Function):
 
 
 class SwiGLU(torch.autograd.Function):
-    """gate, up (..., ffn) -> silu(gate) * up; keeps gate and up."""
+    """gate, up (..., ffn) -> silu(gate) * up, computed in compute_dtype; keeps gate and up, where torch's own
+    operations would keep silu(gate) as well."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate.float()).mul_(up.float()).to(gate.dtype)
+        ctx.compute_dtype = compute_dtype
+        return F.silu(gate.to(compute_dtype)).mul_(up.to(compute_dtype)).to(gate.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        grad32, gate32 = grad.float(), gate.float()
-        grad_up = F.silu(gate32).mul_(grad32).to(up.dtype)
-        grad_gate = aten.silu_backward(grad32.mul_(up.float()), gate32).to(gate.dtype)
-        return grad_gate, grad_up
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up, grad_wide = (x.to(ctx.compute_dtype) for x in (*ctx.saved_tensors, grad))
+        grad_up = F.silu(gate).mul_(grad_wide).to(grad.dtype)
+        grad_gate = aten.silu_backward(grad_wide * up, gate).to(grad.dtype)
+        return grad_gate, grad_up, None
 
 
 class GELU(torch.autograd.Function):

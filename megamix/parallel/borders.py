@@ -28,6 +28,22 @@ class Border:
 
     def __init__(self, tp: Collectives, *, sequence: bool):
         self.tp, self.sequence = tp, sequence
+        self._divides = sequence
+
+    def begin(self, num_positions: int) -> None:
+        """Of each forward. A prompt may have any length: what does not divide stays whole, which backward, that adds
+        up what the parts gave, could not know.
+
+        Raises: ValueError if backward is to follow.
+        """
+        if not self._divides:
+            return
+        self.sequence = num_positions % self.tp.axis.size == 0
+        if torch.is_grad_enabled() and not self.sequence:
+            raise ValueError(
+                f"tokens has {num_positions} positions, which {self.tp.axis.size} tensor-parallel ranks cannot divide; "
+                "train on a length that they do, or build the model with sequence_parallel=False"
+            )
 
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megamix.data.tokenizer import Tokenizer
+from megamix.data.tokenizer import open_tokenizer
 from megamix.model.generation import generate
 from megamix.model.transformer import Transformer
 from megamix.train.build import DTYPES
@@ -17,7 +17,7 @@ def sample_text(
     model: Transformer, tokenizer_path: Path, prompt: str, *, max_new_tokens: int, seed: int, temperature: float = 0.8
 ) -> str:
     """`prompt` and its continuation; the same for the same seed, weights and machine."""
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = open_tokenizer(tokenizer_path)
     device = next(model.parameters()).device
     token_ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     tokens = torch.tensor([token_ids], device=device)

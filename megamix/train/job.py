@@ -11,21 +11,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megamix.checkpoint.load import load
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.durable import cut_lines
 from megamix.data.loader import BatchLoader
-from megamix.data.source import TokenFileSource
-from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine
+from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import sample_text
@@ -35,11 +33,11 @@ from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE
 from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
-from megamix.train.resume import Start, find_start
+from megamix.train.resume import Start, find_start, load_start
 from megamix.train.run_lock import run_lock
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
 from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
-from megamix.train.trainer import VALIDATION_SEED, Trainer
+from megamix.train.trainer import Trainer
 from megamix.train.watchdog import Watchdog
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
@@ -64,7 +62,9 @@ def run_job(config: Config) -> float | None:
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
             start = find_start(config, Together(make_collectives(topology.world, 0, torch.uint8, device), device))
-            _on_first_rank(lambda: _begin(config, status, start), topology, device)
+            # Whoever dies in building or loading has started as well.
+            begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
+            _on_first_rank(begin, topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
         if topology.world.group is not None:
@@ -99,7 +99,7 @@ def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
 
 
 def _begin(config: Config, status: RunStatus, start: Start) -> None:
-    """Nothing of an earlier start is changed before this, and from now on the folder is this run's."""
+    """Nothing but the status is changed before this, and from now on the folder is this run's."""
     run_folder.claim(config)
     for name in (METRICS, SET_ASIDE):
         cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
@@ -152,14 +152,17 @@ def _train(
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
-    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
+    start = load_start(start, config, engine)
     if start.checkpoint is not None:
-        _load(engine, start, console)
+        console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
+        for line in start.changes:
+            console.line(f"changed since: {line}")
+    _on_first_rank(lambda: _begin(config, status, start), topology, device)
+    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
     with ExitStack() as stack:
-        loader = stack.enter_context(_loader(config.data.train, config, config.training.seed, device))
-        validation = None
-        if config.data.valid is not None:
-            validation = stack.enter_context(_loader(config.data.valid, config, VALIDATION_SEED, device))
+        loader = stack.enter_context(BatchLoader(training_source(config), device))
+        held_out = validation_source(config)
+        validation = None if held_out is None else stack.enter_context(BatchLoader(held_out, device))
         writer = None
         if first:
             writer = stack.enter_context(
@@ -196,19 +199,6 @@ def _train(
     return valid_loss
 
 
-def _load(engine: ShardedEngine, start: Start, console: Console) -> None:
-    """Raises: ConfigError, before anything is changed, if the checkpoint does not fit."""
-    assert start.checkpoint is not None
-    try:
-        load(start.checkpoint, engine, start.together)
-    except ValueError as error:
-        problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
-        raise ConfigError([problem], "job") from None
-    console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
-    for line in start.changes:
-        console.line(f"changed since: {line}")
-
-
 def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyError | None) -> EndedEarlyError | None:
     """The last checkpoint of a run. Returns how the run ends, as far as that can still change it."""
     try:
@@ -243,11 +233,6 @@ def _place(trainer: Trainer) -> Place:
     doing = clock.doing()
     written = trainer.checkpoints.written if doing == "save" else 0
     return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
-
-
-def _loader(prefix: str, config: Config, seed: int, device: torch.device) -> BatchLoader:
-    source = TokenFileSource(TokenFile(Path(prefix)), seq_len=config.model.seq_len, seed=seed)
-    return BatchLoader(source, device)
 
 
 def _mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:

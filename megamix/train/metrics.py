@@ -87,8 +87,10 @@ class StepMetrics:
 def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
     """The console line: plain text that stays readable in a batch system's log."""
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
+    # Reading runs beside the step: that it can be waited for at all is news.
+    data = f"data {metrics.data_share:.0%} " if metrics.data_share >= 0.01 else ""
     shares = (
-        f"data {metrics.data_share:.0%} fwd+bwd {metrics.forward_backward_share:.0%} "
+        f"{data}fwd+bwd {metrics.forward_backward_share:.0%} "
         f"reduce-scatter {metrics.reduce_scatter_share:.0%} update {metrics.update_share:.0%} "
         f"all-gather {metrics.all_gather_share:.0%}"
     )

@@ -6,17 +6,15 @@ from pathlib import Path
 
 from megamix.checkpoint.folder import MANIFEST
 from megamix.config import Config, check_world_size
-from megamix.data.token_file import token_file_problems
+from megamix.data.tokenizer_bytes import ByteTokenizer
+from megamix.train.build_data import data_problems
 from megamix.train.run_folder import folder_problems
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Every problem of ranks, files and folder, one line each: field, value, fix."""
     problems = check_world_size(config, world_size)
-    sizes = {"vocab_size": config.model.vocab_size, "seq_len": config.model.seq_len}
-    problems += token_file_problems("data.train", config.data.train, **sizes)
-    if config.data.valid is not None:
-        problems += token_file_problems("data.valid", config.data.valid, **sizes)
+    problems += data_problems(config)
     if config.data.tokenizer is not None:
         problems += _tokenizer_problems(config.data.tokenizer)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -35,8 +33,11 @@ def job_problems(config: Config, world_size: int) -> list[str]:
 def _tokenizer_problems(path: str) -> list[str]:
     # Needed only for the sample at the end: a run must not train for days to fail there.
     problems = []
+    package = "sentencepiece" if path.endswith(".model") else "tokenizers"
     try:
-        json.loads(Path(path).read_bytes())
+        content = Path(path).read_bytes()
+        if package == "tokenizers":
+            json.loads(content)
     except OSError:
         problems.append(
             f"data.tokenizer: no file at {path}; write the path of the tokenizer.json that `megamix prepare` made, "
@@ -44,9 +45,9 @@ def _tokenizer_problems(path: str) -> list[str]:
         )
     except ValueError:
         problems.append(f"data.tokenizer: {path} is no JSON; write the path of a tokenizer.json")
-    if importlib.util.find_spec("tokenizers") is None:
+    if importlib.util.find_spec(package) is None and not ByteTokenizer.wrote(Path(path)):
         problems.append(
-            "data.tokenizer: is set, but the package tokenizers is not installed; run "
-            "pip install 'megamix[tokenizers]' or leave the key out"
+            f"data.tokenizer: is set, but the package {package} is not installed; run "
+            f"pip install 'megamix[{package}]' or leave the key out"
         )
     return problems

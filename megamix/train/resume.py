@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.load import newest_checkpoint, read_together
+from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_together
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged
-from megamix.config import Config, ConfigError, config_to_toml
+from megamix.config import Config, ConfigError, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 
 RNG_RULE = "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout"
 # Whatever the shapes, with another value these make another model, other states, or another order of the data.
-_REFUSED = ("model.", "optimizer.name", "training.seed")
+_REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
 _PASS = ("model.dropout", "model.compile", "model.init_std")
 
 
@@ -36,7 +38,8 @@ class Start:
 
 
 def find_start(config: Config, together: Together) -> Start:
-    """Find the checkpoint to go on from and compare it with the configuration. Every rank must call it.
+    """Find the checkpoint to go on from and compare it with the configuration. Its tensors' bytes are verified by
+    `load_start`. Every rank must call it.
 
     Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
     """
@@ -44,15 +47,44 @@ def find_start(config: Config, together: Together) -> Start:
     checkpoint = find_checkpoint(config, together)
     if checkpoint is None:
         return Start(None, Progress(), record, [], together)
+    return _start_from(checkpoint, config, record, together)
+
+
+def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, together: Together) -> Start:
     progress = read_progress(checkpoint)
     if checkpoint.path.parent != checkpoint_folder(config):
         progress = progress.model_copy(update={"log_sizes": {}})  # another run's logs
-    return Start(checkpoint, progress, record, changes(checkpoint, record), together)
+    return Start(checkpoint, progress, record, changes(checkpoint, record, progress.cursor), together)
+
+
+def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
+    """Load what the run goes on from; where that is damaged, the newest good one before it in the run's folder. Returns
+    the start as it has become. Every rank must call it.
+
+    Raises: ConfigError on every rank if there is none that is good, or that may be loaded. The run ends with that, so
+    no engine trains on after a load that failed.
+    """
+    found = start.checkpoint
+    if found is None:
+        return start
+    try:
+        if found.path.parent == checkpoint_folder(config):
+            found = load_or_older(found, engine, start.together)
+        else:
+            load(found, engine, start.together)
+    except Damaged as error:
+        raise _path_is_damaged(error) from None
+    except ValueError as error:
+        problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
+        raise ConfigError([problem], "job") from None
+    if found is None:
+        raise _none_is_whole(config)
+    return start if found is start.checkpoint else _start_from(found, config, start.record, start.together)
 
 
 def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
-    """The one that `checkpoint.resume` asks for, verified; damaged ones in the run's folder are set aside. None for a
-    run that begins anew. Every rank must call it.
+    """The one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged are
+    set aside. None for a run that begins anew. Every rank must call it.
 
     Raises: ConfigError on every rank if there are only damaged ones.
     """
@@ -63,14 +95,23 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
     if there_are_some:  # also with a path: a run that began from there and was restarted goes on from its own
         found = newest_checkpoint(folder, together)
         if found is None:
-            raise ConfigError([f"checkpoint.folder: no checkpoint in {folder} is whole; {BEGIN_ANEW}"], "job")
+            raise _none_is_whole(config)
         return found
     if resume == "auto":
         return None
     try:
         return read_together(Path(resume), together)
     except Damaged as error:
-        raise ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job") from None
+        raise _path_is_damaged(error) from None
+
+
+def _none_is_whole(config: Config) -> ConfigError:
+    problem = f"checkpoint.folder: no checkpoint in {checkpoint_folder(config)} is whole; {BEGIN_ANEW}"
+    return ConfigError([problem], "job")
+
+
+def _path_is_damaged(error: Damaged) -> ConfigError:
+    return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
 
 
 def read_progress(checkpoint: Checkpoint) -> Progress:
@@ -84,14 +125,17 @@ def read_progress(checkpoint: Checkpoint) -> Progress:
 
 def run_record(config: Config) -> RunRecord:
     """What every checkpoint of this run says, without its progress. Reads the data, so one rank does."""
-    fingerprints = {"data.train": token_file_fingerprint(Path(config.data.train))}
+    prefixes = token_prefixes(config).items()
+    fingerprints = {
+        field: token_file_fingerprint(Path(prefix)) for field, prefix in prefixes if not field.startswith("data.valid")
+    }
     if config.data.tokenizer is not None:
         fingerprints["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
     return RunRecord(config=config_to_toml(config), fingerprints=fingerprints, rng_rule=RNG_RULE)
 
 
-def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
-    """A line for every key that has another value since the checkpoint.
+def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
+    """A line for every key that has another value since the checkpoint. `cursor`: the first sample never read.
 
     Raises: ConfigError naming each change that would make it another run.
     """
@@ -104,11 +148,17 @@ def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
         for key in changed
         if key.startswith(_REFUSED) and key not in _PASS
     ]
+    began = _mixtures(old, cursor)
+    if _mixtures(new, cursor) != began:
+        refused.append(
+            f"data.train: the {cursor} samples that were read are another mixture than the configuration's; write "
+            f"train and stages as they were, and what is to change as a stage with from_sample = {cursor} or more"
+        )
     refused += [
         f"{key}: holds other data than when {checkpoint.path} was saved; bring that back, or write another "
         "checkpoint.folder to begin a new run"
         for key, fingerprint in saved.fingerprints.items()
-        if now.fingerprints.get(key, fingerprint) != fingerprint
+        if now.fingerprints.get(key, fingerprint) != fingerprint and _is_read(key, len(began) - 1)
     ]
     if refused:
         raise ConfigError(refused, "job")
@@ -118,6 +168,26 @@ def changes(checkpoint: Checkpoint, now: RunRecord) -> list[str]:
 def _flat(config: str) -> dict[str, Any]:
     tables = tomllib.loads(config)
     return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
+
+
+def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
+    """What the samples before the cursor are taken from, stage by stage: in which shares, whatever the paths."""
+    stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
+    begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
+    return [(stage["from_sample"], _shares(stage["train"])) for stage in begun]
+
+
+def _shares(train: Any) -> list[Any]:
+    if isinstance(train, str):
+        train = [{"path": train}]
+    weights = [source.get("weight") for source in train]
+    whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
+    return [(weight, source.get("markov")) for weight, source in zip(whole, train, strict=True)]
+
+
+def _is_read(field: str, stages: int) -> bool:
+    """Whether a fingerprint is of data that a run has come to, `stages` of data.stages having begun."""
+    return not field.startswith("data.stages") or any(field.startswith(f"data.stages[{n}]") for n in range(stages))
 
 
 def _text(value: Any) -> str:

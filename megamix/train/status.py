@@ -7,12 +7,13 @@ happened, also to those who were not there. No torch here.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megamix.train.run_folder import write_text
 
@@ -54,6 +55,13 @@ class StuckError(EndedEarlyError):
     state: State = "gave_up"
 
 
+class _Earlier(NamedTuple):
+    state: str
+    start: int
+    restarts: int
+    reason: str
+
+
 class RunStatus:
     """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
 
@@ -63,27 +71,35 @@ class RunStatus:
         self._start, self._restarts = 0, 0
 
     def begin(self, update: int, max_restarts: int) -> None:
-        """The run starts from `update`, as its newest save has it.
+        """The run starts from `update`, as its newest save has it; called again if that save cannot be loaded and it
+        starts from an older one.
 
         Raises: StuckError, written down as well, at more than `max_restarts` starts in a row from one update; those
         after a run that was asked to leave do not count.
         """
-        try:
-            earlier = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
-            in_vain = earlier["state"] not in ("finished", "preempted") and update <= earlier["start"]
-            restarts, end = earlier["restarts"] + 1 if in_vain else 0, f"{earlier['state']} {earlier['reason']}".strip()
-        except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
-            restarts, end = 0, ""
+        earlier = self._earlier
+        in_vain = earlier.state not in ("finished", "preempted") and update <= earlier.start
+        restarts = earlier.restarts + 1 if in_vain else 0
         self.update = lambda: update
         self._start, self._restarts = update, restarts
         if restarts > max_restarts:
             stuck = StuckError(
                 f"started {restarts + 1} times from update {update} without getting further (checkpoint.max_restarts "
-                f"{max_restarts}); find out why, then remove {self.folder / STATUS}. The last start's end: {end}"
+                f"{max_restarts}); find out why, then remove {self.folder / STATUS}. The last start's end: "
+                f"{earlier.state} {earlier.reason}".strip()
             )
             self.write(stuck.state, str(stuck))
             raise stuck
         self.write("running")
+
+    @functools.cached_property
+    def _earlier(self) -> _Earlier:
+        """What the start before left, read before this one has written anything."""
+        try:
+            values = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
+            return _Earlier(values["state"], int(values["start"]), int(values["restarts"]), values["reason"])
+        except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
+            return _Earlier("finished", 0, 0, "")
 
     def write(self, state: State, reason: str = "") -> None:
         values = {

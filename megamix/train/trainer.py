@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
@@ -30,10 +29,6 @@ from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
 from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
-
-# Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
-# seed is.
-VALIDATION_SEED = 0
 
 
 class Trainer:
@@ -97,11 +92,11 @@ class Trainer:
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
-        self._prefetch(plan.next_new())
+        self._prefetch(self.loader, plan.next_new())
         if self.engine.loss_scale.wants_probe:
             self._backward(GlobalBatch(plan.next_new()))
             self.engine.probe_loss_scale()
-            self._prefetch(plan.next_new())
+            self._prefetch(self.loader, plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -133,7 +128,7 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
-        self._prefetch(self.plan.next_new())
+        self._prefetch(self.loader, self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
@@ -146,15 +141,15 @@ class Trainer:
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine)
 
-    def _backward(self, batch: GlobalBatch) -> None:
+    def _backward(self, global_batch: GlobalBatch) -> None:
         clock = self.engine.clock
-        for samples in self._micro_batches(batch.samples):
+        for samples in self._micro_batches(global_batch.samples):
             with clock.span("data"):
-                tokens, targets = self._load(self.loader, samples)
+                batch = self.loader.load(samples)
             if self.config.model.dropout:
-                self._seed_dropout(samples, batch.tries)
+                self._seed_dropout(samples, global_batch.tries)
             with clock.span("forward_backward"):
-                self.engine.backward(self.engine(tokens, targets))
+                self.engine.backward(self.engine(*batch.inputs), batch.weight)
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
@@ -202,20 +197,27 @@ class Trainer:
         assert self.validation is not None
         self.report.pause()
         self.engine.module.eval()
-        losses = []
-        batch_size = self.config.training.global_batch_size
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of their weights
+        size = self.config.training.global_batch_size
+        batches = [(range(first, first + size),) for first in range(0, self.config.training.eval_batches * size, size)]
+        self._prefetch(self.validation, batches[0])
         with torch.no_grad():
-            for start in range(0, self.config.training.eval_batches * batch_size, batch_size):
+            for number, batch in enumerate(batches, start=1):
                 reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
                 self._stop_reason = int(self.engine.collectives.table(reason).max())
                 if self._stop_reason:
                     raise self._leaves()
-                for samples in self._micro_batches((range(start, start + batch_size),)):
+                if number < len(batches):
+                    self._prefetch(self.validation, batches[number])
+                for samples in self._micro_batches(batch):
                     with self.engine.clock.span("validation"):
-                        losses.append(self.engine(*self._load(self.validation, samples)))
+                        part = self.validation.load(samples)
+                        sums[0] += self.engine(*part.inputs)
+                        sums[1] += part.weight
         self.engine.module.train()
         self._validated = done
-        loss = self._mean_over_ranks(torch.stack(losses).mean()).item()
+        loss_sum, weight_sum = self.engine.collectives.table(sums).sum(0).tolist()
+        loss = loss_sum / weight_sum if weight_sum else math.nan
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
             f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
@@ -224,12 +226,6 @@ class Trainer:
             self.writer.write(done, {"valid_loss": loss})
         self.report.resume()
         return loss
-
-    def _load(self, loader: BatchLoader, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Shapes: -> tokens and targets INT64 (samples, seq_len), on the device."""
-        parts = [loader.get(part) for part in samples]
-        tokens, targets = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     def _micro_batches(self, batch: Samples) -> list[Samples]:
         dp = self.engine.topology.dp
@@ -240,18 +236,15 @@ class Trainer:
             dp_size=dp.size,
         )
 
-    def _prefetch(self, batch: Samples) -> None:
+    def _prefetch(self, loader: BatchLoader, batch: Samples) -> None:
         for samples in self._micro_batches(batch):
             for part in samples:
-                self.loader.prefetch(part)
+                loader.prefetch(part)
 
     def _seed_dropout(self, samples: Samples, tries: int) -> None:
         """The same units drop out on any number of ranks, after any restart, and others at another try."""
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
         torch.manual_seed(int(mix64(key[0], np.array([tries], dtype=np.uint64))[0]))
-
-    def _mean_over_ranks(self, value: Tensor) -> Tensor:
-        return self.engine.collectives.table(value.view(1)).mean()
 
     def _is_logged(self, update: int) -> bool:
         """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""

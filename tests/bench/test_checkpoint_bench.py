@@ -11,7 +11,7 @@ import torch
 from megamix.bench import checkpoint_bench
 from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
 from megamix.bench.checkpoint_rank import Beside, CheckpointRank
-from megamix.checkpoint.verify import read_checkpoint
+from megamix.checkpoint.verify import verify_checkpoint
 from megamix.model.flops import parameter_count
 from tests.bench.tiny import MODEL, WORK
 
@@ -81,5 +81,5 @@ def test_steps_go_on_beside_a_save(tmp_path: Path) -> None:
     beside = rank.steps_beside_a_save(2)
     assert min(beside) > 0
     (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert read_checkpoint(saved).manifest.applied_updates == 3  # the first step, and two alone: not those beside it
+    assert verify_checkpoint(saved).manifest.applied_updates == 3  # the first step, and two alone: not those beside it
     assert rank._ours.engine.applied_updates == 5

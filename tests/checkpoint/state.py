@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.checkpoint.files import Files
-from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
 from megamix.checkpoint.save import remove_old, save
@@ -122,10 +122,11 @@ def resume_each(folders: Sequence[Path], bucket_size: int | None = 1111) -> list
     for folder in folders:
         fill(engine, 1)  # no folder holds this step, so what a load leaves alone is seen
         checkpoint = newest_checkpoint(folder, together)
+        if checkpoint is not None:
+            checkpoint = load_or_older(checkpoint, engine, together)
         if checkpoint is None:
             answers.append((None, []))
             continue
-        load(checkpoint, engine, together)
         step = checkpoint.manifest.applied_updates
         assert checkpoint.manifest.run.progress == {"consumed_samples": step}
         answers.append((step, differences(engine, step)))

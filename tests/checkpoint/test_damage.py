@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megamix.checkpoint.load import newest_checkpoint
-from megamix.checkpoint.tensor_file import read_into, tensor_starts
-from megamix.checkpoint.verify import read_checkpoint
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.load import load_or_older, newest_checkpoint
+from megamix.checkpoint.parts import owned_parts
+from megamix.checkpoint.verify import read_checkpoint, verify_checkpoint
+from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing
-from tests.checkpoint.state import alone, resume, save_steps
+from tests.checkpoint.state import alone, differences, fill, make_engine, resume, save_steps
 from tests.conftest import FULL
 
 FLIPS, TRUNCATIONS, CLEAN = (200, 50, 100) if FULL else (60, 18, 30)
@@ -37,9 +42,7 @@ def refuses(ready: Path, folder: Path, hurt: Callable[[Path], None], named: str,
     hurt(folder / NEWER)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="megamix"):
-        found = newest_checkpoint(folder, alone())
-    assert found is not None
-    assert found.path.name == OLDER
+        assert resume(folder) == (1, [])
     (line,) = (record.getMessage() for record in caplog.records)
     assert named in line
     kept, aside = listing(folder)
@@ -96,36 +99,66 @@ def test_files_that_changed_places_are_found(ready: Path, tmp_path: Path, caplog
 
 def test_a_good_checkpoint_is_never_refused(ready: Path) -> None:
     for _ in range(CLEAN):
-        found = newest_checkpoint(ready, alone())
-        assert found is not None
-        assert found.path.name == NEWER
-        assert read_checkpoint(ready / OLDER).manifest.applied_updates == 1
+        assert resume(ready) == (2, [])
+        assert verify_checkpoint(ready / OLDER).manifest.applied_updates == 1
     assert listing(ready) == [OLDER, NEWER]
 
 
-def test_a_file_that_is_cut_after_it_was_verified_fails_the_load(ready: Path, tmp_path: Path) -> None:
+def _newest_loads_as(folder: Path, engine: ShardedEngine, hurt: Callable[[Path], None]) -> str | None:
+    """Hurt the newest after its headers were found good; the name of what is loaded."""
+    checkpoint = newest_checkpoint(folder, alone())
+    assert checkpoint is not None
+    hurt(checkpoint.path)
+    found = load_or_older(checkpoint, engine, alone())
+    return None if found is None else found.path.name
+
+
+@pytest.mark.parametrize("length", [1, -1, -3, -10_000])
+def test_a_file_that_is_cut_once_its_header_is_read_is_found(ready: Path, tmp_path: Path, length: int, caplog) -> None:
     shutil.copytree(ready, tmp_path / "copy")
-    file = tmp_path / "copy" / NEWER / FILES[1]
-    start = max(tensor_starts(file).values())
-    tensor = torch.zeros((file.stat().st_size - start) // 4)
-    with open(file, "r+b", buffering=0) as handle:
-        read_into(tensor, handle, start)
-        assert tensor.count_nonzero()
-        handle.truncate(start + 4)
-        with pytest.raises(OSError, match=f"{FILES[1]} has become shorter"):
-            read_into(tensor, handle, start)
+    engine = make_engine()
+
+    def cut(path: Path) -> None:
+        file = path / FILES[1]
+        os.truncate(file, length % file.stat().st_size)
+
+    assert _newest_loads_as(tmp_path / "copy", engine, cut) == OLDER
+    assert differences(engine, 1) == []
+    assert f"{FILES[1]}: it has become shorter" in caplog.text
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "copy"
+    for size in (2, 3):  # as many ranks as files, and one more, which verifies none
+        folder = tmp_path / str(size)
+        shutil.copytree(ready, folder)
+        _flip(folder / NEWER / name, 8 * (folder / NEWER / name).stat().st_size - 1000)
+        assert run_ranks(resume, size, folder) == [(1, [])] * size
+
+
+def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path) -> None:
+    class ReadOnly(Files):
+        def rename(self, path: Path, target: Path) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    checkpoint, engine = read_checkpoint(ready / NEWER), make_engine()
+    wrong = [record.model_copy(update={"crc32": record.crc32 ^ 1}) for record in checkpoint.manifest.files]
+    manifest = checkpoint.manifest.model_copy(update={"files": tuple(wrong)})
+    found = load_or_older(replace(checkpoint, manifest=manifest), engine, alone(), ReadOnly())
+    assert found is not None
+    assert (found.path.name, differences(engine, 1)) == (OLDER, [])
+    assert listing(ready) == [OLDER, NEWER]
+
+
+def test_where_none_is_good_there_is_none_and_nothing_damaged_can_train_on(ready: Path, tmp_path: Path) -> None:
+    folder, engine = tmp_path / "copy", make_engine()
     shutil.copytree(ready, folder)
-    _flip(folder / NEWER / name, 8 * (folder / NEWER / name).stat().st_size - 1000)
-    assert run_ranks(resume, 2, folder) == [(1, [])] * 2
-
-
-def test_where_none_is_good_there_is_none(ready: Path, tmp_path: Path) -> None:
-    shutil.copytree(ready, tmp_path / "copy")
+    fill(engine, 5)
+    half = [flat.clone() for flat in engine.half_params.flat]
     for name in (OLDER, NEWER):
-        _flip(tmp_path / "copy" / name / FILES[1], 9999)
-    assert newest_checkpoint(tmp_path / "copy", alone()) is None
+        _flip(folder / name / FILES[1], 8 * (folder / name / FILES[1]).stat().st_size - 1000)
+    assert _newest_loads_as(folder, engine, lambda path: None) is None
+    assert all(part.tensor.isnan().all() for part in owned_parts(engine))
+    assert all(map(torch.equal, engine.half_params.flat, half))
+    assert (int(engine.applied_updates), float(engine.loss_scale.loss_scale)) == (5, 2.0**5)
+    assert newest_checkpoint(folder, alone()) is None

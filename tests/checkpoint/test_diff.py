@@ -17,7 +17,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.parts import owned_parts
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.verify import read_checkpoint
+from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from tests.checkpoint.state import fill, make_engine, save_steps, together_of
 
@@ -39,7 +39,7 @@ def _saved(
 
 
 def _lines(old: Path, new: Path) -> list[str]:
-    return list(differences(read_checkpoint(old), read_checkpoint(new)))
+    return list(differences(verify_checkpoint(old), verify_checkpoint(new)))
 
 
 def _set(param: str, state: str, values: dict[int, float]) -> Callable[[ShardedEngine], None]:

@@ -18,7 +18,7 @@ from megamix.checkpoint.export_dcp import export_dcp
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import take_snapshot
-from megamix.checkpoint.verify import read_checkpoint
+from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from tests.checkpoint.faults import listing
 from tests.checkpoint.state import fill, full_value, make_engine, save_steps, together_of
@@ -66,7 +66,7 @@ def test_torch_loads_model_and_optimizer_as_they_were_saved(
 
 
 def test_torch_s_converter_finds_the_nested_names(ready: Path, tmp_path: Path) -> None:
-    export_dcp(read_checkpoint(ready), tmp_path / "out")
+    export_dcp(verify_checkpoint(ready), tmp_path / "out")
     dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
     loaded = torch.load(tmp_path / "out.pt", weights_only=True)
     assert sorted(loaded["model"]) == sorted(make_model().state_dict())
@@ -84,7 +84,7 @@ def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
     engine = make_engine(model=_Scalar(), optimizer=NAG(lr=0.1))
     fill(engine, 3)
     path = save(tmp_path / "checkpoints", take_snapshot(engine, RunRecord()), together_of(engine))
-    export_dcp(read_checkpoint(path), tmp_path / "out")
+    export_dcp(verify_checkpoint(path), tmp_path / "out")
     got: dict[str, Any] = {"model": {"gain": torch.zeros(())}}
     got["optimizer"] = {"state": {"gain": {"momentum_buffer": torch.zeros(())}}}
     dcp.load(got, checkpoint_id=tmp_path / "out")
@@ -99,5 +99,5 @@ def test_what_cannot_be_written_leaves_nothing(ready: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(pieces.PieceReader, "read", full)
     with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
-        export_dcp(read_checkpoint(ready), tmp_path / "out")
+        export_dcp(verify_checkpoint(ready), tmp_path / "out")
     assert listing(tmp_path) == []

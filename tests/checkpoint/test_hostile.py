@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 import megamix.checkpoint
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import LARGEST
-from megamix.checkpoint.verify import Damaged, read_checkpoint
+from megamix.checkpoint.verify import Damaged, verify_checkpoint
 from tests.checkpoint.state import save_steps
 
 SHARD = "rank_00000.safetensors"
-SLACK = 8 << 20  # bytes: the chunks that the checksum reads into (2 MiB), and what Python itself takes
+SLACK = 8 << 20  # bytes: the chunks that a file is read into (2 MiB), and what Python itself takes
 
 
 class _Bomb:
@@ -118,6 +118,15 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path / SHARD)
 
 
+def _out_of_step(path: Path) -> None:
+    """Two more blanks in the header, so that no element begins at a multiple of 4."""
+    content = (path / SHARD).read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length]
+    (path / SHARD).write_bytes(struct.pack("<Q", length + 2) + header + b"  " + content[8 + length :])
+    _fields()(path)
+
+
 def _before_the_start(held: dict[str, torch.Tensor]) -> None:
     held["norm.bias|master|-1"] = held.pop("norm.bias|master|0")
 
@@ -145,6 +154,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "a shape beyond the file": (_header("w|master|0", [HUGE], 0, 64), SHARD),
     "a shape that overflows": (_header("w|master|0,0", [HUGE, HUGE], 0, 64), SHARD),
     "a place beyond the file": (_header("w|master|0", [16], HUGE, HUGE + 64), SHARD),
+    "elements out of step": (_out_of_step, f"{SHARD}: .*no multiple of 4"),
     "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, every state is F32"),
     "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, every state is F32"),
     "a key that is none": (_added("x"), f"{SHARD}: 'x'"),
@@ -188,7 +198,7 @@ def test_a_hostile_checkpoint_is_refused(ready: Path, tmp_path: Path, monkeypatc
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before = _peak_bytes()
     with pytest.raises(Damaged, match=told):
-        read_checkpoint(path)
+        verify_checkpoint(path)
     assert _peak_bytes() - before <= 2 * size + SLACK
     assert not (tmp_path / "EXECUTED").exists()
 
@@ -197,7 +207,7 @@ def test_a_rewritten_checkpoint_with_nothing_wrong_passes(ready: Path, tmp_path:
     path = tmp_path / "checkpoint"
     shutil.copytree(ready, path)
     _tensors(lambda held: None)(path)
-    assert read_checkpoint(path).manifest.params == read_checkpoint(ready).manifest.params
+    assert verify_checkpoint(path).manifest.params == verify_checkpoint(ready).manifest.params
 
 
 def test_no_module_of_the_package_can_unpickle() -> None:

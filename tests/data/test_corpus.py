@@ -1,94 +1,89 @@
-import hashlib
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from megamix.data.corpus import Corpus, directory_corpus, list_corpus, named_corpus, read_documents
+from megamix.data.corpus import folder_files, input_corpus, named_corpus
 
 
-def write_files(root: Path, contents: dict[str, bytes]) -> None:
-    for name, content in contents.items():
+def write_files(root: Path, *names: str) -> None:
+    for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(content)
+        (root / name).write_text("text")
 
 
-def test_every_text_file_is_listed_in_sorted_order_with_size_and_checksum(tmp_path: Path) -> None:
-    write_files(tmp_path, {"b.txt": b"two", "a/z.md": "Käse".encode(), "a.txt": b"one", "empty.txt": b""})
-    listing = list_corpus(directory_corpus(tmp_path))
-    assert [file.path for file in listing.files] == ["a.txt", "a/z.md", "b.txt"]
-    assert listing.files[1].num_bytes == 5
-    assert listing.files[1].sha256 == hashlib.sha256("Käse".encode()).hexdigest()
-    assert listing.num_bytes == 11
+def names(*paths: Path) -> list[str]:
+    return [file.name for file in input_corpus([str(path) for path in paths]).files]
 
 
-def test_documents_come_in_the_order_of_the_listing(tmp_path: Path) -> None:
-    write_files(tmp_path, {"b.txt": b"two\r\n", "a.txt": b"one"})
-    corpus = directory_corpus(tmp_path)
-    assert list(read_documents(corpus, list_corpus(corpus).files)) == [("a.txt", "one"), ("b.txt", "two\r\n")]
+def test_files_of_a_folder_are_listed_in_sorted_order(tmp_path: Path) -> None:
+    write_files(tmp_path, "b.txt", "a/z.md", "a.txt")
+    assert names(tmp_path) == ["a.txt", "a/z.md", "b.txt"]
 
 
-def test_undecodable_files_are_skipped_and_counted(tmp_path: Path) -> None:
-    write_files(tmp_path, {"good.txt": b"text", "latin.txt": b"K\xe4se"})
-    listing = list_corpus(directory_corpus(tmp_path))
-    assert [file.path for file in listing.files] == ["good.txt"]
-    assert listing.undecodable == ("latin.txt",)
+def test_inputs_come_in_the_order_they_are_given(tmp_path: Path) -> None:
+    write_files(tmp_path, "b.txt", "a/z.md", "a/c.txt")
+    assert names(tmp_path / "b.txt", tmp_path / "a") == ["b.txt", "c.txt", "z.md"]
+
+
+def test_the_ending_says_which_files_hold_records(tmp_path: Path) -> None:
+    endings = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet", "arrow", "txt", "json", "gz"]
+    write_files(tmp_path, *(f"x.{ending}" for ending in endings))
+    kinds = {file.name: file.kind for file in input_corpus([str(tmp_path)]).files}
+    want = ["jsonl"] * 5 + ["parquet", "arrow"] + ["text"] * 3
+    assert kinds == {f"x.{ending}": kind for ending, kind in zip(endings, want, strict=True)}
 
 
 def test_hidden_and_left_out_places_are_not_read(tmp_path: Path) -> None:
     write_files(
-        tmp_path,
-        {
-            "json/a.py": b"1",
-            "json/tests/b.py": b"2",
-            "test/c.py": b"3",
-            "site-packages/d/e.py": b"4",
-            ".git/f.py": b"5",
-            ".g.py": b"6",
-            "notes.txt": b"7",
-        },
+        tmp_path, "json/a.py", "json/tests/b.py", "test/c.py", "site-packages/d/e.py", ".git/f.py", ".g.py", "h"
     )
-    corpus = Corpus(flag="", root=tmp_path, suffix=".py", left_out=named_corpus("stdlib").left_out)
-    assert [file.path for file in list_corpus(corpus).files] == ["json/a.py"]
-
-
-def test_the_user_s_own_folders_named_test_are_read(tmp_path: Path) -> None:
-    write_files(tmp_path, {"test/c.txt": b"3"})
-    assert [file.path for file in list_corpus(directory_corpus(tmp_path)).files] == ["test/c.txt"]
+    found = folder_files(tmp_path, suffix=".py", left_out=frozenset({"test", "tests", "site-packages"}))
+    assert [file.name for file in found] == ["json/a.py"]
+    assert names(tmp_path) == ["h", "json/a.py", "json/tests/b.py", "site-packages/d/e.py", "test/c.py"]
 
 
 def test_a_broken_link_is_no_file(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.txt": b"1"})
+    write_files(tmp_path, "a.txt")
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
-    assert [file.path for file in list_corpus(directory_corpus(tmp_path)).files] == ["a.txt"]
+    assert names(tmp_path) == ["a.txt"]
 
 
-def test_the_standard_library_is_a_corpus_of_several_megabytes_without_tests() -> None:
-    listing = list_corpus(named_corpus("stdlib"))
-    paths = [file.path for file in listing.files]
+def test_the_standard_library_is_a_corpus_without_tests() -> None:
+    paths = [file.name for file in named_corpus("stdlib").files]
     assert paths == sorted(paths)
     assert "json/decoder.py" in paths
     assert not [path for path in paths if {"test", "tests", "idlelib", "site-packages"} & set(path.split("/"))]
-    assert listing.num_bytes > 5e6
 
 
 def test_torch_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    corpus = named_corpus("torch")
-    assert (corpus.root / "nn" / "modules" / "linear.py").is_file()
+    assert "nn/modules/linear.py" in [file.name for file in named_corpus("torch").files]
     assert "torch" not in sys.modules
 
 
-@pytest.mark.parametrize("contents", [{}, {"a.txt": b""}, {"a.txt": b"\xff\xfe", "b.txt": b"\x80"}])
-def test_an_empty_corpus_is_refused_by_flag_value_and_fix(tmp_path: Path, contents: dict[str, bytes]) -> None:
-    write_files(tmp_path, contents)
-    with pytest.raises(ValueError, match=rf"--input {tmp_path} holds no text.* give a directory with text files"):
-        list_corpus(directory_corpus(tmp_path))
+def test_of_a_saved_dataset_the_split_s_own_files_are_read(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_files(
+            tmp_path, f"{split}/data-00000-of-00001.arrow", f"{split}/dataset_info.json", f"{split}/stale.arrow"
+        )
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+        (tmp_path / split / "state.json").write_text(json.dumps(state))
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for split, folder in (("train", tmp_path), ("test", tmp_path), ("train", tmp_path / "test")):
+        (file,) = input_corpus([str(folder)], split).files
+        where = folder / split if folder == tmp_path else folder
+        assert (file.path, file.kind) == (str(where / "data-00000-of-00001.arrow"), "arrow")
+    with pytest.raises(ValueError, match="has no split 'valid'; set --split to one of train, test"):
+        input_corpus([str(tmp_path)], "valid")
 
 
-def test_a_missing_input_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--input .*nowhere.* is not a directory; give"):
-        directory_corpus(tmp_path / "nowhere")
+def test_what_is_not_there_is_refused_by_flag_value_and_fix(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--input .*nowhere' is not there; give"):
+        names(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"--input .* holds no file that can be read; give"):
+        names(tmp_path)
 
 
 def test_an_unknown_corpus_is_refused_with_the_known_ones() -> None:
@@ -96,10 +91,7 @@ def test_an_unknown_corpus_is_refused_with_the_known_ones() -> None:
         named_corpus("wiki")
 
 
-def test_a_file_that_changes_between_listing_and_reading_is_refused(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a.txt": b"one"})
-    corpus = directory_corpus(tmp_path)
-    files = list_corpus(corpus).files
-    write_files(tmp_path, {"a.txt": b"two"})
-    with pytest.raises(ValueError, match=r"a\.txt changed"):
-        list(read_documents(corpus, files))
+def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
+    with pytest.raises(ValueError, match=r"pip install 'megamix\[datasets\]'"):
+        input_corpus(["hf:somebody/something"])

@@ -1,19 +1,26 @@
+import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megamix.data.corpus import directory_corpus
-from megamix.data.prepare import Prepared, prepare_corpus
+from megamix.data.corpus import input_corpus
+from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare_tokenizer import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
 
-OUTPUTS = ["manifest.json", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx"]
+OUTPUTS = [
+    "manifest.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "train.bin",
+    "train.idx",
+    "valid.bin",
+    "valid.idx",
+]
 
 
 @pytest.fixture
@@ -25,8 +32,11 @@ def text_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def prepare(text_dir: Path, output: Path, vocab_size: int = 280, valid_fraction: float = 0.25) -> Prepared:
-    return prepare_corpus(directory_corpus(text_dir), output, vocab_size=vocab_size, valid_fraction=valid_fraction)
+def prepare(
+    text_dir: Path, output: Path, vocab_size: int = 280, valid_fraction: float = 0.25, **effort: int
+) -> Prepared:
+    request = Request(tokenizer=TokenizerChoice("train", vocab_size), valid_fraction=valid_fraction)
+    return prepare_corpus(input_corpus([str(text_dir)]), output, request, Effort(**{"num_workers": 1, **effort}))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,14 +64,22 @@ def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: P
     prepared = prepare(text_dir, tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest == prepared.manifest
-    assert manifest["undecodable"] == ["latin.txt"]
-    assert len(manifest["request"]["files"]) == 40
+    assert manifest["num_bad_records"] == 1
+    (bad,) = (tmp_path / "out" / "bad_records.jsonl").read_text().splitlines()
+    assert json.loads(bad) == {
+        "path": str(text_dir / "latin.txt"), "reason": "not UTF-8: byte 0xe4 at 1 (invalid continuation byte)"
+    }  # fmt: skip
+    assert len(manifest["request"]["files"]) == 41
+    for name, listed in manifest["outputs"].items():
+        content = (tmp_path / "out" / name).read_bytes()
+        assert listed == {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert set(manifest["outputs"]) == {*OUTPUTS, "bad_records.jsonl"} - {"manifest.json"}
     assert set(manifest["request"]["files"][0]) == {"path", "num_bytes", "sha256"}
     train = TokenFile(tmp_path / "out" / "train")
     assert manifest["parts"]["train"] == {"num_documents": train.num_documents, "num_tokens": train.num_tokens}
     assert manifest["vocab_size"] == Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size
     assert "prepared; vocabulary 280; train " in prepared.summary()
-    assert "1 files skipped (not UTF-8)" in prepared.summary()
+    assert "1 bad records left out, see bad_records.jsonl" in prepared.summary()
 
 
 def test_the_same_request_is_answered_from_what_is_there(text_dir: Path, tmp_path: Path) -> None:
@@ -115,7 +133,7 @@ def test_a_damaged_result_is_refused(text_dir: Path, tmp_path: Path) -> None:
         prepare(text_dir, tmp_path / "out")
 
 
-@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"request": [], "output_bytes": {}}'])
+@pytest.mark.parametrize("manifest", [None, "{", "[]", "{}", '{"request": [], "outputs": {}}'])
 def test_a_directory_with_anything_else_in_it_is_refused(text_dir: Path, tmp_path: Path, manifest: str | None) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("mine")
@@ -197,50 +215,21 @@ def test_a_single_document_cannot_be_split(tmp_path: Path) -> None:
         ValueError, match=r"--valid-fraction 0.1 takes all 1 documents.* lower it .* or give more files"
     ):
         prepare(tmp_path / "text", tmp_path / "sub" / "out", valid_fraction=0.1)
-    assert not (tmp_path / "sub").exists()
+    assert not (tmp_path / "sub" / "out").exists()
 
 
 def test_an_empty_corpus_leaves_no_output(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="holds no file that can be read"):
+        prepare(tmp_path / "text", tmp_path / "sub" / "out")
+    (tmp_path / "text" / "empty.txt").touch()
+    with pytest.raises(ValueError, match="holds no text; give files"):
         prepare(tmp_path / "text", tmp_path / "sub" / "out")
     assert not (tmp_path / "sub").exists()
-
-
-def test_a_failure_midway_leaves_no_trace(text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Tokenizer, "encode_documents", fail)
-    with pytest.raises(OSError, match="disk full"):
-        prepare(text_dir, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
-
-
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megamix.data import prepare
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[3] == "while encoding":
-    prepare.Tokenizer.encode_documents = die
-else:
-    prepare.os.rename = die  # everything is written, only the commit is missing
-prepare.prepare_corpus(
-    prepare.Corpus(flag="", root=Path(sys.argv[1])), Path(sys.argv[2]), vocab_size=280, valid_fraction=0.25
-)
-"""
-
-
-@pytest.mark.parametrize("instant", ["while encoding", "before the commit"])
-def test_a_killed_prepare_leaves_nothing_that_passes_for_complete(text_dir: Path, tmp_path: Path, instant: str) -> None:
-    output = tmp_path / "out"
-    killed = subprocess.run([sys.executable, "-c", _KILLED, str(text_dir), str(output), instant], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert not output.exists()
-    assert not prepare(text_dir, output).reused
-    assert TokenFile(output / "train").num_tokens
+    (tmp_path / "text" / "latin.txt").write_bytes(b"K\xe4se")
+    with pytest.raises(ValueError, match=r"holds no text, only 1 bad records, the first: .*latin.txt: not UTF-8"):
+        prepare(tmp_path / "text", tmp_path / "sub" / "out")
+    assert not (tmp_path / "sub" / "out").exists()
 
 
 def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
@@ -249,15 +238,16 @@ def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
     rename = os.rename
 
     def late_rename(source: Path, target: Path) -> None:
-        target.mkdir()
-        (target / "manifest.json").write_text("of another process")
+        if target.name == "out":
+            target.mkdir()
+            (target / "manifest.json").write_text("of another process")
         rename(source, target)
 
     monkeypatch.setattr("megamix.data.prepare.os.rename", late_rename)
     with pytest.raises(OSError, match="not empty"):
         prepare(text_dir, tmp_path / "out")
     assert contents(tmp_path / "out") == {"manifest.json": b"of another process"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial", "text"]
 
 
 def test_token_ids_stay_below_the_vocabulary(text_dir: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megamix.data.sampler import micro_batches
-from megamix.data.source import TokenFileSource
+from megamix.data.source import Stretch, TokenFileSource
 from megamix.data.token_file import TokenFile, TokenFileWriter
 
 
@@ -12,12 +12,12 @@ def source_of(folder: Path, num_tokens: int, seq_len: int = 8, seed: int = 1) ->
     with TokenFileWriter(folder / "t", num_tokens) as writer:
         writer.add(np.arange(num_tokens // 2))
         writer.add(np.arange(num_tokens // 2, num_tokens))
-    return TokenFileSource(TokenFile(folder / "t"), seq_len=seq_len, seed=seed)
+    return TokenFileSource([Stretch.whole(TokenFile(folder / "t"))], seq_len=seq_len, seed=seed)
 
 
 def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path: Path) -> None:
     source = source_of(tmp_path, 81)  # tokens are 0, 1, 2, ...: a token is its place in the stream
-    rows = source.read(range(10))
+    rows = source.read(range(10)).tokens
     assert rows.dtype == np.int64
     assert rows.shape == (10, 9)
     assert (np.diff(rows, axis=1) == 1).all()  # windows are stretches of the stream, across document borders
@@ -27,23 +27,23 @@ def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path: Path)
 def test_tokens_that_fill_no_window_are_left_over(tmp_path: Path) -> None:
     source = source_of(tmp_path, 88)
     assert source.num_windows == 10
-    assert source.read(range(50)).max() == 80
+    assert source.read(range(50)).tokens.max() == 80
 
 
 def test_two_ranks_read_what_one_rank_reads(tmp_path: Path) -> None:
     source = source_of(tmp_path, 1000)
     ((alone,),) = micro_batches((range(56, 64),), micro_batch_size=8, dp_rank=0, dp_size=1)
     pieces = [
-        source.read(samples)
+        source.read(samples).tokens
         for dp_rank in range(2)
         for (samples,) in micro_batches((range(56, 64),), micro_batch_size=2, dp_rank=dp_rank, dp_size=2)
     ]
-    assert (np.concatenate(pieces) == source.read(alone)).all()
+    assert (np.concatenate(pieces) == source.read(alone).tokens).all()
 
 
 def test_the_seed_decides_the_order(tmp_path: Path) -> None:
     one, two = source_of(tmp_path, 1000, seed=1), source_of(tmp_path, 1000, seed=2)
-    assert (one.read(range(9)) != two.read(range(9))).any()
+    assert (one.read(range(9)).tokens != two.read(range(9)).tokens).any()
 
 
 def test_a_file_shorter_than_a_window_is_refused(tmp_path: Path) -> None:

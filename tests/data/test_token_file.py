@@ -1,3 +1,4 @@
+import bisect
 import struct
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_problems
+from megamix.data.token_index import DTYPES
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
 
@@ -49,7 +51,7 @@ def test_ids_take_two_bytes_while_the_vocabulary_fits(
     assert bin_path(tmp_path / "t").stat().st_size == itemsize
 
 
-@pytest.mark.parametrize(("code", "dtype"), [(1, "<u1"), (2, "<i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+@pytest.mark.parametrize(("code", "dtype"), DTYPES.items())
 def test_files_of_other_writers_with_several_sequences_a_document_are_read(
     tmp_path: Path, code: int, dtype: str
 ) -> None:
@@ -61,6 +63,40 @@ def test_files_of_other_writers_with_several_sequences_a_document_are_read(
     token_file = TokenFile(tmp_path / "v1.2")
     assert token_file.tokens.tolist() == [0, 1, 2, 3, 4]
     assert token_file.num_documents == 2
+    assert token_file.document_offsets[:].tolist() == [0, 3, 5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_every_dtype_and_several_sequences_a_document_come_back(tmp_path: Path, dtype: str) -> None:
+    with TokenFileWriter(tmp_path / "t", 100, np.dtype(dtype)) as writer:
+        writer.add(np.array([1, 2]), np.array([3]))
+        writer.add()
+        writer.add(np.array([], dtype=np.int64))
+        writer.add(np.array([99]))
+    token_file = TokenFile(tmp_path / "t")
+    assert token_file.dtype == np.dtype(dtype)
+    assert token_file.tokens.tolist() == [1, 2, 3, 99]
+    assert token_file.document_offsets[:].tolist() == [0, 3, 3, 3, 4]
+    assert token_file.index.sequence_lengths.tolist() == [2, 1, 0, 1]
+
+
+def test_document_offsets_are_read_by_number_slice_and_array(tmp_path: Path) -> None:
+    offsets = TokenFile(write(tmp_path / "train")).document_offsets
+    want = [0, 3, 4, 6]
+    assert len(offsets) == 4
+    assert [offsets[number] for number in range(4)] == want
+    assert [type(offsets[0]), type(offsets[3]), offsets[-1]] == [int, int, 6]
+    assert offsets[1:3].tolist() == [3, 4]
+    assert offsets[np.array([3, 0])].tolist() == [6, 0]
+    assert np.asarray(offsets).tolist() == want
+    assert np.asarray(offsets).dtype == np.int64
+    assert [bisect.bisect_right(offsets, token) - 1 for token in range(6)] == [0, 0, 0, 1, 2, 2]
+
+
+def test_a_file_of_numbers_that_are_no_ids_is_refused(tmp_path: Path) -> None:
+    with TokenFileWriter(tmp_path / "t", 10, np.dtype("<f4")) as writer:
+        writer.add(np.array([0.5, 1.5]))
+    assert "holds float32, not token ids; write it in an integer dtype" in problems(tmp_path / "t")
 
 
 @pytest.mark.parametrize("token_ids", [[0, 10], [-1, 0]])
@@ -125,7 +161,7 @@ def _damage(prefix: Path, damage: str) -> None:
         "magic": lambda: idx_path(prefix).write_bytes(b"X" + index[1:]),
         "version": lambda: idx_path(prefix).write_bytes(index[:9] + b"\x02" + index[10:]),
         "dtype": lambda: idx_path(prefix).write_bytes(index[:17] + b"\xff" + index[18:]),
-        "float": lambda: idx_path(prefix).write_bytes(index[:17] + b"\x07" + index[18:]),
+        "modes": lambda: idx_path(prefix).write_bytes(index + b"\x00\x01\x00"),
         "count bomb": lambda: idx_path(prefix).write_bytes(index[:25] + b"\xff" + index[26:]),
         "negative length": lambda: idx_path(prefix).write_bytes(index[:34] + b"\xff\xff\xff\xff" + index[38:]),
         "start": lambda: idx_path(prefix).write_bytes(index[:54] + b"\x07" + index[55:]),
@@ -147,8 +183,8 @@ def _damage(prefix: Path, damage: str) -> None:
         ("index cut", r"train.idx has 94 bytes, its header says 3 sequences and 4 document borders = 102 bytes"),
         ("magic", r"train.idx starts with b'XMIDIDX.* it is no token index; point the prefix"),
         ("version", r"version 2, expected b'MMIDIDX.* version 1"),
-        ("dtype", r"dtype code 255, expected an integer one of 1, 2, 3, 4, 5, 8; write it again"),
-        ("float", r"dtype code 7, expected an integer one"),
+        ("dtype", r"dtype code 255, expected one of 1 to 8; write it again"),
+        ("modes", r"holds a mode for each of its 3 sequences, .*: write it without modes"),
         ("count bomb", r"its header says 18374686479671623683 sequences"),
         ("negative length", r"sequences do not lie end to end.* write it again"),
         ("start", r"sequences do not lie end to end"),

@@ -3,60 +3,136 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamix.bench.live_storage import LiveStorage
 from megamix.model import cross_entropy as module
-from megamix.model.cross_entropy import cross_entropy, plain_cross_entropy
-from tests.model.rounding import U32, assert_rounds_once, randn, saved_bytes
+from megamix.model.cross_entropy import IGNORE, linear_cross_entropy
+from tests.model.rounding import U32, UNIT, assert_rounds_once, randn, saved_bytes
 
-ROWS, VOCAB = 30, 50
+ROWS, HIDDEN, VOCAB = 30, 20, 50
 TARGETS = torch.randint(VOCAB, (3, ROWS // 3), generator=torch.Generator().manual_seed(5))
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def logits_of(dtype: torch.dtype) -> Tensor:
-    return (4 * randn(3, ROWS // 3, VOCAB, dtype=torch.float32)).to(dtype).requires_grad_()
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    """hidden (3, 10, HIDDEN) and weight (VOCAB, HIDDEN)."""
+    shapes = [(3, ROWS // 3, HIDDEN), (VOCAB, HIDDEN)]
+    return [randn(*shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("slice_rows", [7, ROWS])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_loss_and_gradient_are_fp32_and_rounded_once(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, slice_rows: int
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = (hidden @ weight.t()).flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum") / targets.numel()
+
+
+@pytest.mark.parametrize("chunk_rows", [7, ROWS])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_loss_and_gradients_stay_within_the_bound_of_their_products(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_rows: int
 ) -> None:
-    monkeypatch.setattr(module, "CPU_CHUNK", slice_rows * VOCAB)
-    logits, loss_scale = logits_of(dtype), 2.0**10
-    loss = cross_entropy(logits, TARGETS)
-    (got,) = torch.autograd.grad(loss, logits, torch.tensor(loss_scale))
-    exact_logits = logits.detach().double().requires_grad_()
-    exact = F.cross_entropy(exact_logits.flatten(0, 1), TARGETS.flatten())
-    (want,) = torch.autograd.grad(exact, exact_logits, torch.tensor(loss_scale).double())
+    monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
+    monkeypatch.setattr(module, "CHUNK", {"cpu": 1})
+    monkeypatch.setattr(module, "PART", {"cpu": 3 * VOCAB})
+    leaves, loss_scale = inputs(dtype), 2.0**10
+    targets = TARGETS.clone()
+    targets[0, 4] = targets[2, 0] = IGNORE
+    loss = linear_cross_entropy(*leaves, targets)
+    got = torch.autograd.grad(loss, leaves, torch.tensor(loss_scale))
+    exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    exact = plain(*exact_leaves, targets)
+    want = torch.autograd.grad(exact, exact_leaves, torch.tensor(loss_scale).double())
+
+    hidden, weight = (leaf.detach().flatten(0, -2).abs() for leaf in exact_leaves)
+    logits = (exact_leaves[0] @ exact_leaves[1].t()).detach().flatten(0, 1)
+    # BF16 products are rounded once, to logits and of slopes; FP16 is computed in FP32, as FP32 is.
+    half = UNIT[dtype] if dtype == torch.bfloat16 else 0.0
+    highest = logits.abs().max()
+    logit_error = HIDDEN * U32 * (hidden @ weight.t()).max() + half * highest
     assert loss.dtype == torch.float32
     assert loss.shape == ()
-    # Each likelihood: VOCAB + 8 units of the sum of exponentials, a few of the logits; then a mean of ROWS terms.
-    highest = exact_logits.abs().max()
-    assert (loss - exact).abs() <= (VOCAB + ROWS + 16) * U32 * (2 * highest + exact)
-    assert got.dtype == dtype
-    assert_rounds_once(got, want, (VOCAB + 16 + 4 * highest) * U32 * (want.abs() + loss_scale / ROWS))
+    # Each likelihood: two logits, VOCAB + 8 units of the sum of exponentials; then a mean of ROWS terms.
+    assert (loss - exact).abs() <= 2 * logit_error + (VOCAB + ROWS + 16) * U32 * (2 * highest + exact)
+
+    share, hit = logits.softmax(1), F.one_hot(targets.flatten().clamp(min=0), VOCAB)
+    slope = (share - hit).abs() * (targets.flatten() != IGNORE).unsqueeze(1)
+    slope_error = share * (2 * logit_error + (VOCAB + 16 + 4 * highest) * U32) + (U32 + half) * slope
+    factor = loss_scale / ROWS
+    for result, truth, terms, (error, size, other) in zip(
+        got, want, (VOCAB, ROWS), [(slope_error, slope, weight), (slope_error.t(), slope.t(), hidden)], strict=True
+    ):
+        slack = factor * (error @ other + ((terms + 4) * U32 + half) * (size @ other))
+        assert result.dtype == dtype
+        assert_rounds_once(result, truth, slack.view(truth.shape))
 
 
-def test_it_agrees_with_the_form_that_is_compiled() -> None:
-    logits = logits_of(torch.float16)
-    both = [fn(logits, TARGETS) for fn in (cross_entropy, plain_cross_entropy)]
-    assert (both[0] - both[1]).abs() <= 4 * U32 * both[1].abs()
-    one, other = (torch.autograd.grad(loss, logits, torch.tensor(1024.0))[0].float() for loss in both)
-    assert (one - other).abs().max() <= 2.0**-11 * other.abs().max()
+def test_what_is_ignored_has_no_share_in_loss_or_gradient() -> None:
+    leaves, targets = inputs(torch.float16), TARGETS.clone()
+    targets[1] = IGNORE
+    loss = linear_cross_entropy(*leaves, targets)
+    grads = torch.autograd.grad(loss, leaves, torch.tensor(1024.0))
+    assert not grads[0][1].any()
+    rest = [0, 2]
+    counted = linear_cross_entropy(leaves[0][rest], leaves[1], TARGETS[rest]) * 2 / 3  # of 20 targets, not of 30
+    assert loss.item() == pytest.approx(counted.item(), rel=4 * U32)
+    want = torch.autograd.grad(counted, leaves, torch.tensor(1024.0))
+    for one, other in zip(grads, want, strict=True):
+        assert (one.float() - other.float()).norm() <= UNIT[torch.float16] * other.float().norm()
+    assert linear_cross_entropy(*leaves, torch.full_like(TARGETS, IGNORE)).item() == 0
 
 
-def test_nothing_of_the_size_of_the_logits_is_kept_but_the_logits() -> None:
-    logits = logits_of(torch.float16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32
+    monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
+    monkeypatch.setattr(module, "CHUNK", {"cpu": 1})
+    monkeypatch.setattr(module, "PART", {"cpu": 8 * vocab_size})
+    hidden = randn(rows, hidden_size, dtype=dtype).requires_grad_()
+    weight = randn(vocab_size, hidden_size, seed=1, dtype=dtype).requires_grad_()
+    targets = torch.zeros(rows, dtype=torch.int64)
+    with LiveStorage() as storage:
+        loss = linear_cross_entropy(hidden, weight, targets)
+        torch.autograd.grad(loss, [hidden, weight])
+    numel = (rows + vocab_size) * hidden_size
+    own = 2 * numel + 8 * rows  # the inputs
+    grads = (4 + 2) * numel  # in FP32, and what is handed out
+    widened = 4 * numel if dtype == torch.float16 else 0  # the weight, and a chunk of hidden
+    chunk = 4 * chunk_rows * vocab_size + 4 * 4 * 8 * vocab_size + 8 * rows  # logits; a part's FP32; per row
+    assert storage.peak_bytes <= own + grads + widened + chunk
+    assert storage.peak_bytes < 2 * rows * vocab_size / 4  # a quarter of the logits in half
+
+
+def test_nothing_but_the_gradients_is_kept_and_they_serve_twice() -> None:
+    leaves = inputs(torch.float16)
     with saved_bytes() as kept:
-        cross_entropy(logits, TARGETS)
-    assert kept == {torch.float16: 2 * ROWS * VOCAB, torch.int64: 8 * ROWS}
+        loss = linear_cross_entropy(*leaves, TARGETS)
+    assert kept == {torch.float32: 4 * (ROWS + VOCAB) * HIDDEN}
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(torch.equal(*pair) for pair in zip(once, torch.autograd.grad(loss, leaves), strict=True))
+    with torch.no_grad(), LiveStorage() as storage:
+        assert torch.equal(linear_cross_entropy(*leaves, TARGETS), loss)
+    assert storage.peak_bytes < 6 * (ROWS + VOCAB) * HIDDEN + 4 * 4 * ROWS * VOCAB
 
 
-def test_extreme_logits_give_a_finite_loss_and_inf_logits_do_not() -> None:
-    logits = torch.zeros(2, 4, dtype=torch.float16)
-    logits[0, 1], logits[1, 2] = 65504.0, -65504.0
-    targets = torch.tensor([1, 2])
-    assert cross_entropy(logits, targets).item() == pytest.approx((0 + 65504 + torch.tensor(3.0).log().item()) / 2)
-    logits[0, 1] = torch.inf  # an overflow in the head must reach the gradients, where the engine looks for it
-    leaf = logits.requires_grad_()
-    (grad,) = torch.autograd.grad(cross_entropy(leaf, targets), leaf)
-    assert grad.isnan().any()
+def test_a_loss_scale_that_fits_the_gradients_overflows_nothing_on_the_way() -> None:
+    hidden = torch.full((1, 4), 2.0**-8, dtype=torch.float16, requires_grad=True)
+    weight = torch.full((2, 4), 2.0**-8, dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0]))
+    scale = 2.0**20  # slopes of 1/2 times this are inf in FP16; the weight's gradient is 2**19 * 2**-8
+    _, grad_weight = torch.autograd.grad(loss, [hidden, weight], torch.tensor(scale))
+    assert torch.equal(grad_weight, torch.tensor([[-2048.0], [2048.0]]).half().expand(2, 4))
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0]))
+    (grad_weight,) = torch.autograd.grad(loss, weight, torch.tensor(64 * scale))
+    assert grad_weight.isinf().all()  # the search for the largest scale ends where the gradient does
+
+
+def test_extreme_logits_give_a_finite_loss_and_inf_does_not() -> None:
+    hidden = torch.eye(2, dtype=torch.float16)
+    weight = torch.zeros(4, 2, dtype=torch.float16)
+    weight[1, 0], weight[2, 1] = 65504.0, -65504.0
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1, 2]))
+    assert loss.item() == pytest.approx((0 + 65504 + torch.tensor(3.0).log().item()) / 2)
+    hidden[0, 0] = torch.inf  # an overflow in the last block must reach the gradients, where the engine looks for it
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    grads = torch.autograd.grad(linear_cross_entropy(*leaves, torch.tensor([1, 2])), leaves)
+    assert all(grad.isnan().any() for grad in grads)

@@ -32,7 +32,7 @@ def write_data(folder: Path, tokenizer: bool = False) -> None:
     source = MarkovSource(vocab_size=VOCAB, seq_len=SEQ_LEN, branching=BRANCHING, seed=3)
     for name, samples in (("train", range(2000)), ("valid", range(2000, 2200))):
         with TokenFileWriter(folder / name, VOCAB) as writer:
-            for row in source.read(samples):
+            for row in source.read(samples).tokens:
                 writer.add(row)
     if tokenizer:
         Tokenizer.train(["def f(x):\n    return x\n"] * 10, 280).save(folder / "tokenizer.json")
@@ -118,12 +118,12 @@ def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lamb
 def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples: frozenset[int]) -> Iterator[None]:
     backward = ShardedEngine.backward
 
-    def poisoned(engine: ShardedEngine, loss: Any) -> None:
+    def poisoned(engine: ShardedEngine, loss: Any, weight: float = 1.0) -> None:
         number, batch = record.attempts[-1]
         bad = number in bad_attempts or any(sample in part for sample in bad_samples for part in batch.samples)
         topology = engine.topology
         mine = number % topology.dp.size == topology.dp.rank
-        backward(engine, loss * float("inf") if bad and mine else loss)
+        backward(engine, loss * float("inf") if bad and mine else loss, weight)
 
     with mock.patch.object(ShardedEngine, "backward", poisoned):
         yield

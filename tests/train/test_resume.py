@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -181,7 +182,13 @@ def _points(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
 
 
-def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data) -> None:
+def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    # Event files are read in the order of their names, which end with the number of the writer in its process: within
+    # one second the tenth would come before the ninth.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+
     def config(folder: Path) -> Config:
         metrics = {"tensorboard": True, "log_interval": 2}
         # Half of the checkpoints come right after a validation.
@@ -262,6 +269,44 @@ def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begi
     for told in ("is whole", "are damaged and set aside"):
         with pytest.raises(ConfigError, match=told):
             _run(_config(stopped, data))
+
+
+def _changed_bit(checkpoint: Path) -> None:
+    """In a tensor, where only the load finds it."""
+    file = checkpoint / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_checkpoint_that_is_found_damaged_by_its_load_leaves_no_trace_in_the_run(stopped, data, capsys) -> None:
+    _changed_bit(checkpoints(stopped / "run/checkpoints")[0])
+    _run(_config(stopped, data))
+    assert "step_00000003 after update 3" in capsys.readouterr().out
+    assert json.loads((stopped / "run/status.json").read_text())["start"] == 3
+    _run(_config(stopped / "whole", data))
+    assert differences(end_of(stopped), end_of(stopped / "whole")) == []
+
+
+def test_where_the_load_finds_all_damaged_the_run_ends_with_its_logs_as_they_were(stopped, data) -> None:
+    kept = [stopped / "run" / name for name in ("config.toml", "metrics.jsonl")]
+    before = [path.read_bytes() for path in kept]
+    for path in checkpoints(stopped / "run/checkpoints"):
+        _changed_bit(path)
+    for told in ("is whole", "are damaged and set aside"):
+        with pytest.raises(ConfigError, match=told):
+            _run(_config(stopped, data, training={"eval_interval": 5}))
+        assert [path.read_bytes() for path in kept] == before
+    assert json.loads((stopped / "run/status.json").read_text())["state"] == "failed"
+
+
+def test_a_damaged_path_to_begin_from_is_refused_and_stays_where_it_is(stopped, data) -> None:
+    newest = checkpoints(stopped / "run/checkpoints")[0]
+    _changed_bit(newest)
+    with pytest.raises(ConfigError, match=r"checkpoint.resume: .*rank_00000.safetensors: its checksum"):
+        _run(_config(stopped / "branch", data, checkpoint={"resume": str(newest)}))
+    assert newest.is_dir()
+    assert not (stopped / "branch/run/config.toml").exists()
 
 
 def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, data) -> None:

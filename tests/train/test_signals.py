@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
@@ -67,16 +68,16 @@ def _told(at_call: Callable[[int], None], where: str) -> Iterator[None]:
         with counted_calls(at_call):
             yield
     elif where == "validating":
-        load, batches = Trainer._load, 0
+        load, batches = BatchLoader.load, 0
 
-        def load_and_tell(trainer: Trainer, loader: BatchLoader, samples: Samples) -> Any:
+        def load_and_tell(loader: BatchLoader, samples: Samples) -> Any:
             nonlocal batches
-            if loader is trainer.validation:
+            if not torch.is_grad_enabled():
                 at_call(batches)
                 batches += 1
-            return load(trainer, loader, samples)
+            return load(loader, samples)
 
-        with mock.patch.object(Trainer, "_load", load_and_tell):
+        with mock.patch.object(BatchLoader, "load", load_and_tell):
             yield
     else:
         count = FaultyFiles.count

@@ -72,6 +72,14 @@ def test_a_run_that_is_stuck_says_so_and_stays_so_until_the_file_is_removed(tmp_
     assert _starts(tmp_path, [(40, "failed")], max_restarts=1) == 1
 
 
+def test_an_older_save_after_all_is_counted_as_one_start(tmp_path) -> None:
+    assert _starts(tmp_path, [(20, "failed")], max_restarts=1) == 1
+    status = RunStatus(tmp_path, steps=100)
+    for update, restarts in ((40, 0), (20, 1), (20, 1)):
+        status.begin(update, max_restarts=1)
+        assert (_read(tmp_path)["start"], _read(tmp_path)["restarts"]) == (update, restarts)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"state": "failed"}', "\0"])
 def test_a_file_that_says_nothing_counts_for_nothing(tmp_path, text: str) -> None:
     (tmp_path / STATUS).write_text(text)

@@ -1,0 +1,158 @@
+"""One piece of a corpus encoded: its documents go to train or valid, its bad records to a list."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from megamix.data.corpus import CorpusFile
+from megamix.data.durable import sync_directory, write_synced
+from megamix.data.plan import Piece, read_piece
+from megamix.data.readers.record import BadRecord
+from megamix.data.token_file import TokenFileWriter
+from megamix.data.tokenizer import open_tokenizer
+
+PARTS = ("train", "valid")
+_BATCH_DOCUMENTS = 256  # enough to keep every core of an encoder with threads busy
+_BATCH_CHARACTERS = 2**20  # ... and few enough to hold in memory with their token ids
+
+
+class TooManyBadRecordsError(Exception):
+    """More than asked for. `bad_records` are those that were found, in the form of the side file."""
+
+    def __init__(self, bad_records: list[dict[str, str | int]]) -> None:
+        super().__init__(bad_records)
+        self.bad_records = bad_records
+
+
+class DocumentInPart(NamedTuple):
+    part: str
+    draw: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Which documents validate: by a hash of the name of a file of text, or of the text of a record.
+
+    Adding a document moves no other one, and equal records never lie on both sides. A document longer than `longest`
+    bytes stays in training. (Seen in the standard library: one file of English prose made up two thirds of validation.)
+    """
+
+    valid_fraction: float
+    longest: float
+
+    def place(self, file: CorpusFile, text: str) -> DocumentInPart:
+        content = text.encode()
+        name = os.fsencode(file.name) if file.kind == "text" else content
+        draw = int.from_bytes(hashlib.sha256(name).digest()[:8])
+        valid = draw / 2**64 < self.valid_fraction and len(content) <= self.longest
+        return DocumentInPart("valid" if valid else "train", draw, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all pieces of one prepare have in common."""
+
+    folder: Path  # where finished pieces lie
+    tokenizer: Path
+    end_token: str
+    fast: bool  # whether a faster encoder was found to give equal ids
+    text_key: str
+    split: Split
+    max_bad_records: int
+
+    def prefix(self, number: int, part: str) -> Path:
+        """Of a piece's token files."""
+        return self.folder / f"{number:06}.{part}"
+
+    def report_path(self, number: int) -> Path:
+        return self.folder / f"{number:06}.json"
+
+
+@dataclass(slots=True)
+class PieceReport:
+    """What is known of a piece, beside its token files."""
+
+    num_documents: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    num_empty: int = 0
+    bad_records: list[dict[str, str | int]] = field(default_factory=list)
+    lowest_draw: list[int] | None = None  # of the documents in train: draw and number
+
+    @classmethod
+    def load(cls, path: Path) -> "PieceReport":
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+class PieceEncoder:
+    """Encodes pieces of one job. Opening the tokenizer costs more than a small piece: once for each process."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._tokenizer = open_tokenizer(job.tokenizer, job.end_token)
+        if job.fast:
+            self._tokenizer.speed_up(())  # whether the ids are equal was looked at before
+
+    def encode(self, piece: Piece, number: int) -> PieceReport:
+        """Write the piece's files, its report last: a piece with a report is whole.
+
+        Raises: ValueError if a file cannot be read in the way that was asked for. TooManyBadRecordsError.
+        """
+        vocab_size = self._tokenizer.vocab_size
+        writers = {part: TokenFileWriter(self._job.prefix(number, part), vocab_size) for part in PARTS}
+        report = PieceReport()
+        with writers["train"], writers["valid"]:
+            documents = documents_of(piece, self._job.text_key, self._job.split, report, self._job.max_bad_records)
+            for batch in _batches(documents):
+                token_ids = self._tokenizer.encode_documents([document.text for document in batch])
+                for document, document_ids in zip(batch, token_ids, strict=True):
+                    writers[document.part].add(document_ids)
+        path = self._job.report_path(number)
+        aside = path.with_suffix(f".{os.getpid()}.partial")
+        write_synced(aside, json.dumps(asdict(report)))
+        aside.replace(path)
+        sync_directory(path.parent)
+        return report
+
+
+def documents_of(
+    piece: Piece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
+) -> Iterator[DocumentInPart]:
+    """The documents of a piece; they and what is none are counted in the report. Raises: TooManyBadRecordsError."""
+    for file, record in read_piece(piece, text_key):
+        if isinstance(record, BadRecord):
+            report.bad_records.append(_side_line(file, record))
+            if len(report.bad_records) > max_bad_records:
+                raise TooManyBadRecordsError(report.bad_records)
+        elif not record.text:
+            report.num_empty += 1
+        else:
+            document = split.place(file, record.text)
+            number = report.num_documents[document.part]
+            if document.part == "train" and (report.lowest_draw is None or document.draw < report.lowest_draw[0]):
+                report.lowest_draw = [document.draw, number]
+            report.num_documents[document.part] = number + 1
+            yield document
+
+
+def _side_line(file: CorpusFile, record: BadRecord) -> dict[str, str | int]:
+    """A line of bad_records.jsonl."""
+    place = {"line" if file.kind == "jsonl" else "row": record.number} if record.number else {}
+    return {"path": file.path, **place, "reason": record.reason}
+
+
+def _batches(documents: Iterable[DocumentInPart]) -> Iterator[list[DocumentInPart]]:
+    batch: list[DocumentInPart] = []
+    num_characters = 0
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document.text)
+        if len(batch) == _BATCH_DOCUMENTS or num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch

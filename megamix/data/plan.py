@@ -1,0 +1,98 @@
+"""A corpus cut into pieces of work: each is encoded on its own, by any worker, and kept when prepare is stopped."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamix.data.corpus import Corpus, CorpusFile
+from megamix.data.readers import reader_of
+from megamix.data.readers.record import BadRecord, Blocks, Document, Stretch
+
+PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file as it was when it was hashed."""
+
+    file: CorpusFile
+    num_bytes: int
+    mtime_ns: int
+    sha256: str
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Stretches in order, each with the file it is part of."""
+
+    stretches: tuple[tuple[PlannedFile, Stretch], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stretch.num_bytes for _, stretch in self.stretches)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    files: tuple[PlannedFile, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def listing(self) -> list[dict[str, Any]]:
+        """What the manifest says of every file that was read."""
+        return [{"path": file.file.name, "num_bytes": file.num_bytes, "sha256": file.sha256} for file in self.files]
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
+    """Read every file once, for its checksum and for where it can be cut.
+
+    Where the pieces begin changes no byte of the result. Raises: ValueError if a package for a file is missing.
+    """
+    with ThreadPoolExecutor(num_cores()) as threads:  # hashing holds no lock of Python's
+        files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
+    pieces: list[Piece] = []
+    waiting: list[tuple[PlannedFile, Stretch]] = []
+    num_bytes = 0
+    for file in files:
+        for stretch in file.stretches:
+            waiting.append((file, stretch))
+            num_bytes += stretch.num_bytes
+            if num_bytes >= piece_bytes:
+                pieces.append(Piece(tuple(waiting)))
+                waiting, num_bytes = [], 0
+    if waiting:
+        pieces.append(Piece(tuple(waiting)))
+    return Plan(files, tuple(pieces))
+
+
+def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
+    path = Path(file.path)
+    before = path.stat()
+    blocks = Blocks(path)
+    stretches = reader_of(file.kind).cut(file.path, blocks, piece_bytes)
+    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches))
+
+
+def read_piece(piece: Piece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
+    """Its records in order; the memory of one at a time, about.
+
+    Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
+    """
+    for planned, stretch in piece.stretches:
+        for record in reader_of(planned.file.kind).read(planned.file.path, stretch, text_key):
+            yield planned.file, record
+        now = os.stat(planned.file.path)
+        if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):
+            raise ValueError(f"{planned.file.path} changed while it was being read; run prepare again")

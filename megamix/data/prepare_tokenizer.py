@@ -1,0 +1,137 @@
+"""The tokenizer of a prepare: trained on the corpus, a file of the user's, or bytes."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamix.data.durable import sync_directory
+from megamix.data.piece import DocumentInPart, PieceReport, Split, documents_of
+from megamix.data.plan import Piece, Plan, read_piece
+from megamix.data.readers.record import Document
+from megamix.data.tokenizer import (
+    END_OF_TEXT,
+    TextTokenizer,
+    Tokenizer,
+    check_vocab_size,
+    open_tokenizer,
+    save_tokenizer,
+)
+from megamix.data.tokenizer_bytes import ByteTokenizer
+
+TRAIN, BYTES = "train", "bytes"
+_TRAIN_BYTES = 2**28  # of the files: what a trainer keeps grows with the words it has seen, a vocabulary does not
+_SAMPLED_PIECES, _SAMPLED_CHARACTERS = 8, 2**16  # of each piece
+# Words, numbers, marks, white space and scripts in the turns that split patterns differ on.
+_PROBE = (
+    "I'll WE'LL it's 'Tis  don't\n\n\tx = 1234567890.5e-3  \n  // naïve Ünïcode ÅngStröm\r\n \u00a0\u2003\u3000.\u0085"
+    "日本語テキスト。한국어 текст عربى हिन्दी ไทย ½ ² ⅷ ٣٤٥ 🙂🏽‍🚀 e\u0301 \ufb01 \u200b"
+    "\x00\x7f <|endoftext|> </s> \u017f's \u212a"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerChoice:
+    """`--tokenizer`: train, bytes, or the path of a tokenizer.json or SentencePiece .model.
+
+    Raises: ValueError naming flag, value and fix.
+    """
+
+    what: str
+    vocab_size: int | None = None  # only of one that is trained
+    end_token: str | None = None  # only of a file
+
+    def __post_init__(self) -> None:
+        if self.what == TRAIN:
+            if self.vocab_size is None:
+                raise ValueError("--tokenizer train needs --vocab-size")
+            check_vocab_size(self.vocab_size)
+        elif self.vocab_size is not None:
+            raise ValueError(
+                f"--vocab-size {self.vocab_size} is the size of a tokenizer that is trained; leave it out for "
+                f"--tokenizer {self.what}"
+            )
+        if self.what in (TRAIN, BYTES):
+            if self.end_token is not None:
+                raise ValueError(f"--end-token is for a tokenizer FILE; with {self.what} it is {END_OF_TEXT}")
+        else:
+            self.open_file()
+
+    def open_file(self) -> TextTokenizer:
+        """Raises: ValueError also if it has no token that ends a document."""
+        tokenizer = open_tokenizer(Path(self.what), self.end_token)
+        assert tokenizer.end_of_text >= 0
+        return tokenizer
+
+    def manifest(self) -> dict[str, Any]:
+        if self.what in (TRAIN, BYTES):
+            return {"tokenizer": self.what, "vocab_size": self.vocab_size}
+        digest = hashlib.sha256(Path(self.what).read_bytes()).hexdigest()
+        return {"tokenizer": digest, "end_token": self.open_file().end_token}
+
+
+def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
+    """Write the tokenizer's files to a folder, whole or not at all; return the one to open."""
+    if not folder.exists():
+        aside = folder.with_name(folder.name + ".aside")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        tokenizer: TextTokenizer
+        if choice.what == TRAIN:
+            assert choice.vocab_size is not None
+            tokenizer = Tokenizer.train(_training_texts(plan, text_key, split), choice.vocab_size)
+        elif choice.what == BYTES:
+            tokenizer = ByteTokenizer()
+        else:
+            tokenizer = choice.open_file()
+        save_tokenizer(tokenizer, aside)
+        os.rename(aside, folder)
+        sync_directory(folder.parent)
+    return next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
+
+
+def sample_texts(plan: Plan, text_key: str) -> list[str]:
+    """Some text from all over the corpus, and a short one that has seen more of the world."""
+    texts = [_PROBE]
+    for piece in _spread(plan.pieces, _SAMPLED_PIECES):
+        left = _SAMPLED_CHARACTERS
+        for _, record in read_piece(piece, text_key):
+            if isinstance(record, Document):
+                texts.append(record.text[:left])
+                left -= len(texts[-1])
+            if left <= 0:
+                break
+    return texts
+
+
+def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
+    """Documents of train: of a corpus beyond some size those of pieces spread evenly over it.
+
+    If none of them validates, the one with the lowest draw will, so it is held back until that is known.
+    """
+    num_bytes = sum(piece.num_bytes for piece in plan.pieces)
+    pieces = _spread(plan.pieces, max(1, len(plan.pieces) * _TRAIN_BYTES // max(1, num_bytes)))
+    report = PieceReport()
+    held: DocumentInPart | None = None
+    for piece in pieces:
+        for document in documents_of(piece, text_key, split, report):
+            if document.part == "valid":
+                continue
+            if held is None:
+                held = document
+            elif document.draw < held.draw:
+                yield held.text
+                held = document
+            else:
+                yield document.text
+    if held is not None and (report.num_documents["valid"] or not split.valid_fraction):
+        yield held.text
+
+
+def _spread(pieces: Sequence[Piece], count: int) -> list[Piece]:
+    """So many of them, evenly spread, from the first on; all if there are no more."""
+    count = min(count, len(pieces))
+    return [pieces[number * len(pieces) // count] for number in range(count)]

@@ -1,0 +1,106 @@
+"""A JSON object a line, as it is or compressed by gzip or Zstandard. Only what is not compressed can be cut."""
+
+import gzip
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import IO
+
+from megamix.data.readers.record import (
+    LONGEST_DOCUMENT,
+    BadRecord,
+    Blocks,
+    Document,
+    Records,
+    Stretch,
+    checked,
+    not_utf8,
+)
+from megamix.data.readers.zst import DamagedZst, open_zst
+
+_LONGEST_LINE = 2 * LONGEST_DOCUMENT  # bytes; escapes take room
+_MOST_KEYS = 8  # of a record, told when it lacks the one asked for
+_COMPRESSED = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+
+
+def cut(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
+    size = Path(path).stat().st_size
+    if path.endswith(_COMPRESSED):
+        return [Stretch(0, size, 0, size)]
+    stretches: list[Stretch] = []
+    start, num_lines_before = 0, 0  # of the stretch that is being made
+    place, num_lines = 0, 0  # of the block
+    for block in blocks:
+        begin = 0  # where the block is counted from
+        # The first line that ends in this block after the stretch has grown long enough.
+        while (end := block.find(b"\n", max(begin, start + piece_bytes - place)) + 1) > 0:
+            num_lines += block.count(b"\n", begin, end)
+            stretches.append(Stretch(start, place + end, num_lines_before, place + end - start))
+            start, num_lines_before, begin = place + end, num_lines, end
+        num_lines += block.count(b"\n", begin)
+        place += len(block)
+    if start < place:
+        stretches.append(Stretch(start, place, num_lines_before, place - start))
+    return stretches
+
+
+def read(path: str, stretch: Stretch, text_key: str) -> Records:
+    number = stretch.num_records_before
+    try:
+        with _open(path) as file:
+            left = math.inf  # bytes
+            if not path.endswith(_COMPRESSED):
+                file.seek(stretch.start)
+                left = stretch.stop - stretch.start
+            while left > 0 and (line := file.readline(_LONGEST_LINE)):
+                number += 1
+                left -= len(line)
+                if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                    left -= _skip_line(file)
+                    yield BadRecord(number, f"a line longer than {_LONGEST_LINE} bytes; cut it into several")
+                elif record := _parse(number, line, text_key):
+                    yield record
+    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedZst) as error:
+        # What came before it is whole; where the next line would begin nobody knows.
+        yield BadRecord(number + 1, f"the rest of the file cannot be decompressed: {error}")
+
+
+def _open(path: str) -> IO[bytes]:
+    if path.endswith(".gz"):
+        return gzip.open(path)  # type: ignore[return-value]  # a file of bytes in all but name
+    if path.endswith(".zst"):
+        return open_zst(path)
+    return Path(path).open("rb")
+
+
+def _skip_line(file: IO[bytes]) -> int:
+    skipped = 0
+    while rest := file.readline(_LONGEST_LINE):
+        skipped += len(rest)
+        if rest.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _parse(number: int, line: bytes, text_key: str) -> Document | BadRecord | None:
+    """None for a line of white space."""
+    if number == 1:
+        line = line.removeprefix(_BOM)  # some editors' first three bytes
+    if line.isspace() or not line:
+        return None
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return BadRecord(number, not_utf8(error))
+    except RecursionError:
+        return BadRecord(number, "no JSON that can be read: nested too deep")
+    except ValueError as error:
+        return BadRecord(number, f"no JSON: {error}")
+    if not isinstance(value, dict):
+        return BadRecord(number, f"no JSON object but a {type(value).__name__}")
+    if text_key not in value:
+        keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
+        return BadRecord(number, f"no key {text_key!r} (keys: {keys})")
+    return checked(number, value[text_key], f"the value of {text_key!r}")

@@ -1,0 +1,97 @@
+"""What readers give: documents, and records that are none, each with its place in the file."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+# A record is held in memory several times over while it is encoded, its token ids as Python numbers among them.
+LONGEST_DOCUMENT = 2**26  # bytes
+_BLOCK = 2**22
+
+
+class Document(NamedTuple):
+    number: int  # line or row, from 1; 0: the file itself
+    text: str
+
+
+class BadRecord(NamedTuple):
+    number: int
+    reason: str
+
+
+Records: TypeAlias = Iterator[Document | BadRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Part of a file, in the unit of its reader: bytes, row groups or batches."""
+
+    start: int
+    stop: int
+    num_records_before: int
+    num_bytes: int  # about how much work it is
+
+
+class Blocks:
+    """A file's bytes in blocks, hashed as they go by, so that a cutter that looks at them reads nothing twice."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes]:
+        while block := self._file.read(_BLOCK):
+            self._digest.update(block)
+            yield block
+
+    def sha256(self) -> str:
+        """Of the whole file, which is at its end then and closed."""
+        with self._file:
+            for _ in self:
+                pass
+        return self._digest.hexdigest()
+
+
+def checked(number: int, value: object, name: str) -> Document | BadRecord:
+    """The document, if the value is text that UTF-8 can hold and not too long; `name` is what the user calls it."""
+    if not isinstance(value, str):
+        return BadRecord(number, f"{name} is {_TYPES.get(type(value), type(value).__name__)}, not a string")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return BadRecord(number, f"{name} holds half a surrogate pair at character {error.start}")
+    return too_long(number, len(value)) or Document(number, value)
+
+
+def too_long(number: int, size: int) -> BadRecord | None:
+    if size <= LONGEST_DOCUMENT:
+        return None
+    return BadRecord(number, f"longer than {LONGEST_DOCUMENT} bytes, the most of one document; cut it into several")
+
+
+def decoded(number: int, content: bytes) -> Document | BadRecord:
+    """The document, if the bytes are UTF-8 and not too many."""
+    if bad := too_long(number, len(content)):
+        return bad
+    try:
+        return Document(number, content.decode())
+    except UnicodeDecodeError as error:
+        return BadRecord(number, not_utf8(error))
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start} ({error.reason})"
+
+
+# In the words of the files, not of Python.
+_TYPES = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}

@@ -1,0 +1,148 @@
+"""PREFIX.idx of Megatron's token files: which stretches of PREFIX.bin are sequences, which sequences a document.
+
+Layout, little-endian: magic 9 bytes, version u64, dtype code u8, sequence count u64, document count u64; sequence
+lengths in tokens i32; sequence starts in bytes i64; index of each document's first sequence i64, closed by the
+sequence count (so "document count" is the number of documents plus one). Files of images and text append a mode of
+one byte for each sequence. Everything stays on the disk: an index of 10^8 documents is 2 GB.
+"""
+
+import shutil
+import struct
+from pathlib import Path
+from typing import IO, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+_CHUNK = 2**20  # sequences looked at or written in one go
+
+
+class DocumentOffsets:
+    """Where documents begin in the stream of tokens: behaves as INT64 (num_documents + 1,), read from the disk on use.
+
+    `offsets[5]` is an int, `offsets[a:b]` and `offsets[array]` are arrays; `bisect` finds the document of a token.
+    The last one is the number of tokens. They never fall; an empty document has the offset of the next one.
+    """
+
+    def __init__(self, starts: NDArray[np.int64], documents: NDArray[np.int64], num_tokens: int, itemsize: int) -> None:
+        self._starts = starts  # bytes, (num_sequences,)
+        self._documents = documents  # sequences, (num_documents + 1,)
+        self._num_tokens = num_tokens
+        self._itemsize = itemsize
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> int: ...
+    @overload
+    def __getitem__(self, index: "slice | NDArray[np.integer]") -> NDArray[np.int64]: ...
+    def __getitem__(self, index: "int | np.integer | slice | NDArray[np.integer]") -> int | NDArray[np.int64]:
+        sequences = np.asarray(self._documents[index], dtype=np.int64)
+        offsets = np.full(sequences.shape, self._num_tokens, dtype=np.int64)
+        inside = sequences < len(self._starts)  # the border behind the last sequence has no start of its own
+        offsets[inside] = self._starts[sequences[inside]] // self._itemsize
+        return offsets if sequences.ndim else int(offsets)
+
+    def __array__(self, dtype: "np.dtype[np.generic] | None" = None, copy: bool | None = None) -> NDArray[np.generic]:
+        return self[:].astype(dtype or np.int64)
+
+
+class TokenIndex:
+    """A checked, memory-mapped PREFIX.idx.
+
+    Raises: ValueError naming file, what is there, what was expected and the fix, if anything does not fit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray) if size else np.empty(0, np.uint8)
+        num_sequences, num_borders, self.dtype = _read_header(path, content)
+        starts_at = HEADER.size + 4 * num_sequences
+        borders_at = starts_at + 8 * num_sequences
+        self.sequence_lengths: NDArray[np.int32] = content[HEADER.size : starts_at].view("<i4")
+        self.sequence_starts: NDArray[np.int64] = content[starts_at:borders_at].view("<i8")
+        self.documents: NDArray[np.int64] = content[borders_at:].view("<i8")
+        self.num_documents = num_borders - 1
+        self.num_tokens = self._check_sequences(path)
+        self._check_documents(path)
+        self.document_offsets = DocumentOffsets(
+            self.sequence_starts, self.documents, self.num_tokens, self.dtype.itemsize
+        )
+
+    def _check_sequences(self, path: Path) -> int:
+        """The number of tokens, once every sequence is known to begin where the one before it ends."""
+        num_tokens = 0
+        for place in range(0, len(self.sequence_lengths), _CHUNK):
+            lengths = self.sequence_lengths[place : place + _CHUNK].astype(np.int64)
+            ends = num_tokens + np.cumsum(lengths)
+            starts = (ends - lengths) * self.dtype.itemsize
+            if (lengths < 0).any() or (starts != self.sequence_starts[place : place + _CHUNK]).any():
+                raise ValueError(
+                    f"{path}: sequences do not lie end to end in the .bin; the index is damaged: write it again"
+                )
+            num_tokens = int(ends[-1])
+        return num_tokens
+
+    def _check_documents(self, path: Path) -> None:
+        num_sequences, before = len(self.sequence_lengths), 0
+        right = self.num_documents >= 0 and self.documents[0] == 0 and self.documents[-1] == num_sequences
+        for place in range(0, len(self.documents) if right else 0, _CHUNK):
+            borders = np.concatenate([[before], self.documents[place : place + _CHUNK]])
+            right = right and not (borders[1:] < borders[:-1]).any()  # no np.diff: its differences can wrap
+            before = int(borders[-1])
+        if not right:
+            raise ValueError(f"{path}: document borders do not run from 0 to {num_sequences}; write it again")
+
+
+def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, "np.dtype[np.generic]"]:
+    """Number of sequences, number of document borders and dtype; the file is as long as they say."""
+    if content.size < HEADER.size:
+        raise ValueError(f"{path} has {content.size} bytes, the header alone has {HEADER.size}; copy it again")
+    magic, version, code, num_sequences, num_borders = HEADER.unpack(content[: HEADER.size].tobytes())
+    if magic != MAGIC or version != VERSION:
+        raise ValueError(
+            f"{path} starts with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}: "
+            "it is no token index; point the prefix at files in Megatron's .bin/.idx format"
+        )
+    if code not in DTYPES:
+        raise ValueError(f"{path} has dtype code {code}, expected one of 1 to 8; write it again")
+    # Every count is held against the file's size before anything is read by it.
+    expected = HEADER.size + (4 + 8) * num_sequences + 8 * num_borders
+    if num_sequences and content.size == expected + num_sequences:
+        raise ValueError(
+            f"{path} holds a mode for each of its {num_sequences} sequences, as files of images and text do; "
+            "only text can be read: write it without modes"
+        )
+    if content.size != expected:
+        raise ValueError(
+            f"{path} has {content.size} bytes, its header says {num_sequences} sequences and {num_borders} document "
+            f"borders = {expected} bytes; the copy is incomplete or damaged: copy or write it again"
+        )
+    return num_sequences, num_borders, np.dtype(DTYPES[code])
+
+
+def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: Path, borders: Path) -> None:
+    """Write PREFIX.idx in stretches; memory does not grow with the number of documents.
+
+    `lengths` holds each sequence's tokens as i32; `borders` the number of sequences before each document as i64, and
+    before the end.
+    """
+    num_sequences, num_borders = lengths.stat().st_size // 4, borders.stat().st_size // 8
+    file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], num_sequences, num_borders))
+    with lengths.open("rb") as source:
+        shutil.copyfileobj(source, file)
+    start = 0  # bytes
+    with lengths.open("rb") as source:
+        while stretch := source.read(4 * _CHUNK):
+            sizes = np.frombuffer(stretch, "<i4").astype(np.int64) * dtype.itemsize
+            ends = start + np.cumsum(sizes)
+            file.write((ends - sizes).astype("<i8").tobytes())
+            start = int(ends[-1])
+    with borders.open("rb") as source:
+        shutil.copyfileobj(source, file)

@@ -1,0 +1,135 @@
+"""Pieces encoded by processes of their own, in any order."""
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NoReturn
+
+from megamix.data.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.plan import Piece
+
+_LOCK_NAME = "workers.lock"
+
+
+def encode_pieces(
+    job: Job, pieces: Sequence[Piece], numbers: Sequence[int], num_workers: int
+) -> Iterator[tuple[int, PieceReport]]:
+    """Encode the pieces with these numbers; yield number and report of each as it is finished.
+
+    Raises: as `PieceEncoder.encode`; RuntimeError if a worker died.
+    """
+    num_workers = min(num_workers, len(numbers))
+    if num_workers <= 1:
+        encoder = PieceEncoder(job) if numbers else None
+        for number in numbers:
+            assert encoder is not None
+            yield number, encoder.encode(pieces[number], number)
+        return
+    waiting = iter(numbers)
+    workers = [_Worker(job) for _ in range(num_workers)]
+    try:
+        for worker in workers:
+            worker.give(pieces, next(waiting))
+        busy = {worker.connection: worker for worker in workers}
+        while busy:
+            for connection in wait(list(busy)):
+                worker = busy[connection]  # type: ignore[index]
+                yield worker.number, worker.take()
+                following = next(waiting, None)
+                if following is None:
+                    del busy[worker.connection]
+                else:
+                    worker.give(pieces, following)
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """A process that encodes one piece at a time.
+
+    It is spawned, not forked: a fork of a process whose tokenizer has threads may wait for them for ever. It ends when
+    the process that started it ends, however that comes about.
+    """
+
+    def __init__(self, job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.number = -1
+        self.connection, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_work, args=(job, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def give(self, pieces: Sequence[Piece], number: int) -> None:
+        self.number = number
+        try:
+            self.connection.send((pieces[number], number))
+        except BrokenPipeError:
+            self._raise_death()
+
+    def take(self) -> PieceReport:
+        try:
+            answer = self.connection.recv()
+        except EOFError:
+            self._raise_death()
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, PieceReport)
+        return answer
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.terminate()
+        self._process.join()
+
+    def _raise_death(self) -> NoReturn:
+        self._process.join()
+        raise RuntimeError(
+            f"a worker died at piece {self.number} (exit code {self._process.exitcode}; -9 is most often the system "
+            "out of memory: fewer --workers need less); run the same command again, finished pieces are kept"
+        )
+
+
+def wait_for_orphans(folder: Path) -> None:
+    """Return once no worker of a killed prepare writes to the folder; they notice within moments that it is gone."""
+    with (folder / _LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _work(job: Job, connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all of them; the first process ends the others
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    with (job.folder / _LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if parent.is_alive():  # else another prepare may have taken the folder before the lock was ours
+            threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+            _serve(job, connection)
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _serve(job: Job, connection: Connection) -> None:
+    encoder: PieceEncoder | None = None
+    while True:
+        piece, number = connection.recv()
+        answer: PieceReport | Exception
+        try:
+            encoder = encoder or PieceEncoder(job)
+            answer = encoder.encode(piece, number)
+        except (ValueError, TooManyBadRecordsError, OSError) as error:
+            answer = error
+        except Exception:
+            answer = RuntimeError(f"piece {number} failed:\n{traceback.format_exc()}")
+        connection.send(answer)

@@ -1,0 +1,90 @@
+"""Every batch of a run is the same for any number of ranks, and after any resumes with other ranks and batch sizes."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+
+from megamix.data.blend import Stage
+from megamix.data.sampler import micro_batches
+from megamix.data.source import BlendedSource, Stretch, TokenFileSource
+from megamix.data.synthetic import MarkovSource
+from megamix.data.token_file import TokenFile, TokenFileWriter
+from megamix.train.batch_plan import BatchPlan, PlanState
+from megamix.train.progress import Progress
+from tests.conftest import FULL
+
+SEQ_LEN = 6
+
+
+def mixture(folder: Path) -> BlendedSource:
+    """Two packed files and a chain, in two stages, with several epochs of each."""
+    rng, sources = np.random.default_rng(0), []
+    for name in ("a", "b"):
+        with TokenFileWriter(folder / name, 1000) as writer:
+            for _ in range(10):
+                writer.add(rng.integers(0, 1000, size=rng.integers(1, 20)))
+        file = Stretch.whole(TokenFile(folder / name))
+        sources.append(TokenFileSource([file], seq_len=SEQ_LEN, seed=3, packed=True))
+    sources.append(MarkovSource(vocab_size=1000, seq_len=SEQ_LEN, branching=4, seed=3))
+    return BlendedSource(sources, [Stage(0, (7, 2, 0)), Stage(150, (1, 3, 2))], packed=True)
+
+
+def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) -> list[list[int]]:
+    """The rows of a batch as its ranks read them, rank after rank."""
+    return [
+        row
+        for dp_rank in range(dp_size)
+        for samples in micro_batches(batch, micro_batch_size=2, dp_rank=dp_rank, dp_size=dp_size)
+        for part in samples
+        for row in source.read(part).tokens.tolist()
+    ]
+
+
+def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: int) -> list[list[int]]:
+    """The rows of all applied updates, in order: of one that is interrupted, each time at some update, and goes on
+    from its checkpoint with other ranks and another batch size.
+    """
+    rows: list[list[int]] = []
+    state: PlanState | None = None
+    for _ in range(resumes + 1):
+        dp_size = draw.choice([1, 2, 4])
+        size = 2 * dp_size * draw.choice([1, 2, 3])
+        updates = (num_samples - len(rows)) // size
+        last = _ == resumes
+        plan = BatchPlan(10**9, size, "requeue", 3, state)
+        for _ in range(updates if last else draw.randint(0, 3)):
+            rows += read_batch(source, plan.take().batch.samples, dp_size)
+            plan.settle(False, 1.0)
+        # As a checkpoint keeps it.
+        progress = Progress.of(plan.state(), [], 0, 0, {})
+        state = Progress.read(progress.model_dump(mode="json")).plan()
+    return rows
+
+
+def test_a_run_reads_the_same_rows_on_1_2_and_4_ranks_and_after_any_resumes(tmp_path: Path) -> None:
+    source = mixture(tmp_path)
+    straight = source.read(range(2600)).tokens.tolist()
+    for seed, resumes in enumerate([0, 100, 100] if FULL else [0, 10]):
+        rows = run(source, random.Random(seed), resumes, 2600 if FULL else 400)
+        assert len(rows) > 300
+        assert rows == straight[: len(rows)]
+
+
+def test_a_batch_that_overflowed_comes_back_with_the_rows_it_had_whatever_the_batch_size_then(tmp_path: Path) -> None:
+    source, draw = mixture(tmp_path), random.Random(5)
+    rows: list[list[int]] = []
+    state: PlanState | None = None
+    for _ in range(40 if FULL else 12):
+        dp_size = draw.choice([1, 2, 4])
+        plan = BatchPlan(10**9, 2 * dp_size * draw.choice([1, 2]), "requeue", 10**9, state)
+        for _ in range(draw.randint(1, 5)):
+            batch = plan.take().batch
+            bad = draw.random() < 0.4
+            rows += [] if bad else read_batch(source, batch.samples, dp_size)
+            plan.settle(bad, 1.0)
+        state = plan.state()
+    assert state is not None
+    waiting = {sample for one in state.waiting for part in one.batch.samples for sample in part}
+    want = source.read(np.array([sample for sample in range(state.cursor) if sample not in waiting])).tokens.tolist()
+    assert sorted(rows) == sorted(want)  # each once, none lost

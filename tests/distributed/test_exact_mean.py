@@ -1,0 +1,115 @@
+"""The loss and the gradient are the mean over all targets that count, wherever they are, and not a mean of means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.optimizers import AdamW
+from megamix.mixed_precision.settings import Precision
+from megamix.model.cross_entropy import IGNORE
+
+VOCAB, TARGETS, RANKS, MICRO_BATCHES, STEPS = 40, 16, 2, 2, 4
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCAB, 24), nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, VOCAB))
+
+
+def make_batch(step: int, rank: int, micro_batch: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets; how many of these count is another number for every rank, micro-batch and step: 0 to all."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro_batch)
+    tokens = torch.randint(VOCAB, (TARGETS,), generator=generator)
+    targets = (tokens * 7 + 3) % VOCAB
+    counted = [0, TARGETS, 1, 5, 11, 3, 16, 2, 7, 13][(3 * step + 5 * rank + 2 * micro_batch) % 10]
+    targets[counted:] = IGNORE
+    return tokens, targets
+
+
+def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).float(), targets, reduction="sum") / TARGETS
+
+
+def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    model = make_model()
+    scale = DynamicLossScale(init_scale=2.0**10) if dtype == torch.float16 else None
+    engine = ShardedEngine(
+        model, AdamW(lr=0.02, eps=1e-3), Precision(dtype, loss_scale=scale), clip_grad=1.0,
+        grad_accum_steps=MICRO_BATCHES, compile_update=False,
+    )  # fmt: skip
+    rank, losses = engine.topology.dp.rank, []
+    for step in range(STEPS):
+        for micro_batch in range(MICRO_BATCHES):
+            tokens, targets = make_batch(step, rank, micro_batch)
+            engine.backward(loss_of(model, tokens, targets), int((targets != IGNORE).sum()) / TARGETS)
+        losses.append(float(engine.step().loss))
+    return losses, engine.full_weights()
+
+
+def reference(mean_of_means: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, all targets of a step in one loss."""
+    model, losses = make_model(), []
+    decay = [{"params": [p for p in model.parameters() if p.dim() == d], "weight_decay": 0.1 * (d > 1)} for d in (1, 2)]
+    optimizer = torch.optim.AdamW(decay, lr=0.02, betas=(0.9, 0.95), eps=1e-3)
+    for step in range(STEPS):
+        parts = [make_batch(step, rank, part) for rank in range(RANKS) for part in range(MICRO_BATCHES)]
+        if mean_of_means:
+            means = [F.cross_entropy(model(tokens), targets) for tokens, targets in parts if (targets >= 0).any()]
+            loss = torch.stack(means).mean()
+        else:
+            tokens, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+            loss = F.cross_entropy(model(tokens), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# FP32: only the order of sums differs. FP16: rounding of weights and gradients, to 2^-11 of a step of 0.02 or so.
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.float16, 2e-3)])
+def test_two_ranks_with_different_counts_equal_one_process_over_all_targets(run_ranks, dtype, close: float) -> None:
+    want_losses, want = reference()
+    for losses, weights in run_ranks(_trained, RANKS, dtype):
+        assert losses == pytest.approx(want_losses, abs=close)
+        assert distance(weights, want) < close
+    other_losses, other = reference(mean_of_means=True)
+    assert distance(other, want) > 5 * close  # so the comparison can fail
+    assert max(abs(a - b) for a, b in zip(other_losses, want_losses, strict=True)) > 5 * close
+
+
+def _without_targets() -> tuple[float, float, bool, dict[str, Tensor], dict[str, Tensor]]:
+    model = make_model()
+    engine = ShardedEngine(
+        model, AdamW(lr=0.02, weight_decay=0.0), Precision(torch.float16, loss_scale=DynamicLossScale()),
+        compile_update=False,
+    )  # fmt: skip
+    before = engine.full_weights()
+    tokens = torch.arange(TARGETS)
+    engine.backward(loss_of(model, tokens, torch.full((TARGETS,), IGNORE)), 0.0)
+    result = engine.step()
+    return float(result.loss), float(result.grad_norm), bool(result.found_inf), before, engine.full_weights()
+
+
+def test_a_step_in_which_no_target_counts_applies_a_zero_gradient(run_ranks) -> None:
+    for loss, grad_norm, found_inf, before, after in run_ranks(_without_targets, 2):
+        assert (loss, grad_norm, found_inf) == (0.0, 0.0, False)
+        assert distance(before, after) == 0
+
+
+@pytest.mark.parametrize("weight", [-0.5, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused(weight: float) -> None:
+    model = make_model()
+    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), compile_update=False)
+    with pytest.raises(ValueError, match="takes a weight of 0 or more, got"):
+        engine.backward(loss_of(model, *make_batch(0, 0, 0)), weight)

@@ -1,0 +1,114 @@
+"""A packed sequence's documents do not know of each other, in any family."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.model import transformer as module
+from megamix.model.documents import find_documents
+from megamix.model.transformer import Transformer
+from tests.model.families import CASES, SEQ_LEN, VOCAB, config_of
+from tests.model.rounding import UNIT, WIDE
+
+# Documents of each row as (first position, tokens); one goes on from the sequence before, one is a single token.
+ROWS = [[(0, 5), (0, 20), (0, SEQ_LEN - 25)], [(9, 10), (0, 1), (0, SEQ_LEN - 11)]]
+POSITIONS = torch.stack([torch.cat([torch.arange(first, first + n) for first, n in row]) for row in ROWS])
+TOKENS = torch.randint(VOCAB, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+
+
+def model_of(family: str, shape: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(config_of(family, shape), WIDE)
+    for parameter in model.parameters():
+        parameter.data = (parameter.data * 8).to(dtype)  # attention that tells tokens apart
+    return model
+
+
+def alone(model: Transformer, targets: bool = False) -> list[Tensor]:
+    """Each document's logits, or its summed loss, from a forward over nothing else."""
+    results = []
+    for tokens, row in zip(TOKENS, ROWS, strict=True):
+        start = 0
+        for first, num_tokens in row:
+            inside = slice(start, start + num_tokens)
+            positions = torch.arange(first, first + num_tokens)[None]
+            if targets:
+                loss = model(tokens[:-1][inside][None], tokens[1:][inside][None], positions)
+                results.append(loss * num_tokens)
+            else:
+                results.append(model(tokens[:-1][inside][None], positions=positions)[0])
+            start += num_tokens
+    return results
+
+
+def as_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU and in compiled code."""
+    monkeypatch.setattr(module, "find_documents", lambda positions, as_mask: find_documents(positions, True))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_logits_are_those_of_the_documents_alone(
+    monkeypatch: pytest.MonkeyPatch, family: str, shape: str, masked: bool
+) -> None:
+    model = model_of(family, shape)
+    with torch.no_grad():
+        want = torch.cat(alone(model))
+        if masked:
+            as_masks(monkeypatch)
+        got = model(TOKENS[:, :-1], positions=POSITIONS).flatten(0, 1)
+        unpacked = model(TOKENS[:, :-1]).flatten(0, 1)
+    # FP32 products over other numbers of rows are summed in another order.
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (unpacked - want).abs().max() > 1e-2 * want.abs().max()  # the documents do matter
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_in_half_as_well_with_the_sum_of_their_losses_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, masked: bool
+) -> None:
+    model = model_of("qwen3", "grouped", dtype)
+    parameters = [*model.parameters()]
+    want = sum(alone(model, targets=True), start=torch.zeros(())) / TOKENS[:, 1:].numel()
+    want_grads = torch.autograd.grad(want, parameters, torch.tensor(64.0))
+    if masked:
+        as_masks(monkeypatch)
+    got = model(TOKENS[:, :-1], TOKENS[:, 1:], POSITIONS)
+    got_grads = torch.autograd.grad(got, parameters, torch.tensor(64.0))
+    # About 30 roundings to half lie between loss and embedding; alone, gradients are rounded once a document more.
+    assert got.item() == pytest.approx(want.item(), rel=2 * UNIT[dtype])
+    for one, other in zip(got_grads, want_grads, strict=True):
+        assert (one.float() - other.float()).norm() <= 30 * UNIT[dtype] * other.float().norm()
+
+
+def test_sequences_of_one_document_each_are_as_without_positions() -> None:
+    positions = torch.arange(SEQ_LEN).expand(2, -1)
+    assert find_documents(positions, as_mask=False) is None
+    model = model_of("llama3", "grouped")
+    assert torch.equal(model(TOKENS[:, :-1], positions=positions), model(TOKENS[:, :-1]))
+    lengths = [n for row in ROWS for _, n in row]
+    documents = find_documents(POSITIONS, as_mask=False)
+    assert documents is not None
+    assert [*documents.lengths] == lengths
+
+
+def test_a_compiled_block_takes_documents_as_a_mask_and_any_packing_with_one_graph() -> None:
+    graphs = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = model_of("llama3", "square")
+    with torch.no_grad():
+        want = [model(TOKENS[:, :-1], positions=positions) for positions in (POSITIONS, POSITIONS.flip(0))]
+        for block in model.blocks:
+            block.compile(dynamic=False, backend=collect)
+        model.is_compiled = True
+        got = [model(TOKENS[:, :-1], positions=positions) for positions in (POSITIONS, POSITIONS.flip(0))]
+    assert len(graphs) == 1
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    torch._dynamo.reset()

@@ -1,0 +1,97 @@
+"""Recompute changes what is kept, by the bytes that the formula says, and not one bit of the gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.bench.live_storage import LiveStorage
+from megamix.config import ModelConfig
+from megamix.model.activation_bytes import kept_bytes_per_token
+from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
+from tests.model.rounding import WIDE
+
+BATCH, SEQ_LEN, VOCAB = 2, 24, 61
+SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+TOKENS = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
+POSITIONS = torch.cat((torch.arange(7), torch.arange(SEQ_LEN - 7))).expand(BATCH, -1)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "bias": True, "dropout": 0.1},
+    "llama": {"num_kv_heads": 2, "ffn_hidden_size": 72},
+    "qwen3": {"num_kv_heads": 1, "qk_norm": True, "head_dim": 16, "dropout": 0.2},
+}
+
+
+def model_of(dtype: torch.dtype, ops: Ops | None = None, **changes: Any) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**{**SIZES, **changes}), ops)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def gradients(model: Transformer, positions: Tensor | None) -> list[Tensor]:
+    torch.manual_seed(7)  # of dropout
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions)
+    torch.rand(3)  # what is drawn in between must not change what backward drops again
+    (loss * 1024).backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("positions", [None, POSITIONS], ids=["one document", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions: Tensor | None) -> None:
+    plain = gradients(model_of(dtype, WIDE, **FAMILIES[family]), positions)
+    for recompute in ("selective", "full"):
+        again = gradients(model_of(dtype, WIDE, **FAMILIES[family], recompute=recompute), positions)
+        assert len(again) == len(plain)
+        assert all(torch.equal(*pair) for pair in zip(again, plain, strict=True)), recompute
+
+
+def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
+    """Bytes alive between forward and backward."""
+    model = model_of(torch.float16, WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
+    with LiveStorage() as storage:
+        with torch.no_grad():
+            model(TOKENS[:, :-1])  # so that the weights are known
+        before = storage.live_bytes
+        logits = model(TOKENS[:, :-1])
+        assert logits.requires_grad  # and is alive, with all that its backward will need
+        return storage.live_bytes - before
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_keeps_the_bytes_of_the_formula(family: str, recompute: str) -> None:
+    changes = FAMILIES[family]
+    two_blocks = kept_bytes(3, recompute, changes) - kept_bytes(1, recompute, changes)
+    config = ModelConfig(**{**SIZES, **changes, "recompute": recompute})
+    assert two_blocks == 2 * BATCH * SEQ_LEN * kept_bytes_per_token(config)
+
+
+def test_the_bytes_of_llama_8b_by_hand() -> None:
+    config = ModelConfig(
+        vocab_size=128256, seq_len=8192, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
+        ffn_hidden_size=14336,
+    )  # fmt: skip
+    # h 4096, q 4096, k 1024, f 14336: 4h + 2q + 2k + 3f = 69,632 halves; statistics: 32 heads, 2 norms.
+    assert kept_bytes_per_token(config) == 2 * 69_632 + 4 * 34
+    selective = config.model_copy(update={"recompute": "selective"})
+    assert kept_bytes_per_token(selective) == 2 * (69_632 - 2 * 4096 - 14_336) + 4 * 34
+    assert kept_bytes_per_token(config.model_copy(update={"recompute": "full"})) == 2 * 4096
+
+
+def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_second_backward() -> None:
+    model = model_of(torch.float16, WIDE, recompute="selective", qk_norm=True)
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
+    parameters = [*model.parameters()]
+    with LiveStorage() as storage:
+        torch.autograd.grad(loss, parameters, retain_graph=True)  # what is kept is known from here on
+        once = torch.autograd.grad(loss, parameters, retain_graph=True)
+        held = storage.live_bytes
+        twice = torch.autograd.grad(loss, parameters, retain_graph=True)
+        assert storage.live_bytes - held == sum(grad.nbytes for grad in twice)
+    assert all(torch.equal(*pair) for pair in zip(once, twice, strict=True))
