@@ -48,6 +48,24 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("model", "compile", 1, "got 1, must be true or false; write for example compile = false"),
     ("data", "train", 2024, 'got 2024, must be text in quotes, or a list of tables; write train = "2024"'),
     ("data", "train", "", 'got "", must not be empty; write for example train = "runs/data/train"'),
+    ("data", "train", [], 'got [], must not be empty; write for example train = "runs/data/train"'),
+    ("data", "train", [3], "got 3, must be a table"),
+    ("data", "train", [{}], "must have either path or markov"),
+    ("data", "train", [{"path": "a", "markov": 4}], "must have either path or markov"),
+    ("data", "train", [{"path": "a", "weight": -1}], "got -1, must be greater than 0; write weight = 1"),
+    ("data", "train", [{"path": "a", "weight": 1}, {"path": "b"}], "must have a weight in every table, or in none"),
+    ("data", "train", [{"path": "a"}, {"markov": 4}], "must have weights, because markov has no end"),
+    ("data", "train", [{"path": "a"}, {"path": "a"}], "must have each path once"),
+    (
+        "data",
+        "train",
+        [{"path": "a", "weight": 0.123456789}, {"path": "b", "weight": 1}],
+        "multiples of a 1,000,000th of their sum, such as 109889, 890108",
+    ),
+    ("data", "stages", [{"from_sample": 0, "train": "a"}], "must be greater than 0; write for example from_sample ="),
+    ("data", "stages", [{"from_sample": 5, "train": [{"pth": "a"}]}], "unknown key"),
+    ("data", "stages", [{"from_sample": 5, "train": "a"}] * 2, "must have a larger from_sample in each table than"),
+    ("data", "packing", "docs", "must be 'none' or 'documents'"),
     ("optimizer", "lr", -0.1, "got -0.1, must be greater than 0; write lr = 0.1"),
     ("optimizer", "lr", "3e-4", 'got "3e-4", must be a number; write lr = 0.0003'),
     ("optimizer", "lr", float("nan"), "got nan, must be a finite number; write for example lr = 0.0003"),
@@ -84,7 +102,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
 @pytest.mark.parametrize(("section", "key", "value", "want"), SINGLE)
 def test_wrong_value_is_named_with_a_fix(section: str, key: str, value: Any, want: str) -> None:
     (problem,) = problems_of(changed(**{section: {key: value}}))
-    assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)?: ", problem)
+    assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)*: ", problem)
     assert want in problem
 
 
@@ -100,6 +118,19 @@ def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str)
         del tree[section][key]
     if key == "num_layers" or section != "model":
         config_from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("split", "want"),
+    [
+        ([95], "data.split: got [95], must have 2 items or more; write for example split = [95, 5]"),
+        ([1, 0], "data.split[1]: got 0, must be greater than 0; write for example split = [95, 5]"),
+        ([9, 1], "data.split: got [9.0, 1.0], but data.valid names other validation tokens; leave split or valid out"),
+    ],
+)
+def test_a_split_has_two_parts_and_stands_for_valid(split: list[float], want: str) -> None:
+    assert problems_of(changed(data={"split": split})) == (want,)
+    config_from_dict(changed(data={"split": [95, 5], "valid": None}, training={"eval_interval": 5}))
 
 
 def test_missing_keys_are_listed_with_an_example() -> None:

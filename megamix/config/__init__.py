@@ -18,7 +18,7 @@ from megamix.config.sections import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megamix.config.toml_text import config_to_toml
+from megamix.config.toml_text import config_to_toml, section_to_toml
 
 __all__ = [
     "CheckpointConfig",
@@ -45,5 +45,6 @@ __all__ = [
     "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
+    "section_to_toml",
     "whole_weights",
 ]

@@ -31,15 +31,12 @@ class Border:
         self._divides = sequence
 
     def begin(self, num_positions: int) -> None:
-        """Of each forward. A prompt may have any length: what does not divide stays whole, which backward, that adds
-        up what the parts gave, could not know.
+        """Of each forward. Positions are divided where activations are kept for backward; a prompt has any length.
 
-        Raises: ValueError if backward is to follow.
+        Raises: ValueError if they must be and cannot.
         """
-        if not self._divides:
-            return
-        self.sequence = num_positions % self.tp.axis.size == 0
-        if torch.is_grad_enabled() and not self.sequence:
+        self.sequence = self._divides and torch.is_grad_enabled()
+        if self.sequence and num_positions % self.tp.axis.size:
             raise ValueError(
                 f"tokens has {num_positions} positions, which {self.tp.axis.size} tensor-parallel ranks cannot divide; "
                 "train on a length that they do, or build the model with sequence_parallel=False"
