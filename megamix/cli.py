@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+from megamix.hub.verbs import add_verbs
 from megamix.train.status import EndedEarlyError
 
 
@@ -41,13 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_prepare(verbs.add_parser("prepare", help="make tokenizer and token files from text"))
 
-    generate = verbs.add_parser("generate", help="continue a prompt with the model of a finished run")
-    generate.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder")
-    generate.add_argument("--prompt", metavar="TEXT", default="", help="the text to continue (none)")
-    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add (128)")
-    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
-    generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling (0)")
-    generate.set_defaults(run=_generate)
+    add_verbs(verbs)
 
     plot = verbs.add_parser("plot", help="draw a run's loss, loss scale and use of FP16's range as PNGs in its folder")
     plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
@@ -147,24 +142,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
     except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     print(prepared.summary())
-
-
-def _generate(arguments: argparse.Namespace) -> None:
-    from megamix.train.generate import load_model, sample_text
-
-    try:
-        model, tokenizer = load_model(arguments.run_folder)
-        text = sample_text(
-            model,
-            tokenizer,
-            arguments.prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            seed=arguments.seed,
-            temperature=arguments.temperature,
-        )
-    except ValueError as error:  # by the contract of both functions a mistake in the flags
-        raise ConfigError([str(error)], "flags") from error
-    print(text)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ def _text(page: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_path_on_a_page_exists(page: Path) -> None:
-    paths = re.findall(r"\b(?:megamix|tests|docs|launch|configs)/[\w./]*\w", page.read_text(encoding="utf-8"))
+    paths = re.findall(r"\b(?:megamix|tests|docs|launch|configs)/[\w./-]*\w", page.read_text(encoding="utf-8"))
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 

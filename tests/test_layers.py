@@ -20,6 +20,7 @@ LAYER = {
     "parallel": 4,
     "train": 5,
     "bench": 6,
+    "hub": 6,
     "cli": 7,
     "__main__": 8,
     "__init__": 8,  # the facade: re-exports, imported by nobody inside

@@ -5,6 +5,7 @@ folder       the names in a folder of checkpoints, and what each says
 files        the only calls that change the disk, and the checksum
 tensor_file  a safetensors file, streamed
 parts        what one rank holds of the run's state, and where it belongs
+record       JSON that is checked when read
 manifest     the JSON that makes files a checkpoint
 together     work that succeeds on every rank or on none
 snapshot     the state of one instant, as views or as a copy in the host's memory

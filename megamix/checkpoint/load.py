@@ -13,7 +13,7 @@ from megamix.checkpoint.files import Files
 from megamix.checkpoint.fill import fill
 from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
-from megamix.checkpoint.parts import owned_parts, state_names
+from megamix.checkpoint.parts import Part, owned_parts, state_names
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
@@ -46,8 +46,7 @@ def newest_checkpoint(
         try:
             return read_together(folder / name, together)
         except Damaged as error:
-            if together.rank == 0:
-                _set_aside(folder / name, error, files or Files())
+            _set_aside(folder / name, error, together, files)
             before = name  # set aside or not: the disk may be read-only
     return None
 
@@ -67,8 +66,7 @@ def load_or_older(
             load(found, engine, together)
             break
         except Damaged as error:
-            if together.rank == 0:
-                _set_aside(found.path, error, files or Files())
+            _set_aside(found.path, error, together, files)
             found = newest_checkpoint(found.path.parent, together, files, before=found.path.name)
     return found
 
@@ -77,10 +75,12 @@ def _newest_name(folder: Path, before: str | None) -> str | None:
     return next((path.name for path in checkpoints(folder, before)), None)
 
 
-def _set_aside(path: Path, reason: Damaged, files: Files) -> None:
+def _set_aside(path: Path, reason: Damaged, together: Together, files: Files | None) -> None:
+    if together.rank != 0:
+        return
     target = path.with_name(damaged_name(path.name))
     try:
-        files.rename(path, target)
+        (files or Files()).rename(path, target)
         log.warning("checkpoint refused and set aside as %s: %s", target.name, reason)
     except OSError as error:
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)
@@ -97,7 +97,9 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
     if problems := misfits(manifest, engine):
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
     try:
-        _agree_on(together.every(lambda: fill(checkpoint, owned_parts(engine), together.rank, together.size)))
+        _agree_on(
+            together.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), together.rank, together.size))
+        )
     except Damaged:
         # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
         # read every byte twice. Whoever trained on without another load would go on from the file's damage; from NaN
@@ -107,8 +109,18 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
         raise
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
-    _load_scale(manifest, engine)
+    if not manifest.weights_only:
+        _load_scale(manifest, engine)
     engine.publish_masters()
+
+
+def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
+    """What of the engine's own state the checkpoint has. Before the first update, all that it lacks is zero."""
+    parts = owned_parts(engine)
+    for part in parts:
+        if part.state not in manifest.states:
+            part.tensor.zero_()
+    return [part for part in parts if part.state in manifest.states]
 
 
 def _agree_on(problems: list[list[str]]) -> None:
@@ -128,7 +140,7 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
         for name, shape in own.items()
         if name in saved and saved[name] != shape
     ]
-    if manifest.states != state_names(engine):
+    if manifest.states != state_names(engine) and not manifest.weights_only:
         problems.append(f"it holds {', '.join(manifest.states)}, the optimizer needs {', '.join(state_names(engine))}")
     return problems
 

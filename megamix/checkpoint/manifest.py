@@ -10,71 +10,71 @@ import zlib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
+from megamix.checkpoint.parts import MASTER
+from megamix.checkpoint.record import Count, Record
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import ParamSpec
 
 LARGEST = 256 << 20  # bytes: no larger file is read as a manifest
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
-# JSON's numbers are exact up to here in every reader.
-_Count = Annotated[int, Field(ge=0, le=2**53)]
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class FileRecord(_Record):
+class FileRecord(Record):
     """One file: its name in the checkpoint's folder, bytes and checksum."""
 
     name: Annotated[str, Field(pattern=r"^rank_\d{5,9}\.safetensors$")]  # so a name leads nowhere else
-    size: _Count
-    crc32: _Count
+    size: Count
+    crc32: Count
 
 
-class ParamRecord(_Record):
+class ParamRecord(Record):
     """One parameter, whole, under its first registered name."""
 
     name: str
-    shape: tuple[_Count, ...]
+    shape: tuple[Count, ...]
     aliases: tuple[str, ...]
 
 
-class LayoutRecord(_Record):
+class LayoutRecord(Record):
     """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
 
-    dp_size: _Count
-    tp_size: _Count = 1
-    pp_size: _Count = 1
-    buckets: tuple[_Count, ...]  # elements, with padding, of the first rank
+    dp_size: Count
+    tp_size: Count = 1
+    pp_size: Count = 1
+    buckets: tuple[Count, ...]  # elements, with padding, of the first rank
 
 
-class RunRecord(_Record):
+class RunRecord(Record):
     """What the caller wants back with the state. A checkpoint keeps it as it is."""
 
-    progress: dict[str, JsonValue] = {}  # consumed samples, batches to try again
+    progress: dict[str, JsonValue] = Field(default_factory=dict)  # consumed samples, batches to try again
     config: str = ""  # the effective configuration, TOML
-    fingerprints: dict[str, str] = {}  # of the data, by the key that names it
+    fingerprints: dict[str, str] = Field(default_factory=dict)  # of the data, by the key that names it
     rng_rule: str = ""  # of what every random number is a function: there is no generator whose state to keep
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """All that a checkpoint says of itself."""
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
     version: Literal[1] = 1
-    applied_updates: _Count
-    skipped_steps: _Count
+    applied_updates: Count
+    skipped_steps: Count
     loss_scale: dict[str, _Number | list[_Number]]  # by the loss scale's own state names
     run: RunRecord
     layout: LayoutRecord
     states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
     params: tuple[ParamRecord, ...]
     files: tuple[FileRecord, ...] = ()
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
+        return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
@@ -101,10 +101,6 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
     )
 
 
-def describe_param(spec: ParamSpec) -> ParamRecord:
-    return ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases)
-
-
 def manifest_text(manifest: Manifest) -> bytes:
     """The whole file."""
     body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
@@ -122,12 +118,9 @@ def read_manifest(path: Path) -> Manifest:
     if checksum != (_CHECKSUM_LINE % zlib.crc32(body)).encode():
         raise ValueError(f"{path}: its checksum does not fit its content")
     try:
-        manifest = Manifest.model_validate_json(body + b"}")
-    except ValidationError as error:
-        where = "; ".join(
-            f"{'.'.join(map(str, problem['loc'])) or 'the text'}: {problem['msg']}" for problem in error.errors()[:5]
-        )
-        raise ValueError(f"{path}: {where}") from None
+        manifest = Manifest.from_json(body + b"}")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     for field, names in (
         ("files", [file.name for file in manifest.files]),
         ("params", [param.name for param in manifest.params]),

@@ -15,12 +15,18 @@ MASTER = "master"  # the state name of the weights themselves; the others are th
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A box of one state of one parameter, and the memory that holds it: FP32 (box.numel,), contiguous."""
+class StateBox:
+    """A box of one state of one parameter."""
 
     param: str
     state: str
     box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Part(StateBox):
+    """The same with the memory that holds it: FP32 (box.numel,), contiguous."""
+
     tensor: Tensor
 
 

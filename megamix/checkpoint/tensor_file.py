@@ -7,16 +7,18 @@ tensor's dtype, shape and place; the tensors' bytes without gaps. What reads it 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.parts import Part
+from megamix.checkpoint.parts import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache
@@ -40,13 +42,20 @@ def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
     return param, state, Box(offset, tuple(shape))
 
 
-def header(parts: Sequence[Part]) -> bytes:
+def header(parts: Sequence[StateBox]) -> bytes:
     """All that precedes the tensors' bytes."""
-    entries, end = {}, 0
-    for part in parts:
-        start, end = end, end + 4 * part.box.numel
-        key = key_of(part.param, part.state, part.box)
-        entries[key] = {"dtype": "F32", "shape": part.box.size, "data_offsets": (start, end)}
+    return safetensors_header({key_of(part.param, part.state, part.box): part.box.size for part in parts}, "F32", 4)
+
+
+def safetensors_header(
+    shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The header of tensors of one dtype, by the format's name for it, that follow each other in this order."""
+    entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + itemsize * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
@@ -91,7 +100,11 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
     yield memoryview(header(parts))
     for part in parts:
         assert part.tensor.dtype == torch.float32, part.tensor.dtype
-        flat = part.tensor.view(-1)
-        assert flat.numel() == part.box.numel, (flat.numel(), part.box)
-        for piece in torch.split(flat, _CHUNK):
-            yield memoryview(piece.cpu().numpy().data).cast("B")
+        assert part.tensor.numel() == part.box.numel, (part.tensor.shape, part.box)
+        yield from tensor_chunks(part.tensor.view(-1))
+
+
+def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor (n,), on whatever device."""
+    for piece in torch.split(flat, _CHUNK):
+        yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # as bytes: numpy knows no BF16

@@ -19,7 +19,7 @@ from megamix.config.sections import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megamix.config.toml_text import config_to_toml
+from megamix.config.toml_text import config_to_toml, section_to_toml
 
 __all__ = [
     "CheckpointConfig",
@@ -46,6 +46,7 @@ __all__ = [
     "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
+    "section_to_toml",
     "stages_per_rank",
     "whole_weights",
 ]

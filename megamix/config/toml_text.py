@@ -40,10 +40,12 @@ def config_to_toml(config: Config) -> str:
 
     TOML has no null, so a key that is not set stands as a comment.
     """
-    tables = []
-    for name, section in config:
-        lines = [f"[{name}]"]
-        for key, value in section:
-            lines.append(f"# {key} is not set" if value is None else f"{key} = {value_text(value)}")
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
+    return "\n".join(section_to_toml(name, section) for name, section in config)
+
+
+def section_to_toml(name: str, section: BaseModel) -> str:
+    """One table of it."""
+    lines = [f"[{name}]"]
+    for key, value in section:
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {value_text(value)}")
+    return "\n".join(lines) + "\n"

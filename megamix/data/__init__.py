@@ -1,5 +1,7 @@
-"""Text to tokens to batches: corpus, tokenizer, token_file, prepare; then sampler, source, loader.
+"""Text to tokens to batches.
 
-`prepare` runs once and writes files; training opens them with `TokenFile`, orders windows with `sampler`, cuts
-them in `source` and fetches them ahead of need in `loader`. `synthetic` stands in for files in tests.
+`prepare` runs once and writes files: `corpus` finds text, `readers` read its kinds, `plan` cuts it into pieces, `piece`
+and `workers` encode them by a `tokenizer`, `merge` joins them to a `token_file`. Training opens that with `TokenFile`,
+orders windows with `sampler`, cuts them in `source` and fetches them ahead of need in `loader`. `synthetic` stands in
+for files in tests.
 """

@@ -31,6 +31,13 @@ class Corpus:
     flag: str  # how the user asked for it, for messages and the manifest
     files: tuple[CorpusFile, ...]
 
+    def outside(self, *folders: Path) -> "Corpus":
+        """Without files in these folders: what prepare writes into a folder that it reads is no text of the user's."""
+        inside = tuple(f"{os.path.abspath(folder)}{os.sep}" for folder in folders)
+        return Corpus(
+            self.flag, tuple(file for file in self.files if not os.path.abspath(file.path).startswith(inside))
+        )
+
 
 def named_corpus(name: str) -> Corpus:
     """The corpus of `--corpus NAME`: "stdlib" (about 11 MB of Python) or "torch" (about 46 MB).

@@ -6,11 +6,11 @@ from pathlib import Path
 from megamix.data.piece import PARTS, Job, PieceReport
 from megamix.data.token_file import TokenFileWriter
 
-Moved = tuple[int, int]  # piece, document of its train part
+Moved = tuple[int, int, int]  # piece, document of its train part, bytes
 
 
 def merge_pieces(job: Job, reports: Sequence[PieceReport], folder: Path, vocab_size: int) -> dict[str, dict[str, int]]:
-    """Write train and valid; return the number of documents and tokens of each.
+    """Write train and valid; return the number of documents, tokens and bytes of text of each.
 
     Raises: ValueError if nothing would be left to train on.
     """
@@ -28,7 +28,10 @@ def merge_pieces(job: Job, reports: Sequence[PieceReport], folder: Path, vocab_s
             for number, report in enumerate(reports):
                 for source, start, stop in _ranges(part, number, report.num_documents, moved):
                     writer.copy(job.prefix(number, source), start, stop)
-        counts[part] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens}
+        num_bytes = sum(report.num_bytes[part] for report in reports)
+        if moved is not None:
+            num_bytes += moved[2] if part == "valid" else -moved[2]
+        counts[part] = {"num_documents": writer.num_documents, "num_tokens": writer.num_tokens, "num_bytes": num_bytes}
     return counts
 
 
@@ -37,7 +40,7 @@ def _moved(job: Job, reports: Sequence[PieceReport]) -> Moved | None:
     if not job.split.valid_fraction or any(report.num_documents["valid"] for report in reports):
         return None
     draws = [
-        (report.lowest_draw[0], number, report.lowest_draw[1])
+        (report.lowest_draw[0], number, report.lowest_draw[1], report.lowest_draw[2])
         for number, report in enumerate(reports)
         if report.lowest_draw is not None
     ]

@@ -99,12 +99,13 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
     Raises: ValueError naming flag, value and fix. RuntimeError if a worker died. What is finished is kept beside the
     output for a rerun, whatever is raised.
     """
+    output_dir = output_dir.resolve()
+    partial = output_dir.with_name(f"{output_dir.name}.partial")
+    corpus = corpus.outside(output_dir, partial)
     plan = make_plan(corpus, effort.piece_bytes)
     if not plan.pieces or not plan.num_bytes:
         raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
     manifest = request.manifest(corpus, plan)
-    output_dir = output_dir.resolve()
-    partial = output_dir.with_name(f"{output_dir.name}.partial")
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
     with _work_folder(partial, {"piece_bytes": effort.piece_bytes, **manifest}):
@@ -191,8 +192,8 @@ def _encode(job: Job, plan: Plan, effort: Effort, side_file: Path) -> list[Piece
     progress = progress_of_bytes(sum(piece.num_bytes for piece in plan.pieces), "prepare")
     try:
         for number, piece in enumerate(plan.pieces):
-            if job.report_path(number).is_file():
-                reports[number] = PieceReport.load(job.report_path(number))
+            if report := job.finished_report(number):
+                reports[number] = report
                 progress.update(piece.num_bytes)
         _check_bad_records(job, reports)
         missing = [number for number in range(len(plan.pieces)) if number not in reports]

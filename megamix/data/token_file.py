@@ -35,14 +35,17 @@ class TokenFileWriter:
     hold waits on the disk too: memory does not grow with the number of documents.
     """
 
-    def __init__(self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None) -> None:
-        """`dtype` is the smallest that Megatron would read for this vocabulary, unless it is given."""
+    def __init__(
+        self, prefix: Path, vocab_size: int, dtype: "np.dtype[np.generic] | None" = None, *, sync: bool = True
+    ) -> None:
+        """`dtype` is `token_dtype` unless it is given. Without `sync` a power cut may damage what was committed."""
         self.num_tokens = 0
         self.num_documents = 0
         self._num_sequences = 0
         self._prefix = prefix
         self._dtype = dtype or token_dtype(vocab_size)
         self._vocab_size = vocab_size
+        self._sync = sync
         self._aside = {
             name: prefix.with_name(f"{prefix.name}.{name}.partial") for name in ("bin", "idx", "lengths", "borders")
         }
@@ -95,7 +98,7 @@ class TokenFileWriter:
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._bin, self._lengths, self._borders:
-            if error_type is None:
+            if error_type is None and self._sync:
                 sync_file(self._bin)
         if error_type is None:
             self._commit()
@@ -105,13 +108,14 @@ class TokenFileWriter:
     def _commit(self) -> None:
         with self._aside["idx"].open("wb") as idx:
             write_index(idx, self._dtype, self._aside["lengths"], self._aside["borders"])
-            sync_file(idx)
+            if self._sync:
+                sync_file(idx)
         # An older index must go first: beside a new .bin of the same size it would pass for a commit.
         idx_path(self._prefix).unlink(missing_ok=True)
-        self._aside["bin"].replace(bin_path(self._prefix))
-        sync_directory(self._prefix.parent)
-        self._aside["idx"].replace(idx_path(self._prefix))
-        sync_directory(self._prefix.parent)
+        for name, path in (("bin", bin_path(self._prefix)), ("idx", idx_path(self._prefix))):
+            self._aside[name].replace(path)
+            if self._sync:
+                sync_directory(path.parent)
 
 
 class TokenFile:

@@ -37,6 +37,8 @@ class TextTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_prompt(self, text: str) -> list[int]: ...
+
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -162,6 +164,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of text, without an end."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of the beginning of a text, with what the tokenizer puts in front of one, as Llama's does."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each document, the end token last; without `speed_up` all of the machine's cores take part."""

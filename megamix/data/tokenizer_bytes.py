@@ -27,6 +27,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each document, the end token last."""
         end = np.array([self.end_of_text])

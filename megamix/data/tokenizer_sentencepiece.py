@@ -45,6 +45,11 @@ class SentencePieceTokenizer:
         """Token ids of a piece of text, without an end."""
         return list(self._model.encode(text))
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of the beginning of a text, with the token in front that begins one, if the model has it."""
+        begin = self._model.bos_id()
+        return [*([begin] if begin >= 0 else []), *self.encode(text)]
+
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each document, the end token last."""
         return [np.array([*self._model.encode(text), self.end_of_text], dtype=np.int64) for text in texts]

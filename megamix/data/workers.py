@@ -71,13 +71,13 @@ class _Worker:
         self.number = number
         try:
             self.connection.send((pieces[number], number))
-        except BrokenPipeError:
+        except ConnectionError:
             self._raise_death()
 
     def take(self) -> PieceReport:
         try:
             answer = self.connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._raise_death()
         if isinstance(answer, BaseException):
             raise answer

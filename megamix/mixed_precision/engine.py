@@ -263,9 +263,7 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(
-            self.module, self.half_params, self.master_shard, self.full_shapes, self._tp, self._pp
-        )
+        return full_weights(self.module, self.half_params, self.master_shard, self.full_shapes, self._tp, self._pp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.

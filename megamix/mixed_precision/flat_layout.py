@@ -29,8 +29,7 @@ class ParamSpec:
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the block in the full parameter
     owners: int = 0  # which ranks train this block: a number in the `owners` that the layout is built for
-    # False: another owner has this same gradient, and the sum takes that one. What owners differ in is not printed, since
-    # they compare what is.
+    # False: another owner has this same gradient, which is summed once. Not printed, since owners compare what is.
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
 

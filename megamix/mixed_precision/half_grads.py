@@ -112,7 +112,7 @@ class HalfGrads:
             if self._look is not None:
                 self._look(name, grad)
             if not counts:
-                grad = grad.new_zeros(()).expand_as(grad)
+                grad = grad * 0  # NaN where it is inf: an overflow counts wherever it is
             if self._touched[bucket][index]:
                 self._views[bucket][index].add_(grad)
             else:

@@ -7,8 +7,8 @@ from megamix.model import sizes
 def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
     """Bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
 
-    It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU; compiled blocks
-    keep what Inductor decides, and packed sequences on a CPU attention's output once more.
+    It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
+    keep a little less with "selective", and packed sequences on a CPU attention's output once more.
     """
     hidden, query, key = config.hidden_size, *_head_sizes(config)
     if config.recompute == "full":

@@ -17,9 +17,10 @@ IGNORE = -100  # a target that is in no loss; torch's own sign
 
 # Logits alive at a time: a chunk that is multiplied at once, of not too few rows, since each chunk reads and writes the
 # whole FP32 gradient of the weight; and of it the part that is widened at once: on a CPU 2 MB of FP32 stay in cache.
-CHUNK = {"cpu": 2**19, "cuda": 2**27}  # elements; for a GPU not measured
+# In elements, on a CPU and elsewhere; for a GPU not measured.
+CHUNK = (2**19, 2**27)
 MIN_ROWS = 128
-PART = {"cpu": 2**19, "cuda": 2**26}
+PART = (2**19, 2**26)
 
 # Slopes lie in [-1, 1], those of rare tokens near 1 / vocab_size, where FP16 has few digits left. An exact power of two
 # that still fits, 2**15 < 65504, and that is divided out again in FP32.
@@ -69,7 +70,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             wide_hidden = hidden[rows].to(dtype)
             logits = _product(wide_hidden, wide_weight.t())
             slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-            for part in row_slices(len(logits), len(weight), PART[hidden.device.type]):
+            for part in _parts(logits):
                 log_likelihood[rows][part], slope[part] = slopes(logits[part].float(), targets[rows][part])
             if with_grads:
                 grad_hidden[rows] = _product(slope, wide_weight)
@@ -85,7 +86,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
-    return row_slices(len(hidden), vocab_size, max(CHUNK[hidden.device.type], MIN_ROWS * vocab_size))
+    return row_slices(len(hidden), vocab_size, max(CHUNK[hidden.device.type != "cpu"], MIN_ROWS * vocab_size))
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    return row_slices(len(x), x.shape[1], PART[x.device.type != "cpu"])
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
@@ -100,14 +105,14 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     if one.dtype == torch.float32:
         total.addmm_(one, other)
         return
-    for rows in row_slices(len(total), total.shape[1], PART[total.device.type]):
+    for rows in _parts(total):
         total[rows] += _product(one[rows], other)
 
 
 def _scaled(wide: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """FP32 wide * factor, rounded once to dtype; wide stays as it is, for a second backward."""
     out = torch.empty_like(wide, dtype=dtype)
-    for rows in row_slices(len(wide), wide.shape[1]):
+    for rows in _parts(wide):
         out[rows] = wide[rows] * factor
     return out
 

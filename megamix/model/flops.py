@@ -58,6 +58,15 @@ def halved_flops_per_token(config: ModelConfig) -> int:
     return 6 * matmul_weights(config) + _causal_attention(config)
 
 
+def hardware_flops_per_token(config: ModelConfig) -> int:
+    """What is computed: flops_per_token, and with recompute = "full" the blocks' forward (a third of their share) once
+    more. What "selective" recomputes multiplies nothing."""
+    if config.recompute != "full":
+        return flops_per_token(config)
+    blocks = flops_per_token(config) - 6 * config.vocab_size * config.hidden_size
+    return flops_per_token(config) + blocks // 3
+
+
 def _causal_attention(config: ModelConfig) -> int:
     return 6 * config.num_layers * config.num_heads * sizes.head_dim(config) * config.seq_len
 

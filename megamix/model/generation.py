@@ -1,10 +1,12 @@
-"""Plain sampling: one forward over the window per new token, no cache of keys and values."""
+"""Text from a model: one position a token as long as the text fits into seq_len, then a window that slides."""
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megamix.model.key_value_cache import KeyValueCache
 from megamix.model.transformer import Transformer
 
 
@@ -15,11 +17,16 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    top_p: float = 1.0,
+    end_tokens: Sequence[int] = (),
 ) -> Tensor:
-    """Append max_new_tokens sampled from softmax(logits / temperature); temperature 0 takes the likeliest.
+    """Append up to max_new_tokens, each sampled from softmax(logits / temperature); temperature 0 takes the likeliest.
 
-    Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + max_new_tokens). The model sees the last seq_len of them.
-    Raises: ValueError for an empty prompt or a negative temperature.
+    top_p: sample from the likeliest tokens alone that together have at least this probability (nucleus sampling,
+    Holtzman et al. 2020, section 3.1). end_tokens: a text ends with any of them; its row is filled up with the last
+    token until all have ended.
+    Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len of them.
+    Raises: ValueError for an empty prompt, a negative temperature, or a top_p outside (0, 1].
     """
     if tokens.shape[-1] == 0:
         raise ValueError("tokens has no position to continue from: pass at least one token, such as the end of text")
@@ -27,17 +34,38 @@ def generate(
         raise ValueError(
             f"temperature must be 0 (likeliest token) or positive, got {temperature}: pass for example 0.8"
         )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}: pass for example 0.95")
+    seq_len = model.config.seq_len
+    room = min(tokens.shape[1] + max_new_tokens, seq_len)
+    cache = KeyValueCache(model.config.num_layers, room)
+    ends = tokens.new_tensor(end_tokens)
+    ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
     with _eager(model):
         for _ in range(max_new_tokens):
-            logits = model(tokens[:, -model.config.seq_len :])[:, -1].float()  # FP32 (B, vocab_size)
-            tokens = torch.cat((tokens, _sample(logits, temperature, generator)), dim=1)
+            if tokens.shape[1] <= seq_len:
+                logits = model(tokens[:, cache.length :], cache=cache)
+            else:  # every token has moved to another position: nothing that was kept holds any more
+                logits = model(tokens[:, -seq_len:])
+            new = _sample(logits[:, -1].float(), temperature, generator, top_p)
+            new = torch.where(ended, tokens[:, -1:], new)
+            tokens, ended = torch.cat((tokens, new), dim=1), ended | torch.isin(new, ends)
+            if len(ends) and ended.all():
+                break
     return tokens
 
 
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None, top_p: float = 1.0) -> Tensor:
+    """FP32 (B, vocab_size) -> INT64 (B, 1)."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+    shares = torch.softmax(logits / temperature, -1)
+    if top_p < 1:
+        ordered, places = shares.sort(-1, descending=True)
+        # Before a token lie those that are likelier: once they reach top_p, it is not needed any more.
+        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
+        shares = torch.zeros_like(shares).scatter_(-1, places, ordered)
+    return torch.multinomial(shares, 1, generator=generator)
 
 
 def _eager(model: Transformer) -> contextlib.AbstractContextManager[object]:

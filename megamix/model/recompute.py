@@ -6,11 +6,21 @@ input is kept anyway. Korthikanti et al. 2022 recompute the attention core; here
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], Tensor]
+
+
+def cheap(enabled: bool, operation: Callable[..., Tensor], *inputs: object) -> tuple[Tensor, Recipe]:
+    """operation(*inputs) and how to compute it again; compiled code is told here, and needs no computed_again."""
+    recipe = partial(operation, *inputs)
+    if enabled and torch.compiler.is_compiling():
+        return checkpoint(recipe, use_reentrant=False), recipe
+    return recipe(), recipe
 
 
 class _Again:
@@ -35,10 +45,7 @@ class _Again:
 
 @contextmanager
 def computed_again(enabled: bool, *results: tuple[Tensor, Recipe]) -> Iterator[None]:
-    """Inside, autograd keeps each tensor's recipe in its place; called in backward, it must give the same bits.
-
-    Has no effect if not enabled, nor in compiled code, where Inductor decides what is kept.
-    """
+    """Inside, autograd keeps each tensor's recipe in its place, if enabled; a recipe must give the same bits again."""
     if not enabled or torch.compiler.is_compiling():
         yield
         return

@@ -1,7 +1,6 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +10,10 @@ from megamix.config import ModelConfig
 from megamix.model import sizes
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.documents import Documents, find_documents
+from megamix.model.key_value_cache import BlockCache, KeyValueCache
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
 from megamix.model.ops import Ops
-from megamix.model.recompute import computed_again
+from megamix.model.recompute import cheap, computed_again
 from megamix.model.rotary import RotaryTable, RotaryTables
 
 
@@ -33,15 +33,21 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
         self.out = Linear(query_size, config.hidden_size, config.bias, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        documents: Documents | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
         projected_query, projected_key, value = (  # (B, T, heads, head_dim)
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
-        place_query = partial(self._place, projected_query, self.query_norm, rotary)
-        place_key = partial(self._place, projected_key, self.key_norm, rotary)
-        query, key = place_query(), place_key()
-        # Without a norm nobody keeps what was projected.
-        again = self.selective and self.query_norm is not None
+        again = self.selective and self.query_norm is not None  # without a norm nobody keeps what was projected
+        query, place_query = cheap(again, self._place, projected_query, self.query_norm, rotary)
+        key, place_key = cheap(again, self._place, projected_key, self.key_norm, rotary)
+        if cache is not None:
+            key, value = cache.extend(key, value)
         # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
         with computed_again(again, (query, place_query), (key, place_key)):
             out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
@@ -68,10 +74,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            activate = partial(self.ops.gelu, self.up(x), self.approximate)
+            inner, activate = cheap(self.selective, self.ops.gelu, self.up(x), self.approximate)
         else:
-            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
-        inner = activate()
+            inner, activate = cheap(self.selective, self.ops.swiglu, self.gate(x), self.up(x))
         with computed_again(self.selective, (inner, activate)):
             down: Tensor = self.down(inner)
         return down
@@ -89,12 +94,18 @@ class Block(nn.Module):
         self.feed_forward_norm = _norm(config, ops)
         self.feed_forward = FeedForward(config, ops)
 
-    def forward(self, x: Tensor, rotary: RotaryTables | None, documents: Documents | None = None) -> Tensor:
-        normed = self.attention_norm(x)
-        with computed_again(self.selective, (normed, partial(self.attention_norm, x))):
-            x = x + self._drop(self.attention(normed, rotary, documents))
-        normed = self.feed_forward_norm(x)
-        with computed_again(self.selective, (normed, partial(self.feed_forward_norm, x))):
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryTables | None,
+        documents: Documents | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
+        normed, norm = cheap(self.selective, self.attention_norm, x)
+        with computed_again(self.selective, (normed, norm)):
+            x = x + self._drop(self.attention(normed, rotary, documents, cache))
+        normed, norm = cheap(self.selective, self.feed_forward_norm, x)
+        with computed_again(self.selective, (normed, norm)):
             return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:
@@ -173,37 +184,44 @@ class Transformer(nn.Module):
         self.is_compiled = True
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
         layers: range | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
         targets but IGNORE, divided by B * T.
 
         positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
         document begins; attention never crosses from one into another.
+        cache: tokens follow those that it has seen, as one document; logits of the last one alone.
         layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
         given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
         targets are to be given then, which tell T where ranks divide the positions of these.
-        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size) or ().
+        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
         Raises: ValueError if T exceeds seq_len.
         """
         layers = range(self.config.num_layers) if layers is None else layers
-        num_positions = (tokens if targets is None else targets).shape[1]
+        num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
         if num_positions > self.config.seq_len:
             raise ValueError(
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
                 f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
             )
+        documents = None
+        if cache is not None:
+            positions, documents = cache.places(tokens), cache.seen(tokens)
+        elif positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         x = tokens if layers.start else self._embed(tokens, positions)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
-        documents = None
-        if positions is not None:
-            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         for layer in layers:
-            x = self._run(self.blocks[layer], x, rotary, documents)
+            x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])
         if layers.stop < self.config.num_layers:
             return x
-        x = self.norm(x)
+        x = self.norm(x if cache is None else x[:, -1:])
         if targets is not None:
             return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
         logits: Tensor = self.head(x)

@@ -3,7 +3,7 @@
 placements       arithmetic: the block of every parameter, by its name
 borders          what travels where a divided layer begins and ends, with its gradient
 tensor_parallel  a plain model becomes this rank's part of it
-vocabulary_loss  cross entropy of logits that are divided over the vocabulary
+vocabulary_slopes  cross entropy of logits that are divided over the vocabulary
 stages           a pipeline's stages: which layers each has, and the part of the model that a rank holds
 passes           how a step's micro-batches pass through the model, without a pipeline
 pipeline_parallel  and with one: torch's schedules, each backward pass told to the engine

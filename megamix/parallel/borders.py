@@ -28,6 +28,19 @@ class Border:
 
     def __init__(self, tp: Collectives, *, sequence: bool):
         self.tp, self.sequence = tp, sequence
+        self._divides = sequence
+
+    def begin(self, num_positions: int) -> None:
+        """Of each forward. Positions are divided where activations are kept for backward; a prompt has any length.
+
+        Raises: ValueError if they must be and cannot.
+        """
+        self.sequence = self._divides and torch.is_grad_enabled()
+        if self.sequence and num_positions % self.tp.axis.size:
+            raise ValueError(
+                f"tokens has {num_positions} positions, which {self.tp.axis.size} tensor-parallel ranks cannot divide; "
+                "train on a length that they do, or build the model with sequence_parallel=False"
+            )
 
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""

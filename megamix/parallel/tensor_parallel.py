@@ -19,7 +19,7 @@ from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.parallel.borders import Border
 from megamix.parallel.placements import block_shape
-from megamix.parallel.vocabulary_loss import VocabularyLoss
+from megamix.parallel.vocabulary_slopes import VocabularySlopes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,18 @@ def take_blocks(model: nn.Module, tp_size: int) -> None:
 def divide_layers(model: Transformer, border: Border) -> None:
     """Let a model whose parameters are blocks compute what the whole model would. Calls of it are collective."""
     for name, module in model.named_modules():
-        if name.endswith((".attention", ".feed_forward")) or name == "head":
+        if name.endswith((".attention", ".feed_forward")):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
         if name.endswith((".attention.out", ".feed_forward.down")):
             _swap(module, _RowOps, border)
     _swap(model.embedding, _TableOps, border)
-    model.loss = VocabularyLoss(border.tp)
+    # What the last norm gives goes to the head, or to the loss with the head's weight.
+    model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
+    model.head.register_forward_hook(lambda _, args, out: border.join_columns(out))
+    model.slopes = VocabularySlopes(border.tp)
+    model.register_forward_pre_hook(lambda _, args: border.begin(args[0].shape[-1]))
     if border.sequence:
         _divide_positions(model, border)
-    model.register_forward_hook(lambda _, args, out: border.join_columns(out) if out.dim() else out)
 
 
 def _divide_positions(model: Transformer, border: Border) -> None:

@@ -27,7 +27,7 @@ from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipelin
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
-from megamix.train.generate import load_model, sample_text
+from megamix.train.generate import Sampling, sample_text
 from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import METRICS, MetricsWriter
 from megamix.train.overflow_budget import GaveUpError
@@ -192,16 +192,9 @@ def _train(
             early = _save(trainer.progress(), checkpoints, early)
         console.close()
     if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
-        with engine.clock.span("weights"):
-            _write_weights(engine, status.folder, console)
+        _write_results(config, model, engine, console, early)
     if early is not None:
-        if first and isinstance(early, GaveUpError):
-            run_folder.write_text(status.folder / run_folder.GAVE_UP, f"{early}\n")
         raise early
-    # The ranks that divide the layers compute a sample together; of a pipeline one reads what all have just written.
-    if config.data.tokenizer is not None and (first if stages else topology.dp.rank == 0):
-        whole = load_model(status.folder)[0] if stages else model
-        _write_sample(config, whole, config.data.tokenizer, console if first else None)
     return valid_loss
 
 
@@ -216,18 +209,33 @@ def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyErro
     return early
 
 
-def _write_weights(engine: ShardedEngine, folder: Path, console: Console) -> None:
+def _write_results(
+    config: Config, model: Transformer, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None
+) -> None:
     """What a run that finished or gave up leaves for use elsewhere. Every rank must call it."""
-    weights = engine.full_weights()
-    if engine.topology.world.rank == 0:
-        run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
-        console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+    folder, topology = Path(config.checkpoint.folder), engine.topology
+    with engine.clock.span("weights"):
+        weights = engine.full_weights()
+        if topology.world.rank == 0:
+            run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
+            console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+    if gave_up is not None:
+        if topology.world.rank == 0:
+            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+    elif config.data.tokenizer is not None:
+        first = topology.world.rank == 0
+        if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
+            model = Transformer(config.model)
+            model.load_state_dict(weights)
+            model.to(engine.half_params.dtype)
+        if first or (topology.pp.size == 1 and topology.dp.rank == 0):  # those that divide layers compute together
+            _write_sample(config, model, config.data.tokenizer, console if first else None)
 
 
 def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console | None) -> None:
     """`console`: the first rank's, which writes; the others' is None."""
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
-    text = sample_text(model, Path(tokenizer), PROMPT, max_new_tokens=128, seed=config.training.seed)
+    text = sample_text(model, Path(tokenizer), PROMPT, Sampling(max_new_tokens=128, seed=config.training.seed))
     if console is not None:
         run_folder.write_text(path, text)
         console.line(f"sample of text ({path}):\n{text}")

@@ -11,8 +11,8 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 
+from megamix.train.processes import children_of
 from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE
 from megamix.train.status import PreemptedError
 
@@ -53,25 +53,12 @@ def launch(arguments: list[str]) -> int:
 
 def _pass_on(number: int) -> None:
     """Send a signal to the ranks; without any there is no run to end, and the launcher leaves."""
-    ranks = _ranks()
+    ranks = children_of(os.getpid())
     if not ranks:
         sys.exit(PREEMPTED)
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # it has ended in this very moment
             os.kill(rank, number)
-
-
-def _ranks() -> list[int]:
-    """The processes that this one has started."""
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == os.getpid()]
-
-
-def parent_of(process: Path) -> int | None:
-    """The parent's pid of a process given as its folder in /proc; None if it is no more."""
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 if __name__ == "__main__":

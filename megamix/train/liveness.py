@@ -1,4 +1,4 @@
-"""Signs of life: whether a process lives, and what the ranks of a run tell each other beside their collectives."""
+"""Signs of life: what the ranks of a run tell each other beside their collectives."""
 
 from __future__ import annotations
 
@@ -6,25 +6,11 @@ import json
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
-
-def _process(pid: int) -> tuple[str, str]:
-    """(state, start in ticks since boot) of a process of this host; empty words if it is no more."""
-    try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return after_name[0], after_name[19]
-
-
-def process_start(pid: int) -> str:
-    """When a process of this host started; "" if it is no more. Tells a reused pid apart."""
-    state, start = _process(pid)
-    return "" if state in "ZX" else start  # a zombie is dead, though its parent has not noticed
+from megamix.train.processes import process, process_start
 
 
 class Place(NamedTuple):
@@ -60,8 +46,8 @@ class Sign(NamedTuple):
     @property
     def runs(self) -> bool:
         """Of a rank of this host: its process is neither dead nor stopped."""
-        state, start = _process(self.pid)
-        return start == self.start and state not in "ZXT"
+        found = process(self.pid)
+        return found is not None and found.start == self.start and found.state not in "ZXT"
 
 
 class Verdict(NamedTuple):

@@ -6,46 +6,38 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
+from megamix.checkpoint.record import Count, Record
 from megamix.train.batch_plan import GlobalBatch, PlanState, Waiting
 
-_Count = Annotated[int, Field(ge=0, le=2**53)]
 
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class WaitingBatch(_Record):
+class WaitingBatch(Record):
     """A batch that is to be tried again; see batch_plan.Waiting."""
 
-    samples: tuple[tuple[_Count, _Count], ...]  # (first, how many) of each range
-    tries: _Count
-    counted_tries: _Count
+    samples: tuple[tuple[Count, Count], ...]  # (first, how many) of each range
+    tries: Count
+    counted_tries: Count
     due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 
-class Progress(_Record):
+class Progress(Record):
     """Between two updates, with nothing in flight."""
 
-    applied: _Count = 0
-    attempts: _Count = 0
-    cursor: _Count = 0  # the first sample never tried
+    applied: Count = 0
+    attempts: Count = 0
+    cursor: Count = 0  # the first sample never tried
     waiting: tuple[WaitingBatch, ...] = ()
     last_applied_scale: float | None = None
-    skipped: _Count = 0  # attempts that overflowed
+    skipped: Count = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
-    validated: _Count = 0  # the update after which the last validation was
-    log_sizes: dict[str, _Count] = {}  # bytes, by file name: what is behind them was written after this
+    validated: Count = 0  # the update after which the last validation was
+    log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes, by file name; what lies behind came later
 
     @staticmethod
     def read(values: Mapping[str, Any]) -> Progress:
         """Raises: ValueError naming the field."""
-        try:
-            return Progress.model_validate_json(json.dumps(values))  # in JSON a tuple is a list
-        except ValidationError as error:
-            raise ValueError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from None
+        return Progress.from_json(json.dumps(values))  # in JSON a tuple is a list
 
     @staticmethod
     def of(plan: PlanState, losses: list[float], skipped: int, validated: int, log_sizes: dict[str, int]) -> Progress:

@@ -141,13 +141,9 @@ def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
     """
     saved = checkpoint.manifest.run
     old, new = _flat(saved.config), _flat(now.config)
-    changed = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-    refused = [
-        f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
-        f"former, or another checkpoint.folder to begin a new run"
-        for key in changed
-        if key.startswith(_REFUSED) and key not in _PASS
-    ]
+    if checkpoint.manifest.weights_only:
+        return _changes_of_model(old, new)
+    refused = _refused(old, new, _PASS)
     began = _mixtures(old, cursor)
     if _mixtures(new, cursor) != began:
         refused.append(
@@ -162,7 +158,34 @@ def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
     ]
     if refused:
         raise ConfigError(refused, "job")
-    return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in changed]
+    return _told(old, new)
+
+
+def _changes_of_model(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`changes` of a checkpoint that no run has saved: the model alone must be the same, and its sequences may have any
+    length. Where positions are learned the length is a parameter's shape, and loading refuses another one.
+    """
+    old, new = ({key: value for key, value in flat.items() if key.startswith("model.")} for flat in (old, new))
+    if refused := _refused(old, new, (*_PASS, "model.seq_len")):
+        raise ConfigError(refused, "job")
+    return _told(old, new)
+
+
+def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+
+
+def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ...]) -> list[str]:
+    return [
+        f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
+        f"former, or another checkpoint.folder to begin a new run"
+        for key in _differing(old, new)
+        if key.startswith(_REFUSED) and key not in may_change
+    ]
+
+
+def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in _differing(old, new)]
 
 
 def _flat(config: str) -> dict[str, Any]:
@@ -171,18 +194,22 @@ def _flat(config: str) -> dict[str, Any]:
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:
-    """What the samples before the cursor are taken from, stage by stage: in which shares, whatever the paths."""
+    """What the samples before the cursor are taken from, stage by stage: which sources, by the order in which they
+    first come, whatever their paths are now; and their shares.
+    """
     stages = [{"from_sample": 0, "train": keys["data.train"]}, *keys.get("data.stages", [])]
     begun = [stage for stage in stages if stage["from_sample"] < max(cursor, 1)]
-    return [(stage["from_sample"], _shares(stage["train"])) for stage in begun]
+    numbers: dict[Any, int] = {}
+    return [(stage["from_sample"], _shares(stage["train"], numbers)) for stage in begun]
 
 
-def _shares(train: Any) -> list[Any]:
+def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
     if isinstance(train, str):
         train = [{"path": train}]
     weights = [source.get("weight") for source in train]
     whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
-    return [(weight, source.get("markov")) for weight, source in zip(whole, train, strict=True)]
+    known = [numbers.setdefault(source.get("path", source.get("markov")), len(numbers)) for source in train]
+    return [(source.get("markov"), number, weight) for source, number, weight in zip(train, known, whole, strict=True)]
 
 
 def _is_read(field: str, stages: int) -> bool:

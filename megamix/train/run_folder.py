@@ -82,16 +82,3 @@ def write_weights(path: Path, weights: "dict[str, Tensor]") -> None:
         sync_file(file)
     aside.rename(path)
     sync_directory(path.parent)
-
-
-def read_run(folder: Path) -> "tuple[Config, dict[str, Tensor]]":
-    """The configuration and FP32 weights that a finished run left.
-
-    Raises: ValueError naming what is missing.
-    """
-    from safetensors.torch import load_file
-
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"RUN: {folder} has no {name}; give the folder of a finished run")
-    return load_config(folder / CONFIG), load_file(folder / WEIGHTS)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError
 from megamix.data.durable import sync_file
-from megamix.train.liveness import process_start
+from megamix.train.processes import process_start
 
 LOCK = "run.lock"
 STALE_S = 60.0  # without a touch, before a lock of another host counts as left behind

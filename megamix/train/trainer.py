@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
-from megamix.data.sampler import Samples, micro_batches, mix64
+from megamix.data.sampler import Samples, mix64
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.passes import MicroBatch, Passes
@@ -25,10 +26,12 @@ from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE, OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.progress import Progress
+from megamix.train.rank_batches import RankBatches
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
 from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
+from megamix.train.validation import Validation
 
 
 class Trainer:
@@ -46,7 +49,8 @@ class Trainer:
     ):
         self.config, self.passes = config, passes
         engine = self.engine = passes.engine
-        self.loader, self.validation = loader, validation
+        self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
+        self.validation = None if validation is None else Validation(config, passes, validation)
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
         self.plan = self._plan(None)
@@ -93,11 +97,11 @@ class Trainer:
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
-        self._prefetch(self.loader, plan.next_new())
+        self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
             self.passes.backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
-            self._prefetch(self.loader, plan.next_new())
+            self.batches.prefetch(plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -112,7 +116,7 @@ class Trainer:
                 self._try(plan.take())
             is_new = self._validated < stop  # else it was validated before the run was interrupted
             if is_new and self.validation is not None and self._stops_for(stop, self.config.training.eval_interval):
-                valid_loss = self._validate(stop, leave)
+                valid_loss = self._validate(self.validation, stop, leave)
             if stop < self.config.training.steps and self._stops_for(stop, self.config.checkpoint.save_interval):
                 with self.engine.clock.span("save"):
                     self.checkpoints.save(self.progress())
@@ -129,7 +133,7 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
-        self._prefetch(self.loader, self.plan.next_new())
+        self.batches.prefetch(self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
@@ -143,9 +147,9 @@ class Trainer:
                 check_replicas(self.engine)
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
-        for samples in self._micro_batches(global_batch.samples):
+        for samples in self.batches.micro_batches(global_batch.samples):
             with self.engine.clock.span("data"):
-                batch = self.loader.load(samples)
+                batch = self.batches.load(samples)
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
@@ -185,32 +189,14 @@ class Trainer:
         if self.writer is not None:
             self.writer.write(update, metrics.values())
 
-    def _validate(self, done: int, leave: LeaveRequest) -> float:
-        """Mean loss over the validation batches and all ranks, in half precision as trained. Every rank must call
-        it.
+    def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
+        """The validation loss (nats per token), told. Every rank must call it.
 
         Raises: PreemptedError between two batches, on every rank between the same ones.
         """
-        assert self.validation is not None
         self.report.pause()
-        self.engine.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of their weights
-        size = self.config.training.global_batch_size
-        batches = [(range(first, first + size),) for first in range(0, self.config.training.eval_batches * size, size)]
-        self._prefetch(self.validation, batches[0])
-        for number, batch in enumerate(batches, start=1):
-            reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
-            self._stop_reason = int(self.engine.collectives.table(reason).max())
-            if self._stop_reason:
-                raise self._leaves()
-            if number < len(batches):
-                self._prefetch(self.validation, batches[number])
-            with self.engine.clock.span("validation"):
-                sums += self.passes.evaluate(map(self.validation.load, self._micro_batches(batch)))
-        self.engine.module.train()
+        loss = validation.loss(before_each=partial(self._leave_if_asked, leave))
         self._validated = done
-        loss_sum, weight_sum = self.engine.collectives.table(sums).sum(0).tolist()
-        loss = loss_sum / weight_sum if weight_sum else math.nan
         below = math.log(self.config.model.vocab_size) - loss
         self.console.line(
             f"step {done}/{self.config.training.steps} | valid loss {loss:.4f}, {below:.2f} below ln(vocab_size)"
@@ -220,19 +206,12 @@ class Trainer:
         self.report.resume()
         return loss
 
-    def _micro_batches(self, batch: Samples) -> list[Samples]:
-        dp = self.engine.topology.dp
-        return micro_batches(
-            batch,
-            micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=dp.rank,
-            dp_size=dp.size,
-        )
-
-    def _prefetch(self, loader: BatchLoader, batch: Samples) -> None:
-        for samples in self._micro_batches(batch):
-            for part in samples:
-                loader.prefetch(part)
+    def _leave_if_asked(self, leave: LeaveRequest) -> None:
+        """Where no step carries the request to the others. Raises: PreemptedError, on every rank alike."""
+        reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
+        self._stop_reason = int(self.engine.collectives.table(reason).max())
+        if self._stop_reason:
+            raise self._leaves()
 
     def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
         """The same units drop out on any number of data-parallel ranks, after any restart, and others at another

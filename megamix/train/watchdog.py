@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from megamix.config import ConfigError
 from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
@@ -79,7 +79,8 @@ class Watchdog:
                     Path(self._stacks.name).unlink()
 
     def _watch(self) -> None:
-        place, suspicion = self.place(), None
+        place = self.place()
+        suspicion: _Suspicion | None = None
         self._arm()
         while not self._closing.wait(self._tick_s):
             if self._launcher is not None and os.getppid() != self._launcher:
@@ -92,21 +93,26 @@ class Watchdog:
                 suspicion = None
                 self._arm()
             with contextlib.suppress(RuntimeError):  # the store is gone: the last resort holds
-                self._beat(self._roll)
-                if (verdict := self._roll.verdict()) is not None:
-                    self._end(verdict, self._roll)
-                if suspicion is None and self._stood_s() > self._timeout_s - self._window_s - self._tick_s:
-                    suspicion = _Suspicion(self._roll)
-                # The age too: a process that was stopped itself finds the limit passed when it goes on.
-                if suspicion is not None and suspicion.age_s() > self._window_s and self._stood_s() > self._timeout_s:
-                    missing, idle_s = suspicion.missing(), suspicion.idle_s()
-                    if not missing and idle_s < self._timeout_s:  # the others wait for a rank that gets on
-                        self._since_s, suspicion = time.monotonic() - idle_s, None
-                        self._arm()
-                        continue
-                    verdict = self._roll.decide(self._judge(missing, self._roll))
-                    print(f"megamix train: {verdict.text}", file=sys.stderr)
-                    self._end(verdict, self._roll)
+                suspicion = self._look(self._roll, suspicion)
+
+    def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
+        """Give a sign, and end this process if that is decided or due. Returns the suspicion that is left."""
+        self._beat(roll)
+        if (verdict := roll.verdict()) is not None:
+            self._end(verdict, roll)
+        if suspicion is None:
+            return _Suspicion(roll) if self._stood_s() > self._timeout_s - self._window_s - self._tick_s else None
+        # The age too: a process that was stopped itself finds the limit passed when it goes on.
+        if suspicion.age_s() <= self._window_s or self._stood_s() <= self._timeout_s:
+            return suspicion
+        missing, idle_s = suspicion.missing(), suspicion.idle_s()
+        if not missing and idle_s < self._timeout_s:  # the others wait for a rank that gets on
+            self._since_s = time.monotonic() - idle_s
+            self._arm()
+            return None
+        verdict = roll.decide(self._judge(missing, roll))
+        print(f"megamix train: {verdict.text}", file=sys.stderr)
+        self._end(verdict, roll)
 
     def _beat(self, roll: RollCall) -> None:
         roll.beat(self.place(), time.monotonic() - self._moved_s)
@@ -161,7 +167,7 @@ class Watchdog:
             self._beat(roll)  # the others may be looking, too
         return missing or suspicion.missing()
 
-    def _end(self, verdict: Verdict, roll: RollCall) -> None:
+    def _end(self, verdict: Verdict, roll: RollCall) -> NoReturn:
         """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
         try:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)

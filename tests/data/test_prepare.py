@@ -76,6 +76,8 @@ def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: P
     assert set(manifest["outputs"]) == {*OUTPUTS, "bad_records.jsonl"} - {"manifest.json"}
     assert set(manifest["request"]["files"][0]) == {"path", "num_bytes", "sha256"}
     train = TokenFile(tmp_path / "out" / "train")
+    text = sum(len(path.read_bytes()) for path in text_dir.iterdir() if path.name != "latin.txt")
+    assert sum(part.pop("num_bytes") for part in manifest["parts"].values()) == text
     assert manifest["parts"]["train"] == {"num_documents": train.num_documents, "num_tokens": train.num_tokens}
     assert manifest["vocab_size"] == Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size
     assert "prepared; vocabulary 280; train " in prepared.summary()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.comm.topology import Topology
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.reference import train_reference

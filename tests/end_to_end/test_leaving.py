@@ -19,8 +19,7 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.config import Config, config_to_toml
-from megamix.train.launch import parent_of
-from megamix.train.liveness import process_start
+from megamix.train.processes import children_of, process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
@@ -83,7 +82,7 @@ def _start(command: list[str], config: Config) -> Job:
 
 def _ranks(launcher: int) -> dict[int, int]:
     """Pid by rank."""
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path) == launcher]
+    pids = children_of(launcher)
     return {int((_environment(pid)).get("RANK", LAUNCHER)): pid for pid in pids}
 
 

@@ -30,8 +30,8 @@ def test_loss_and_gradients_stay_within_the_bound_of_their_products(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_rows: int
 ) -> None:
     monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
-    monkeypatch.setattr(module, "CHUNK", {"cpu": 1})
-    monkeypatch.setattr(module, "PART", {"cpu": 3 * VOCAB})
+    monkeypatch.setattr(module, "CHUNK", (1, 1))
+    monkeypatch.setattr(module, "PART", (3 * VOCAB, 1))
     leaves, loss_scale = inputs(dtype), 2.0**10
     targets = TARGETS.clone()
     targets[0, 4] = targets[2, 0] = IGNORE
@@ -85,8 +85,8 @@ def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
 ) -> None:
     rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32
     monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
-    monkeypatch.setattr(module, "CHUNK", {"cpu": 1})
-    monkeypatch.setattr(module, "PART", {"cpu": 8 * vocab_size})
+    monkeypatch.setattr(module, "CHUNK", (1, 1))
+    monkeypatch.setattr(module, "PART", (8 * vocab_size, 1))
     hidden = randn(rows, hidden_size, dtype=dtype).requires_grad_()
     weight = randn(vocab_size, hidden_size, seed=1, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.int64)

@@ -1,11 +1,19 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megamix.config import ModelConfig
-from megamix.model.flops import dense_peak, flops_per_token, halved_flops_per_token, matmul_weights, parameter_count
+from megamix.config import ModelConfig, check_world_size, load_config
+from megamix.model.flops import (
+    dense_peak,
+    flops_per_token,
+    halved_flops_per_token,
+    hardware_flops_per_token,
+    matmul_weights,
+    parameter_count,
+)
 from megamix.model.transformer import Transformer
 
 SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
@@ -14,7 +22,20 @@ CONFIGS: list[dict[str, Any]] = [
     {"activation": "gelu", "position": "learned", "norm": "layernorm", "bias": True},
     {"num_kv_heads": 2, "tie_embeddings": False, "norm": "layernorm"},
     {"num_kv_heads": 1, "bias": True, "ffn_hidden_size": 40, "tie_embeddings": False},
+    {"num_kv_heads": 2, "head_dim": 20, "qk_norm": True},
+    {"num_kv_heads": 2, "qkv_bias": True, "activation": "gelu_tanh"},
+    {"qkv_bias": False, "bias": True},
 ]
+# As their makers publish them; transformers counts the same.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+}
+CONFIG_FILES = Path(__file__).parents[2] / "configs"
 
 
 def config_of(**changes: Any) -> ModelConfig:
@@ -37,6 +58,33 @@ def test_the_12_m_gpt_counted_by_hand() -> None:
     assert parameter_count(config) == 12_189_696 + 13 * 384
     assert flops_per_token(config) == 6 * 12_189_696 + 12 * 6 * 6 * 64 * 256
     assert halved_flops_per_token(config) == 6 * 12_189_696 + 6 * 6 * 6 * 64 * 256
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_devices(name: str, count: int) -> None:
+    config = load_config(CONFIG_FILES / f"{name}.toml")
+    with torch.device("meta"):
+        model = Transformer(config.model.model_copy(update={"compile": False}))  # which loads the compiler
+    assert parameter_count(config.model) == sum(parameter.numel() for parameter in model.parameters()) == count
+    assert check_world_size(config, 8) == []
+
+
+def test_every_configuration_is_counted() -> None:
+    assert {path.stem for path in CONFIG_FILES.glob("*.toml")} == {*PUBLISHED, "quickstart"}
+
+
+def test_llama_8b_counted_by_hand() -> None:
+    config = load_config(CONFIG_FILES / "llama3.1-8b.toml").model
+    # A block: query and out 2 * 4096 * 4096, key and value 2 * 4096 * 1024, feed-forward part 3 * 4096 * 14336.
+    block, head = 218_103_808, 128_256 * 4096
+    assert matmul_weights(config) == 32 * block + head == 7_504_658_432
+    attention = 12 * 32 * 32 * 128 * 8192
+    assert flops_per_token(config) == 6 * 7_504_658_432 + attention == 57_912_852_480
+    # recompute = "full": 2 for each weight of the blocks, and attention's forward, a third of its share.
+    assert hardware_flops_per_token(config) == 57_912_852_480 + 2 * 32 * block + attention // 3
+    for recompute in ("none", "selective"):
+        kept = config.model_copy(update={"recompute": recompute})
+        assert hardware_flops_per_token(kept) == flops_per_token(kept) == 57_912_852_480
 
 
 def test_defaults_of_the_inner_width() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from megamix.train import launch as launcher
 from megamix.train.launch import launch
+from megamix.train.processes import children_of
 from megamix.train.signals import SHUTDOWN_VARIABLE
 
 
@@ -82,7 +83,8 @@ def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> Non
         with subprocess.Popen([sys.executable, "-c", trap], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
             assert rank.stdout is not None
             rank.stdout.readline()  # its handler is in place
-            monkeypatch.setattr(launcher, "_ranks", lambda: [rank.pid, 2**22 + 1])  # one that has just ended, too
+            ended = 2**22 + 1  # in this very moment
+            monkeypatch.setattr(launcher, "children_of", lambda pid: [rank.pid, ended])
             os.kill(os.getpid(), signal.SIGUSR1)
             assert rank.wait(10) == 75
 
@@ -92,13 +94,13 @@ def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> Non
 
 def test_the_ranks_are_the_launcher_s_children() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
-        assert rank.pid in launcher._ranks()
-        assert os.getppid() not in launcher._ranks()
+        assert rank.pid in children_of(os.getpid())
+        assert os.getppid() not in children_of(os.getpid())
 
 
 def test_sigusr1_before_there_are_ranks_ends_the_launcher(monkeypatch) -> None:
     monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
-    monkeypatch.setattr(launcher, "_ranks", list)
+    monkeypatch.setattr(launcher, "children_of", lambda pid: [])
     with pytest.raises(SystemExit) as left:
         launch([])
     assert left.value.code == 75

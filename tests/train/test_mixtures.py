@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from contextlib import suppress
 from pathlib import Path
@@ -117,6 +118,7 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
         ({"train": weights(3, 2)}, other_mixture),
         ({"train": weights(3, 1, 1)}, other_mixture),
         ({"stages": [{"from_sample": 8, "train": weights(1, 1)}]}, other_mixture),
+        ({"train": [{"path": f"{files}/a"}, {"path": f"{files}/b"}]}, other_mixture),
         ({"train": weights(3, 1)[::-1]}, other_mixture),
         ({"train": [{"path": f"{files}/c", "weight": 3}, weights(3, 1)[1]]}, r"data.train\[0\]: holds other data"),
         ({"split": [8, 2]}, r"data.split: the checkpoint has \[9.0, 1.0\], the configuration \[8.0, 2.0\]"),
@@ -160,6 +162,17 @@ def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files) -> None:
     again = config_from_dict(tomllib.loads(config_to_toml(config)))
     assert again == config
     assert [source.path for source in again.data.stages[0].train] == [f"{files}/{name}" for name in "cab"]
+
+
+def test_losses_are_means_over_the_targets_that_count_of_training_and_of_validation(tmp_path) -> None:
+    with TokenFileWriter(tmp_path / "pairs", VOCAB) as writer:
+        for number in range(2000):
+            writer.add(np.array([number % VOCAB, number * 7 % VOCAB]))  # half of the tokens begin a document
+    run_on_ranks(job(tmp_path, tmp_path, {"train": f"{tmp_path}/pairs"}, training={"steps": 2}, optimizer={"lr": 1e-9}))
+    first, *_, validation = metrics_of(tmp_path)
+    # A model that knows nothing: ln(vocab), and not half of that.
+    assert first["train/loss"] == pytest.approx(math.log(VOCAB), abs=0.1)
+    assert validation["valid/loss"] == pytest.approx(math.log(VOCAB), abs=0.1)
 
 
 GOLDEN = [4.15293, 4.10066, 3.99475, 3.91804, 3.77418, 3.71700, 3.62438, 3.62325]

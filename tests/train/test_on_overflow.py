@@ -146,7 +146,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
     first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
     backward, injected = trainer.ShardedEngine.backward, []
 
-    def poisoned(engine: Any, loss: torch.Tensor) -> None:
+    def poisoned(engine: Any, loss: torch.Tensor, weight: float) -> None:
         if not injected:
             injected.append(rng.choice(engine.param_names))
             param = engine.half_params.params[injected[0]]
@@ -158,7 +158,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
                 return grad
 
             param.register_hook(poison)
-        backward(engine, loss)
+        backward(engine, loss, weight)
 
     with mock.patch.object(trainer.ShardedEngine, "backward", poisoned), pytest.raises(GaveUpError) as caught:
         run_recorded(config)

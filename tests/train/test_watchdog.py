@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megamix.checkpoint.files import Files
-from megamix.train.liveness import Sign, process_start
+from megamix.train.liveness import Sign
+from megamix.train.processes import process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import IO, Any
 
-_BLOCK = 2**17  # compressed bytes
+_BLOCK = 2**14  # compressed bytes; where one is damaged, what it held before that place is lost too
 
 
 class DamagedZst(Exception):

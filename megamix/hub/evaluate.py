@@ -1,0 +1,99 @@
+"""Perplexity of a token file: every token but the first is a target exactly once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megamix.data.token_file import TokenFile
+from megamix.model.cross_entropy import IGNORE
+from megamix.model.transformer import Transformer
+
+MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files
+_BATCH = 8  # windows in one forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Cross entropy over a whole token file."""
+
+    nats: float  # summed over the targets
+    targets: int
+    text_bytes: int | None  # of the text that the tokens spell, where the manifest of the data says so
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.nats / self.targets
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf  # where FP64 ends
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
+
+
+def evaluate(model: Transformer, prefix: Path, stride: int) -> Evaluation:
+    """The file is one stream, read in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
+    targets behind the one before count, so each token counts once, seen from the tokens before it in its window: at
+    least seq_len - stride of them, but for the file's beginning.
+
+    Raises: ValueError if the file is damaged, too short or of another vocabulary, or the stride is not in 1 .. seq_len.
+    """
+    seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
+    if not 1 <= stride <= seq_len:
+        raise ValueError(f"--stride {stride} must lie in 1 .. {seq_len}, the model's seq_len")
+    token_file = TokenFile(prefix)
+    if token_file.num_tokens < 2:
+        raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
+    if (outside := token_file.id_outside(vocab_size)) is not None:
+        raise ValueError(
+            f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
+        )
+    device = model.embedding.weight.device
+    nats, targets = 0.0, 0
+    with torch.no_grad():
+        for rows in _batches(token_file.tokens, seq_len, stride):
+            batch = torch.from_numpy(rows).to(device)
+            goal = batch[1]
+            nats += float(model(batch[0], goal)) * goal.numel()
+            targets += int((goal != IGNORE).sum())
+    return Evaluation(nats=nats, targets=targets, text_bytes=_text_bytes(prefix))
+
+
+def _batches(tokens: NDArray[np.integer], seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
+    """INT64 (2, windows, T): tokens, and their targets or IGNORE. Full windows together, a shorter last one alone."""
+    full: list[NDArray[np.int64]] = []
+    counted = 0  # the last target that has counted: its place in the file
+    for start in range(0, len(tokens), stride):
+        end = min(start + seq_len, len(tokens) - 1)
+        window = np.stack([tokens[start:end], tokens[start + 1 : end + 1]]).astype(np.int64)
+        window[1, : counted - start] = IGNORE
+        counted = end
+        if end - start < seq_len:
+            if full:
+                yield np.stack(full, axis=1)
+            yield window[:, None]
+            return
+        full.append(window)
+        if len(full) == _BATCH or end == len(tokens) - 1:
+            yield np.stack(full, axis=1)
+            full = []
+        if end == len(tokens) - 1:
+            return
+
+
+def _text_bytes(prefix: Path) -> int | None:
+    try:
+        part = json.loads((prefix.parent / MANIFEST).read_bytes())["parts"][prefix.name]
+        return int(part["num_bytes"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # no data of `megamix prepare`, or of an older one

@@ -1,0 +1,138 @@
+"""GPT-2, Llama, Qwen 2 and Qwen 3 as Hugging Face has them: their tensors and ours.
+
+The names are those of transformers' modeling_*.py of the same families, `family_configs` has their config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megamix.config import ModelConfig
+from megamix.hub import family_configs as configs
+from megamix.hub.links import Link
+from megamix.model.transformer import Transformer
+
+
+class Place(NamedTuple):
+    """Where a module's weight and bias lie: a name, `{}` for the block's number."""
+
+    name: str
+    part: int = 0  # of a tensor that holds several of our modules behind each other
+    transposed: bool = False  # whether a matrix is stored (in, out)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`."""
+
+    model_type: str
+    architecture: str
+    base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
+    places: Mapping[str, Place]  # by our module's name, `blocks` without its number
+    read_config: Callable[[configs.Json], ModelConfig]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    allowed: Callable[[ModelConfig], dict[str, tuple[Any, ...]]]  # values by key of the section [model]
+
+    def misfits(self, config: ModelConfig) -> list[str]:
+        """Why this family has no such model; empty if it has."""
+        given = configs.effective(config)
+        return [
+            f"model.{key} is {given[key]}, {self.model_type} has {' or '.join(map(str, values))}"
+            for key, values in self.allowed(config).items()
+            if given[key] not in values
+        ]
+
+    def links(self, config: ModelConfig) -> list[Link]:
+        """Every parameter of such a model, once, in the order of its modules."""
+        return [self._link(name, shape) for name, shape in param_shapes(config).items()]
+
+    def _link(self, ours: str, shape: tuple[int, ...]) -> Link:
+        module, _, leaf = ours.rpartition(".")
+        number = re.match(r"blocks\.(\d+)\.", module)
+        place = self.places[re.sub(r"^blocks\.\d+\.", "blocks.", module)]
+        theirs = f"{place.name.format(number[1] if number else '')}.{leaf}"
+        start = place.part * shape[0]
+        if place.transposed and len(shape) == 2:
+            return Link(ours, theirs, shape, (0, start), transposed=True)
+        return Link(ours, theirs, shape, (start, *(0,) * (len(shape) - 1)))
+
+
+def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a model, a shared one under its first name. Allocates nothing."""
+    return {name: tuple(param.shape) for name, param in meta_model(config).named_parameters()}
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """The modules without memory, in the dtype that is torch's default."""
+    with torch.device("meta"):
+        return Transformer(config.model_copy(update={"compile": False}))
+
+
+_GPT2 = {
+    "embedding": Place("transformer.wte"),
+    "position_embedding": Place("transformer.wpe"),
+    "blocks.attention_norm": Place("transformer.h.{}.ln_1"),
+    "blocks.attention.query": Place("transformer.h.{}.attn.c_attn", 0, True),
+    "blocks.attention.key": Place("transformer.h.{}.attn.c_attn", 1, True),
+    "blocks.attention.value": Place("transformer.h.{}.attn.c_attn", 2, True),
+    "blocks.attention.out": Place("transformer.h.{}.attn.c_proj", 0, True),
+    "blocks.feed_forward_norm": Place("transformer.h.{}.ln_2"),
+    "blocks.feed_forward.up": Place("transformer.h.{}.mlp.c_fc", 0, True),
+    "blocks.feed_forward.down": Place("transformer.h.{}.mlp.c_proj", 0, True),
+    "norm": Place("transformer.ln_f"),
+    "head": Place("lm_head"),
+}
+_LLAMA = {
+    "embedding": Place("model.embed_tokens"),
+    "blocks.attention_norm": Place("model.layers.{}.input_layernorm"),
+    "blocks.attention.query": Place("model.layers.{}.self_attn.q_proj"),
+    "blocks.attention.key": Place("model.layers.{}.self_attn.k_proj"),
+    "blocks.attention.value": Place("model.layers.{}.self_attn.v_proj"),
+    "blocks.attention.query_norm": Place("model.layers.{}.self_attn.q_norm"),
+    "blocks.attention.key_norm": Place("model.layers.{}.self_attn.k_norm"),
+    "blocks.attention.out": Place("model.layers.{}.self_attn.o_proj"),
+    "blocks.feed_forward_norm": Place("model.layers.{}.post_attention_layernorm"),
+    "blocks.feed_forward.gate": Place("model.layers.{}.mlp.gate_proj"),
+    "blocks.feed_forward.up": Place("model.layers.{}.mlp.up_proj"),
+    "blocks.feed_forward.down": Place("model.layers.{}.mlp.down_proj"),
+    "norm": Place("model.norm"),
+    "head": Place("lm_head"),
+}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(
+            "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2,
+            configs.read_gpt2, configs.write_gpt2, configs.gpt2_allows,
+        ),
+        Family(
+            "llama", "LlamaForCausalLM", "model.", _LLAMA,
+            configs.read_llama, configs.write_llama, configs.llama_allows,
+        ),
+        Family(
+            "qwen2", "Qwen2ForCausalLM", "model.", _LLAMA,
+            configs.read_qwen2, configs.write_qwen, configs.qwen2_allows,
+        ),
+        Family(
+            "qwen3", "Qwen3ForCausalLM", "model.", _LLAMA,
+            configs.read_qwen3, configs.write_qwen, configs.qwen3_allows,
+        ),
+    )
+}  # fmt: skip
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family that has such a model. Raises: ValueError with what is in the way of the nearest one."""
+    misfits = {family.model_type: family.misfits(config) for family in FAMILIES.values()}
+    nearest = min(misfits, key=lambda model_type: len(misfits[model_type]))
+    if misfits[nearest]:
+        raise ValueError(
+            f"no family of Hugging Face that is known here ({', '.join(FAMILIES)}) has such a model; the nearest: "
+            + "; ".join(misfits[nearest])
+        )
+    return FAMILIES[nearest]

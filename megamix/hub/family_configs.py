@@ -1,0 +1,210 @@
+"""config.json and ModelConfig, for each family. Defaults and rules are those of transformers' configuration_*.py.
+
+What our transformer does not compute is refused; keys that change neither weights nor logits, such as `use_cache`, are
+not read. Dropout is not taken over: it belongs to a training, not to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megamix.config import ModelConfig, RopeScaling
+from megamix.model import sizes
+
+Json = Mapping[str, Any]
+_GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_UNSET_OR_ONE = (None, 1, 1.0)
+
+
+def effective(config: ModelConfig) -> dict[str, Any]:
+    """The section's values, those that are not set replaced by what they come to."""
+    filled = {
+        "num_kv_heads": sizes.num_kv_heads(config),
+        "head_dim": sizes.head_dim(config),
+        "ffn_hidden_size": sizes.ffn_hidden_size(config),
+        "qkv_bias": sizes.qkv_bias(config),
+    }
+    return {**{key: getattr(config, key) for key in type(config).model_fields}, **filled}
+
+
+def read_gpt2(json: Json) -> ModelConfig:
+    """Raises: ValueError naming all that our transformer does not do, or the keys that are missing."""
+    activation = json.get("activation_function", "gelu_new")
+    problems = _unlike(json, "scale_attn_weights", True, (True,))
+    problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
+    problems += _unlike(json, "add_cross_attention", False, (False,))
+    problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
+    _refuse(json, problems)
+    return _model(
+        vocab_size=_size(json, "vocab_size"), seq_len=_size(json, "n_positions"), hidden_size=_size(json, "n_embd"),
+        num_layers=_size(json, "n_layer"), num_heads=_size(json, "n_head"), ffn_hidden_size=json.get("n_inner"),
+        norm="layernorm", norm_eps=json.get("layer_norm_epsilon", 1e-5), position="learned",
+        activation=_GELU[activation], bias=True, tie_embeddings=json.get("tie_word_embeddings", True),
+        init_std=json.get("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
+    return {
+        "n_positions": config.seq_len, "n_embd": config.hidden_size, "n_layer": config.num_layers,
+        "n_head": config.num_heads, "n_inner": sizes.ffn_hidden_size(config),
+        "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
+        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
+    }  # fmt: skip
+
+
+def gpt2_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {
+        "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
+        "qkv_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
+        "head_dim": (config.hidden_size // config.num_heads,),
+    }  # fmt: skip
+
+
+def read_llama(json: Json) -> ModelConfig:
+    """Raises: ValueError naming all that our transformer does not do, or the keys that are missing."""
+    bias = json.get("attention_bias", False)
+    # Ours has a bias in all linear layers, in query, key and value alone, or in none.
+    return _read_rotary(json, _unlike(json, "mlp_bias", False, (bias,)), 2048, bias=bias)
+
+
+def read_qwen2(json: Json) -> ModelConfig:
+    """Raises: as read_llama."""
+    return _read_rotary(json, _slides(json), 32768, qkv_bias=True)
+
+
+def read_qwen3(json: Json) -> ModelConfig:
+    """Raises: as read_llama."""
+    problems = _slides(json) + _unlike(json, "attention_bias", False, (False,))
+    return _read_rotary({"head_dim": 128, **json}, problems, 32768, qk_norm=True)
+
+
+def write_llama(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_rotary(config), "attention_bias": config.bias, "mlp_bias": config.bias}
+
+
+def write_qwen(config: ModelConfig) -> dict[str, Any]:
+    return {**_write_rotary(config), "use_sliding_window": False}
+
+
+def llama_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {**_rotary_allows(), "qkv_bias": (config.bias,), "qk_norm": (False,)}
+
+
+def qwen2_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {**_rotary_allows(), "bias": (False,), "qkv_bias": (True,), "qk_norm": (False,)}
+
+
+def qwen3_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    return {**_rotary_allows(), "bias": (False,), "qkv_bias": (False,), "qk_norm": (True,)}
+
+
+def _rotary_allows() -> dict[str, tuple[Any, ...]]:
+    return {"norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",)}
+
+
+def _read_rotary(json: Json, problems: list[str], seq_len: int, **given: Any) -> ModelConfig:
+    problems = problems + _unlike(json, "hidden_act", "silu", ("silu", "swish"))
+    theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
+    _refuse(json, problems + rope_problems)
+    return _model(
+        vocab_size=_size(json, "vocab_size"), seq_len=json.get("max_position_embeddings", seq_len),
+        hidden_size=_size(json, "hidden_size"), num_layers=_size(json, "num_hidden_layers"),
+        num_heads=_size(json, "num_attention_heads"), num_kv_heads=json.get("num_key_value_heads"),
+        head_dim=json.get("head_dim"), ffn_hidden_size=_size(json, "intermediate_size"), norm="rmsnorm",
+        norm_eps=json.get("rms_norm_eps", 1e-6), position="rotary", rope_theta=theta, rope_scaling=scaling,
+        activation="swiglu", tie_embeddings=json.get("tie_word_embeddings", False),
+        init_std=json.get("initializer_range", 0.02), scaled_init=False, **given,
+    )  # fmt: skip
+
+
+def _write_rotary(config: ModelConfig) -> dict[str, Any]:
+    scaling: dict[str, Any] | None = None
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
+        if config.rope_scaling.rule == "llama3":
+            scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
+            scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
+            scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
+    return {
+        "hidden_size": config.hidden_size, "intermediate_size": sizes.ffn_hidden_size(config),
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads(config), "head_dim": sizes.head_dim(config), "hidden_act": "silu",
+        "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps,
+        # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
+        "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
+    }  # fmt: skip
+
+
+def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, list[str]]:
+    """Theta, scaling, and what is in the way. The older form has theta beside `rope_scaling`, the newer one inside
+    `rope_parameters`.
+    """
+    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
+    theta: float = rope.get("rope_theta") or json.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    problems = [
+        f"partial_rotary_factor is {table['partial_rotary_factor']}, ours turns whole heads"
+        for table in (json, rope)
+        if table.get("partial_rotary_factor") not in _UNSET_OR_ONE
+    ]
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        problems.append("rope_parameters differ by layer, ours are one table for all")
+    if kind == "default" or problems:
+        return theta, None, problems
+    if kind not in ("linear", "llama3"):
+        return theta, None, [*problems, f"rope_type is {kind!r}, ours are 'default', 'linear' and 'llama3'"]
+    keys = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
+    given = {ours: rope[theirs] for theirs, ours in keys.items() if theirs in rope}
+    if kind == "llama3":
+        given["original_seq_len"] = rope.get("original_max_position_embeddings", seq_len)
+    try:
+        return theta, RopeScaling(rule=kind, **given), problems
+    except ValidationError as error:
+        return theta, None, [f"rope_scaling: {_first(error)}"]
+
+
+def _slides(json: Json) -> list[str]:
+    """What Qwen's configurations say of a window that is in use: of all layers, or of some."""
+    problems = []
+    if json.get("use_sliding_window", False) and json.get("sliding_window", 4096) is not None:
+        problems.append("use_sliding_window is true, our attention looks back on all tokens")
+    if "sliding_attention" in (json.get("layer_types") or ()):
+        problems.append("layer_types names sliding_attention, our attention looks back on all tokens")
+    return problems
+
+
+def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
+    value = json.get(key, default)
+    return [] if value in allowed else [f"{key} is {value!r}, ours has {' or '.join(map(repr, allowed))}"]
+
+
+def _refuse(json: Json, problems: list[str]) -> None:
+    if json.get("quantization_config"):
+        problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain ones"]
+    if problems:
+        raise ValueError("config.json: our transformer does not do this: " + "; ".join(problems))
+
+
+def _size(json: Json, key: str) -> int:
+    if key not in json:
+        raise ValueError(f"config.json has no {key}")
+    size: int = json[key]
+    return size
+
+
+def _model(**values: Any) -> ModelConfig:
+    try:
+        return ModelConfig(**values)
+    except ValidationError as error:
+        raise ValueError(f"config.json: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first of pydantic's complaints, in one line."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: got {problem['input']!r}: {problem['msg']}"

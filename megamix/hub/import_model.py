@@ -1,0 +1,101 @@
+"""A Hugging Face folder becomes a folder that a run begins from: a checkpoint of the weights alone, the section
+[model] to build on, and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megamix.checkpoint.boxes import Box, boxes_of_range
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import CHECKPOINTS, unfinished_name
+from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
+from megamix.checkpoint.parts import MASTER, StateBox
+from megamix.checkpoint.pieces import pieces
+from megamix.checkpoint.save import begin, commit
+from megamix.checkpoint.snapshot import Snapshot
+from megamix.checkpoint.tensor_file import header, tensor_chunks
+from megamix.config import section_to_toml
+from megamix.config.toml_text import value_text
+from megamix.data.durable import sync_directory
+from megamix.hub.families import param_shapes
+from megamix.hub.hugging_face import HuggingFaceWeights
+from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer
+
+MODEL = "model.toml"
+FILE_SIZE = 1 << 30  # bytes of one file at most: all ranks share in reading them
+
+
+def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE) -> str:
+    """Write `output`, whole or not at all; the path of the checkpoint in it. Holds a few pieces of 16 MiB at a time.
+
+    Raises: ValueError if the folder does not hold a model that ours can be, or `output` is there; OSError.
+    """
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"--output {output} is there already; give a new name")
+    weights = HuggingFaceWeights(folder)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    aside = output.with_name(unfinished_name(output.name))
+    aside.mkdir()
+    try:
+        copy_tokenizer(folder, aside)
+        copy_generation(folder, aside)
+        config = section_to_toml("model", weights.config)
+        if (aside / TOKENIZER).is_file():
+            config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
+        name = _write_checkpoint(aside / CHECKPOINTS, weights, config, file_size)
+        checkpoint = str(output / CHECKPOINTS / name)
+        (aside / MODEL).write_text(f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n", encoding="utf-8")
+        sync_directory(aside)
+        aside.rename(output)
+        sync_directory(output.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return checkpoint
+
+
+def _write_checkpoint(folder: Path, weights: HuggingFaceWeights, config: str, file_size: int) -> str:
+    """Its name. Committed as a save of a run is."""
+    shapes = param_shapes(weights.config)
+    tied = ("head.weight",) if weights.config.tie_embeddings else ()
+    manifest = Manifest(
+        applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
+        layout=LayoutRecord(dp_size=1, buckets=()), states=(MASTER,),
+        params=tuple(
+            ParamRecord(name=name, shape=shape, aliases=tied if name == "embedding.weight" else ())
+            for name, shape in shapes.items()
+        ),
+    )  # fmt: skip
+    files = Files()
+    begun = folder / begin(folder, Snapshot(manifest, []), files)
+    written: list[dict[str, str | int]] = []
+    for number, boxes in enumerate(_files_of(shapes, file_size)):
+        name = f"rank_{number:05d}.safetensors"
+        size, crc32 = files.write_file(begun / name, _chunks(boxes, weights))
+        written.append({"name": name, "size": size, "crc32": crc32})
+    return commit(begun, manifest, written, files)
+
+
+def _files_of(shapes: dict[str, tuple[int, ...]], file_size: int) -> Iterator[list[StateBox]]:
+    """Which boxes each file holds; a parameter larger than a file is cut."""
+    held: list[StateBox] = []
+    room = most = file_size // 4  # elements
+    for name, shape in shapes.items():
+        whole = Box.whole(shape)
+        for start in range(0, whole.numel, most):
+            for box in boxes_of_range(start, min(start + most, whole.numel), whole):
+                if held and box.numel > room:
+                    yield held
+                    held, room = [], most
+                held.append(StateBox(name, MASTER, box))
+                room -= box.numel
+    yield held
+
+
+def _chunks(boxes: list[StateBox], weights: HuggingFaceWeights) -> Iterator[memoryview]:
+    yield memoryview(header(boxes))
+    for part in boxes:
+        for piece in pieces(part.box):  # in order, so that one after the other they are the box
+            yield from tensor_chunks(weights.read(part.param, piece).view(-1))

@@ -1,0 +1,129 @@
+"""A model by its path: a run's folder, an imported one, a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
+from megamix.checkpoint.parts import MASTER
+from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
+from megamix.config import ModelConfig
+from megamix.hub.families import meta_model, param_shapes
+from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
+from megamix.hub.tokenizer_files import TOKENIZER
+from megamix.model.transformer import Transformer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Weights(Protocol):
+    """All parameters of a model on the disk, by our names, a piece at a time."""
+
+    def read(self, param: str, box: Box) -> Tensor:
+        """FP32, of the box's size."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model that lies on the disk."""
+
+    path: Path  # the checkpoint or Hugging Face folder itself
+    config: ModelConfig
+    weights: Weights
+    dtype: str  # in which it was trained
+    tokenizer: Path | None  # a tokenizer.json
+    valid: str | None = None  # data.valid of the run, if it is one token file
+
+    @property
+    def home(self) -> Path:
+        """Where its tokenizer and its settings of generation lie, if it has any."""
+        if self.tokenizer is not None:
+            return self.tokenizer.parent
+        return self.path if is_hugging_face(self.path) else self.path.parent.parent
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> Transformer:
+        """The model with its weights, for inference."""
+        model = meta_model(self.config).to(dtype).to_empty(device=device)
+        if self.config.tie_embeddings:
+            model.head.weight = model.embedding.weight  # to_empty() unties them
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                whole = Box.whole(tuple(param.shape))
+                for piece in pieces(whole):
+                    param[piece.slices_in(whole)].copy_(self.weights.read(name, piece))
+        return model.requires_grad_(False).eval()
+
+
+class CheckpointWeights:
+    """The masters of a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._stored, self._reader = checkpoint.stored, PieceReader(checkpoint)
+
+    def read(self, param: str, box: Box) -> Tensor:
+        out = torch.empty(box.size)
+        for stored in self._stored[param, MASTER]:
+            if common := box.intersection(stored.box):
+                out[common.slices_in(box)] = self._reader.read(stored, common)
+        return out
+
+
+def open_source(path: Path) -> Source:
+    """Of a run or an imported folder the newest checkpoint. Raises: ValueError naming what is missing; Damaged."""
+    if is_hugging_face(path):
+        weights = HuggingFaceWeights(path)
+        saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
+        tokenizer = path / TOKENIZER
+        dtype = _OF_TORCH.get(str(saved), "fp32")
+        return Source(path, weights.config, weights, dtype, tokenizer if tokenizer.is_file() else None)
+    if not (path / MANIFEST).is_file():
+        found = checkpoints(path / CHECKPOINTS)
+        if not found:
+            raise ValueError(f"{path} is no run, checkpoint or Hugging Face folder; it has none of "
+                             f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json")  # fmt: skip
+        path = found[0]
+    return _of_checkpoint(verify_checkpoint(path))
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> Source:
+    tables = _tables(checkpoint)
+    try:
+        config = ModelConfig.model_validate(tables.get("model", {}))
+    except ValidationError as error:
+        raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
+    saved = {param.name: param.shape for param in checkpoint.manifest.params}
+    if saved != param_shapes(config):
+        raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
+    data = tables.get("data", {})
+    tokenizer = data.get("tokenizer")
+    dtype = tables.get("precision", {}).get("dtype", "fp32")
+    return Source(
+        checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
+        None if tokenizer is None else Path(tokenizer), _one_prefix(data.get("valid")),
+    )  # fmt: skip
+
+
+def _one_prefix(sources: object) -> str | None:
+    """The token file that data.valid names, if it is one."""
+    match sources:
+        case str(path) | [{"path": str(path)}]:
+            return path
+    return None
+
+
+def _tables(checkpoint: Checkpoint) -> dict[str, Any]:
+    try:
+        return tomllib.loads(checkpoint.manifest.run.config)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None

@@ -1,0 +1,64 @@
+"""What belongs to a tokenizer in a Hugging Face folder, and which tokens end a text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megamix.data.tokenizer import open_tokenizer
+from megamix.hub.hugging_face import CONFIG, read_json
+
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+_SETTINGS = "tokenizer_config.json"
+_FILES = (
+    TOKENIZER, _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
+    "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def copy_tokenizer(folder: Path, output: Path) -> None:
+    """What a folder has of a tokenizer, as it is. A tokenizer.json of our own gets the settings that it needs."""
+    for name in _FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, output / name)
+    if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        with contextlib.suppress(ValueError):  # no end token is known
+            settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
+        (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def copy_generation(folder: Path, output: Path) -> dict[str, Any]:
+    """Settings of generation, with the ids of special tokens in any case; the ids."""
+    ids = special_ids(folder)
+    settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
+    (output / GENERATION).write_text(json.dumps({**settings, **ids}, indent=2) + "\n")
+    return ids
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """What begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or its
+    config.json or, where neither says so, by the tokenizer's end token.
+    """
+    ids: dict[str, Any] = dict.fromkeys(_IDS)
+    for name in (CONFIG, GENERATION):
+        if (folder / name).is_file():
+            ids |= {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
+    if ids["eos_token_id"] is None and (folder / TOKENIZER).is_file():
+        tokenizer = open_tokenizer(folder / TOKENIZER)
+        with contextlib.suppress(ValueError):  # it has none, and nothing else names one
+            ids["eos_token_id"] = tokenizer.end_of_text
+    return ids
+
+
+def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a text."""
+    end = ids["eos_token_id"]
+    if end is None:
+        return ()
+    return tuple(end) if isinstance(end, list) else (end,)

@@ -1,0 +1,171 @@
+"""The verbs import, export, generate and evaluate: what they take and what they print. Heavy modules load inside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megamix.config import ConfigError
+
+if TYPE_CHECKING:
+    from megamix.hub.source import Source
+
+_MODEL = "a run's folder, an imported one, a checkpoint, or a Hugging Face folder"
+_DTYPES = ["fp32", "bf16", "fp16"]
+
+
+def add_verbs(verbs: Any) -> None:
+    """To the subparsers of the command line."""
+    importing = verbs.add_parser("import", help="make a checkpoint to train on from a Hugging Face folder")
+    importing.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
+    importing.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    importing.set_defaults(run=_or_config_error(_import))
+
+    export = verbs.add_parser("export", help="write a model as a Hugging Face folder")
+    export.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
+    export.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
+    export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
+    export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
+    export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
+    export.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json (the run's)")
+    export.set_defaults(run=_or_config_error(_export))
+
+    generate = verbs.add_parser("generate", help="continue prompts with a model")
+    generate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    generate.add_argument(
+        "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
+    )
+    generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
+    generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
+    generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
+    generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling, for each prompt anew (0)")
+    generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json (the model's own)")
+    generate.set_defaults(run=_or_config_error(_generate))
+
+    evaluate = verbs.add_parser("evaluate", help="perplexity of a model on a token file")
+    evaluate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
+    evaluate.add_argument(
+        "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
+    )
+    evaluate.add_argument("--stride", metavar="N", type=int, help="tokens between windows (seq_len)")
+    evaluate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON")
+    evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
+    evaluate.set_defaults(run=_or_config_error(_evaluate))
+
+
+def _or_config_error(verb: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
+    """The verb, its mistakes in what the command line catches. A damaged checkpoint is status 1, as elsewhere."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from megamix.checkpoint.verify import Damaged
+
+        try:
+            verb(arguments)
+        except Damaged as error:
+            print(f"megamix {arguments.verb}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
+            return 1
+        except (ValueError, OSError) as error:  # by the contract of what is called: a mistake in the flags, or the disk
+            raise ConfigError([str(error)], "flags") from error
+        return 0
+
+    return run
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from megamix.hub.import_model import MODEL, import_model
+
+    checkpoint = import_model(arguments.folder, arguments.output)
+    print(f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from megamix.hub.export_model import export_model
+
+    if arguments.shard_gb <= 0:
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive; 5 is usual")
+    source = _open(arguments)
+    size = export_model(source, arguments.output, arguments.dtype, int(arguments.shard_gb * 1e9))
+    print(f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB")
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from megamix.comm.topology import local_device
+    from megamix.hub.source import DTYPES
+    from megamix.hub.tokenizer_files import end_ids, special_ids
+    from megamix.train.generate import Sampling, sample_text
+
+    source = _open(arguments)
+    if source.tokenizer is None:
+        raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
+    model = source.load(DTYPES[arguments.dtype or source.dtype], local_device())
+    sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
+    ends = end_ids(special_ids(source.home))
+    for prompt in arguments.prompt or [""]:
+        print(sample_text(model, source.tokenizer, prompt, sampling, ends))
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from megamix.comm.topology import local_device
+    from megamix.hub.evaluate import evaluate
+    from megamix.hub.source import DTYPES, open_source
+
+    source = open_source(arguments.path)
+    dtype = arguments.dtype or source.dtype
+    if arguments.harness is not None:
+        _harness(arguments, source, dtype)
+        return
+    prefix = arguments.data or (None if source.valid is None else Path(source.valid))
+    if prefix is None:
+        raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
+    stride = arguments.stride if arguments.stride is not None else source.config.seq_len
+    result = evaluate(source.load(DTYPES[dtype], local_device()), prefix, stride)
+    facts = {
+        "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": source.config.seq_len,
+        "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
+        "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
+    }  # fmt: skip
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
+    print(
+        f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {source.config.seq_len}, "
+        f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
+    )
+
+
+def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
+    from megamix.hub.export_model import export_model
+    from megamix.hub.harness import check_harness, run_harness
+    from megamix.hub.hugging_face import is_hugging_face
+    from megamix.hub.source import DTYPES
+
+    check_harness()  # before an export of many gigabytes
+    torch_name = str(DTYPES[dtype]).removeprefix("torch.")
+    with tempfile.TemporaryDirectory(prefix="megamix-") as folder:
+        path = source.path
+        if not is_hugging_face(path):
+            path = Path(folder) / "export"
+            export_model(source, path, dtype)
+        scores = run_harness(path, arguments.harness.split(","), torch_name)
+    if arguments.json:
+        print(json.dumps(scores, indent=2))
+        return
+    for task, metrics in scores.items():
+        print(f"{task}: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+
+
+def _open(arguments: argparse.Namespace) -> Source:
+    """The model, with the tokenizer of the flag."""
+    from megamix.hub.source import open_source
+
+    source = open_source(arguments.path)
+    return source if arguments.tokenizer is None else replace(source, tokenizer=arguments.tokenizer)

@@ -1,0 +1,52 @@
+"""What attention has computed of the tokens so far, so that a new token costs one position and not the whole text."""
+
+import torch
+from torch import Tensor
+
+from megamix.model.documents import Documents
+
+
+class BlockCache:
+    """Keys and values of one block, (B, room, kv_heads, head_dim), allocated once: by the first ones, which tell how
+    many heads this process computes.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room, self.length = room, 0
+        self._keys = self._values = torch.empty(0)
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the next T positions; all so far.
+
+        Shapes: (B, T, kv_heads, head_dim) -> views (B, length, kv_heads, head_dim).
+        """
+        if not self.length:
+            batch, _, *head = key.shape
+            self._keys, self._values = (key.new_empty(batch, self._room, *head) for _ in range(2))
+        end = self.length + key.shape[1]
+        self._keys[:, self.length : end], self._values[:, self.length : end] = key, value
+        self.length = end
+        return self._keys[:, :end], self._values[:, :end]
+
+
+class KeyValueCache:
+    """Those of all blocks, for texts of up to `room` tokens each."""
+
+    def __init__(self, num_layers: int, room: int) -> None:
+        self.blocks = [BlockCache(room) for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Positions that every block has seen."""
+        return self.blocks[0].length
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """Positions of the tokens that come next, INT64 (1, T)."""
+        return torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)[None]
+
+    def seen(self, tokens: Tensor) -> Documents | None:
+        """What each of them sees, itself and all before, as a mask (1, 1, T, length + T); None for the first tokens."""
+        if not self.length:
+            return None
+        seen = torch.ones(tokens.shape[1], self.length + tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        return Documents(mask=seen.tril(self.length)[None, None])

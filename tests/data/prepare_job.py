@@ -1,0 +1,48 @@
+"""A prepare that a test starts, and ends: `python -m tests.data.prepare_job INPUT OUTPUT WORKERS [KILL_AT_CALL]`.
+
+Says "ready" once everything is imported. With KILL_AT_CALL it kills itself by SIGKILL instead of the call of that
+number to the disk; it says the number of calls at its end.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megamix.data.corpus import input_corpus
+from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare_tokenizer import TokenizerChoice
+
+PIECE_BYTES = 2**15  # a small corpus makes many pieces
+
+
+def prepare(source: Path, output: Path, num_workers: int) -> Prepared:
+    request = Request(tokenizer=TokenizerChoice("train", 300), valid_fraction=0.1)
+    return prepare_corpus(
+        input_corpus([str(source)]), output, request, Effort(num_workers=num_workers, piece_bytes=PIECE_BYTES)
+    )
+
+
+def main() -> None:
+    source, output, num_workers, *kill_at = sys.argv[1:]
+    num_calls = 0
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal num_calls
+            num_calls += 1
+            if kill_at and num_calls == int(kill_at[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    print("ready", flush=True)
+    prepare(Path(source), Path(output), int(num_workers))
+    print(num_calls, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""A prepare that is killed at any instant and run again ends with the bytes of one that was not."""
+
+import gzip
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megamix.data import prepare as prepare_module
+from megamix.data import workers
+from megamix.data.piece import PieceEncoder, PieceReport
+from megamix.data.plan import Piece
+from megamix.data.token_file import TokenFile
+from tests.conftest import FULL
+from tests.data.prepare_job import prepare
+
+ROOT = Path(__file__).parents[2]
+KILLS = 50 if FULL else 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 400 KB in files of every way to be cut, bad records among them."""
+    folder = tmp_path_factory.mktemp("source")
+    pick = random.Random(5)
+    words = ["alpha", "beta", "gamma", "delta", "omega\n", "naïve", "  ", "42"]
+    lines = [json.dumps({"text": " ".join(pick.choices(words, k=pick.randint(1, 60)))}) + "\n" for _ in range(1200)]
+    lines[700] = "no JSON\n"
+    (folder / "a.jsonl").write_text("".join(lines[:900]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[900:]).encode(), mtime=0))
+    for number in range(60):
+        (folder / f"c{number}.txt").write_text(" ".join(pick.choices(words, k=400)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("whole") / "out"
+    prepare(source, output, num_workers=1)
+    return contents(output)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "tests.data.prepare_job", *map(str, arguments)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.fixture(scope="module")
+def calls(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, float]:
+    """Calls to the disk of a run that nobody kills, and its seconds."""
+    process = start(source, tmp_path_factory.mktemp("calls") / "out", 1)
+    since = time.perf_counter()
+    last, _ = process.communicate()
+    return int(last), time.perf_counter() - since
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_killed_at_a_random_instant_and_rerun_the_files_are_those_of_a_whole_run(
+    source: Path, whole: dict[str, bytes], calls: tuple[int, float], tmp_path: Path, seed: int
+) -> None:
+    pick = random.Random(seed)
+    output = tmp_path / "out"
+    for _ in range(pick.randint(1, 2)):
+        if seed % 3 == 0:  # with workers, which must not go on writing
+            process = start(source, output, 2)
+            time.sleep(pick.uniform(0, 2 * calls[1]))
+            process.kill()
+        else:  # before a call to the disk
+            process = start(source, output, 1, pick.randint(1, calls[0]))
+        process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL)
+        if output.exists():
+            assert contents(output) == whole
+    prepare(source, output, num_workers=1)
+    assert contents(output) == whole
+
+
+def test_neither_workers_nor_the_size_of_pieces_change_a_byte(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(source, tmp_path / "two", num_workers=2)
+    assert contents(tmp_path / "two") == whole
+    assert TokenFile(tmp_path / "two" / "valid").num_documents > 50
+    monkeypatch.setattr("tests.data.prepare_job.PIECE_BYTES", 2**40)
+    prepare(source, tmp_path / "one", num_workers=1)
+    assert contents(tmp_path / "one") == whole
+
+
+def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    encode = PieceEncoder.encode
+    disk_full = True
+
+    def failing_encode(self: PieceEncoder, piece: Piece, number: int) -> PieceReport:
+        encoded.append(number)
+        if disk_full and number == 7:
+            raise OSError("disk full")
+        return encode(self, piece, number)
+
+    monkeypatch.setattr(PieceEncoder, "encode", failing_encode)
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk full"):
+            prepare(source, tmp_path / "out", num_workers=1)
+    assert encoded == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+    tokens = tmp_path / "out.partial" / "pieces" / "000003.train.bin"
+    tokens.write_bytes(bytes(tokens.stat().st_size))  # as after a power cut
+    disk_full = False
+    encoded.clear()
+    prepare(source, tmp_path / "out", num_workers=1)
+    assert encoded[:3] == [3, 7, 8]
+    assert contents(tmp_path / "out") == whole
+
+    encoded.clear()
+    disk_full = True
+    with pytest.raises(OSError, match="disk full"):
+        prepare(source, tmp_path / "other", num_workers=1)
+    (tmp_path / "source").symlink_to(source)  # the same files by another name are another request
+    disk_full = False
+    encoded.clear()
+    prepare(tmp_path / "source", tmp_path / "other", num_workers=1)
+    assert encoded[0] == 0
+
+
+def test_two_prepares_of_one_output_are_never_at_work_at_once(source: Path, tmp_path: Path) -> None:
+    with (
+        prepare_module._work_folder(tmp_path / "out.partial", {}),
+        pytest.raises(ValueError, match=r"another prepare is at work in .*out.partial; wait for it"),
+    ):
+        prepare(source, tmp_path / "out", num_workers=1)
+
+
+def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = workers._Worker.take
+
+    def killing_take(self: workers._Worker) -> PieceReport:
+        report = take(self)
+        self._process.kill()
+        return report
+
+    monkeypatch.setattr(workers._Worker, "take", killing_take)
+    with pytest.raises(RuntimeError, match=r"a worker died at piece \d+ \(exit code -9; .* finished pieces are kept"):
+        prepare(source, tmp_path / "out", num_workers=2)
+    monkeypatch.undo()
+    assert list((tmp_path / "out.partial" / "pieces").glob("*.json"))
+    prepare(source, tmp_path / "out", num_workers=1)
+    assert contents(tmp_path / "out") == whole

@@ -1,0 +1,140 @@
+"""The same documents come out of every kind of file, in order, with their places, however the file is cut."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megamix.data.corpus import input_corpus
+from megamix.data.plan import make_plan, read_piece
+from megamix.data.readers.record import Document
+from tests.conftest import FULL
+
+TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(500)]
+
+
+def write(folder: Path, kind: str) -> str:
+    """The texts as one file or dataset; what to give as --input."""
+    lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
+    path = folder / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_bytes(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif kind == "jsonl.zst":
+        import zstandard
+
+        path.write_bytes(zstandard.compress(lines))
+    elif kind == "parquet":
+        import pyarrow.parquet
+
+        table = pyarrow.table({"id": range(500), "text": pyarrow.array(TEXTS).dictionary_encode()})
+        pyarrow.parquet.write_table(table, path, row_group_size=70)
+    elif kind == "arrow":
+        import pyarrow
+
+        table = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.large_string())})
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=70)
+    else:
+        import datasets
+
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(path), num_shards=2)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "saved by datasets"])
+def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path: Path, kind: str) -> None:
+    corpus = input_corpus([write(tmp_path, kind)])
+    for piece_bytes in (1, 1000, 10_000, 2**30):
+        plan = make_plan(corpus, piece_bytes)
+        records = [record for piece in plan.pieces for _, record in read_piece(piece, "text")]
+        assert [record.text for record in records if isinstance(record, Document)] == TEXTS
+        if len(corpus.files) == 1:
+            assert [record.number for record in records] == list(range(1, 501))
+    assert len(plan.pieces) == 1
+
+
+def test_a_dataset_of_a_builder_is_read_from_the_files_that_it_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    write(tmp_path, "parquet")
+    dataset = datasets.load_dataset("parquet", data_dir=str(tmp_path), split="train", cache_dir=str(tmp_path / "cache"))
+    asked = []
+
+    def load_dataset(name: str, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("no such dataset")
+        return dataset
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    plan = make_plan(input_corpus(["hf:some/thing"], "train"))
+    records = [record for piece in plan.pieces for _, record in read_piece(piece, "text")]
+    assert [record.text for record in records if isinstance(record, Document)] == TEXTS
+    with pytest.raises(ValueError, match=r"is no whole split on the disk; save it by datasets' save_to_disk"):
+        input_corpus(["hf:some/thing"], "train[:10%]")
+    with pytest.raises(ValueError, match="--input hf:nobody/nothing --split train: no such dataset"):
+        input_corpus(["hf:nobody/nothing"])
+    assert asked[0] == ("some/thing", "train")
+
+
+@pytest.mark.parametrize("contents", [b"two", b"three"])
+def test_a_file_that_changes_between_plan_and_reading_is_refused(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one")
+    plan = make_plan(input_corpus([str(tmp_path)]))
+    stat = (tmp_path / "a.txt").stat()
+    (tmp_path / "a.txt").write_bytes(contents)
+    if len(contents) == stat.st_size:
+        os.utime(tmp_path / "a.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=r"a\.txt changed while it was being read; run prepare again"):
+        list(read_piece(plan.pieces[0], "text"))
+
+
+@pytest.mark.parametrize("package", ["zstandard", "pyarrow"])
+def test_a_missing_package_is_answered_with_the_pip_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    corpus = input_corpus([write(tmp_path, "jsonl.zst" if package == "zstandard" else "parquet")])
+    monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
+    with pytest.raises(ValueError, match=rf"'{package}' is not installed; run: pip install 'megamix\[data\]'"):
+        [list(read_piece(piece, "text")) for piece in make_plan(corpus).pieces]
+
+
+_PEAK = """
+import sys
+from pathlib import Path
+from megamix.data.corpus import input_corpus
+from megamix.data.prepare import Effort, Request, prepare_corpus
+from megamix.data.prepare_tokenizer import TokenizerChoice
+request = Request(tokenizer=TokenizerChoice(sys.argv[2]), valid_fraction=0.1)
+effort = Effort(num_workers=1, piece_bytes=2**20)
+prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request, effort)
+# Not getrusage: its peak begins with that of the process this one was forked from.
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None:
+    """Four times the text, or with --full a GB of it: about the same peak, and under 500 MB."""
+    line = (json.dumps({"text": "some words of a document " * 160}) + "\n").encode()
+    peaks = []
+    for mebibytes in (8, 1024 if FULL else 32):
+        path = tmp_path / f"{mebibytes}.{kind}"
+        with gzip.open(path, "wb", 1) if kind == "jsonl.gz" else path.open("wb") as file:
+            for _ in range(mebibytes):
+                file.write(line * (2**20 // len(line)))
+        done = subprocess.run(
+            [sys.executable, "-c", _PEAK, str(path), "bytes"], capture_output=True, text=True, check=True
+        )
+        peaks.append(int(done.stdout) * 1024)
+    small, large = peaks
+    assert large < 500e6
+    assert large < small + 8 * 2**20  # of 24 MB more text, or of a thousand

@@ -1,0 +1,249 @@
+"""Every kind of tokenizer: equal ids by the fast way, one end token a document, and it opens again as what it was."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megamix.data.corpus import named_corpus
+from megamix.data.prepare_tokenizer import _PROBE, TokenizerChoice
+from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
+from megamix.data.tokenizer_bulk import BulkEncoder
+from megamix.data.tokenizer_bytes import ByteTokenizer
+from tests.conftest import FULL
+
+# The patterns of Llama 3 and Qwen 2, from the tokenizer.json of each.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+HARD = [
+    _PROBE,
+    "",
+    " ",
+    "\n" * 300 + "x" + " " * 300,
+    "a" * 3000,
+    "<tool_call>x</tool_call> <|endoftext|> <tool_call",
+    "A\u030a \u212b \u1e9b\u0323 \ufb01 \uac00\u11a8",  # not NFC
+    "".join(chr(code) for code in range(0x3000) if not 0xD800 <= code < 0xE000),
+]
+
+
+def corpus_texts() -> list[str]:
+    """All of the standard library with --full; else a sixtieth of it, from all over."""
+    files = named_corpus("stdlib").files
+    return [Path(file.path).read_text(encoding="utf-8") for file in (files if FULL else files[7::60])]
+
+
+def make(kind: str, texts: list[str]) -> Tokenizer:
+    import tokenizers
+    from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+
+    if kind == "gpt2":
+        return Tokenizer.train(texts, 2000)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=kind == "llama3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3 if kind == "llama3" else QWEN2), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    if kind == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT if kind == "qwen2" else "<|end_of_text|>"])
+    if kind == "qwen2":
+        tokenizer.add_tokens([AddedToken(word, normalized=False) for word in ("<tool_call>", "</tool_call>")])
+    return Tokenizer(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return corpus_texts()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2"])
+def test_the_fast_way_gives_equal_ids(kind: str, texts: list[str]) -> None:
+    tokenizer = make(kind, texts[:20])
+    slow = tokenizer.encode_documents([*HARD, *texts])
+    assert tokenizer.speed_up([*HARD[:3], texts[0]])
+    assert tokenizer._bulk is not None
+    fast = tokenizer.encode_documents([*HARD, *texts])
+    assert all(np.array_equal(*pair) for pair in zip(slow, fast, strict=True))
+
+
+def test_what_overflows_the_fast_way_takes_the_slow_one(texts: list[str]) -> None:
+    tokenizer = make("gpt2", texts[:2])
+    spaces = " " * 1_000_000
+    (slow,) = tokenizer.encode_documents([spaces])
+    assert tokenizer.speed_up(())
+    assert tokenizer._bulk is not None
+    assert tokenizer._bulk.encode(spaces) is None  # else this test has no subject
+    (fast,) = tokenizer.encode_documents([spaces])
+    assert np.array_equal(slow, fast)
+
+
+def _changed(content: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The tokenizer.json with fields replaced; a key with __ is a path."""
+    content = json.loads(json.dumps(content))
+    for path, value in changes.items():
+        *folders, key = path.split("__")
+        inner = content
+        for folder in folders:
+            inner = inner[folder]
+        inner[key] = value
+    return content
+
+
+def test_what_tiktoken_cannot_express_is_left_to_tokenizers(texts: list[str]) -> None:
+    content = json.loads(make("gpt2", texts[:2])._tokenizer.to_str())
+    assert BulkEncoder.of(content) is not None
+    word = content["added_tokens"][0] | {"special": False}
+    merges = content["model"]["merges"]
+    for changes in (
+        {"model__type": "WordPiece"},
+        {"model__dropout": 0.1},
+        {"model__byte_fallback": True},
+        {"model__end_of_word_suffix": "</w>"},
+        {"model__merges": [merges[1], merges[0], *merges[2:]]},  # the order is not that of the ids
+        {"model__merges": merges[:-1]},  # a token that only tiktoken would reach
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer__add_prefix_space": True},
+        {"pre_tokenizer__use_regex": False},
+        {"added_tokens": [word | {"lstrip": True}]},
+        {"added_tokens": [word, word | {"content": word["content"] + "2", "id": 9999}]},
+    ):
+        assert BulkEncoder.of(_changed(content, **changes)) is None, changes
+
+
+def test_ids_that_differ_on_the_sample_turn_the_fast_way_off(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make("gpt2", texts[:2])
+    monkeypatch.setattr("megamix.data.tokenizer_bulk._GPT2_PATTERN", r"\S+|\s+")
+    assert not tokenizer.speed_up(["don't  you"])
+    assert tokenizer._bulk is None
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "text.txt").write_text("\n".join(texts[:5]))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / "m"), vocab_size=400, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return folder / "m.model"
+
+
+def tokenizer_of(kind: str, texts: list[str], model_file: Path) -> TextTokenizer:
+    if kind == "bytes":
+        return ByteTokenizer()
+    return make("gpt2", texts[:2]) if kind == "json" else open_tokenizer(model_file)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "json", "sentencepiece"])
+def test_a_tokenizer_opens_again_as_what_it_was(tmp_path: Path, texts: list[str], model_file: Path, kind: str) -> None:
+    tokenizer = tokenizer_of(kind, texts, model_file)
+    save_tokenizer(tokenizer, tmp_path)
+    again = open_tokenizer(tmp_path / tokenizer.file_name)
+    assert type(again) is type(tokenizer)
+    assert (again.vocab_size, again.end_token, again.end_of_text) == (
+        tokenizer.vocab_size, tokenizer.end_token, tokenizer.end_of_text
+    )  # fmt: skip
+    text = "for x in range(10): print('Käse')"
+    (document,) = again.encode_documents([text])
+    assert document.tolist() == [*tokenizer.encode(text), tokenizer.end_of_text]
+    assert document.max() < again.vocab_size
+    assert again.decode(document.tolist()[:-1]) == text
+
+
+def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path: Path) -> None:
+    import tokenizers
+
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.encode(f"Käse\n{END_OF_TEXT}").ids == [*ByteTokenizer().encode("Käse\n"), 256]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+
+
+def test_a_byte_tokenizer_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert open_tokenizer(tmp_path / "tokenizer.json").decode([75, 195, 164, 256]) == f"Kä{END_OF_TEXT}"
+
+
+def _foreign(folder: Path, tokens: list[str], config: Any = None) -> Path:
+    import tokenizers
+
+    vocab = {token: place for place, token in enumerate(tokens)}
+    path = folder / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=tokens[0])).save(str(path))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_the_end_token_is_the_flag_s_then_the_configuration_s_then_a_known_one(tmp_path: Path) -> None:
+    tokens = ["?", "</s>", "<|end_of_text|>", "<mine>"]
+    path = _foreign(tmp_path, tokens)
+    assert open_tokenizer(path).end_token == "<|end_of_text|>"
+    for config in ({"eos_token": "</s>"}, {"eos_token": {"content": "</s>", "lstrip": False}}):
+        path = _foreign(tmp_path, tokens, config)
+        assert open_tokenizer(path).end_of_text == 1
+    assert open_tokenizer(path, "<mine>").end_of_text == 3
+    for config in ([], {"eos_token": None}, {}):
+        assert open_tokenizer(_foreign(tmp_path, tokens, config)).end_of_text == 2
+
+
+def test_no_end_token_is_refused_before_anything_is_read(tmp_path: Path, model_file: Path) -> None:
+    path = str(_foreign(tmp_path, ["?", "a"]))
+    with pytest.raises(ValueError, match="no token that ends a document is known: .* by --end-token"):
+        TokenizerChoice(path)
+    with pytest.raises(ValueError, match="'b', is not in the tokenizer's vocabulary; name one"):
+        TokenizerChoice(path, end_token="b")
+    with pytest.raises(ValueError, match="--end-token '<none>' is no piece of the SentencePiece model"):
+        TokenizerChoice(str(model_file), end_token="<none>")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", None, None), "--tokenizer train needs --vocab-size"),
+        (("train", 300, "x"), "--end-token is for a tokenizer FILE"),
+        (("bytes", 300, None), "--vocab-size 300 is the size of a tokenizer that is trained; leave it out"),
+        (("gone.json", None, None), "'gone.json' is missing"),
+        (("gone.model", None, None), "'gone.model' is no SentencePiece model"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TokenizerChoice(*arguments)
+
+
+@pytest.mark.parametrize("package", ["sentencepiece", "tokenizers"])
+def test_a_missing_package_is_answered_with_the_pip_line(
+    tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
+    path = model_file if package == "sentencepiece" else tmp_path / "tokenizer.json"
+    with pytest.raises(ValueError, match=rf"pip install 'megamix\[{package}\]'"):
+        open_tokenizer(path)
+
+
+def test_ids_that_are_left_out_count_in_the_vocabulary(tmp_path: Path) -> None:
+    import tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "</s>": 9}, unk_token="?")).save(str(path))
+    assert open_tokenizer(path).vocab_size == 10

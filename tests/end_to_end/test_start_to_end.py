@@ -1,0 +1,102 @@
+"""docs/start_to_end.md: every command, file and line of Python on the page, run in order as they stand there."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
+# What CI does less of. Each stands on the page exactly once; all else is run as it is written.
+SMALLER = {
+    "steps = 200": "steps = 6",
+    "training.steps=100": "training.steps=3",
+    "warmup_steps = 20": "warmup_steps = 2",
+    "steps = 20\n": "steps = 2\n",
+    "num_layers = 4": "num_layers = 1",
+    "--vocab-size 1024": "--vocab-size 400",
+    "vocab_size = 1024": "vocab_size = 400",
+}
+
+
+def _blocks(page: str) -> list[tuple[str, str, str]]:
+    """Language, content, and for a file the name that the sentence before it gives."""
+    found = re.findall(r"^```(\w+)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    names = iter(re.findall(r"Write\s+this to `([^`]+)`", page))
+    return [(language, content, next(names) if language == "toml" else "") for language, content in found]
+
+
+def _small(page: str) -> str:
+    for whole, part in SMALLER.items():
+        assert page.count(whole) == 1, whole
+        page = page.replace(whole, part)
+    return page
+
+
+def _repository(folder: Path) -> None:
+    """What the page's commands find where they start."""
+    for name in ("README.md", "docs", "launch", "megamix"):
+        (folder / name).symlink_to(ROOT / name)
+
+
+def _run(command: str) -> None:
+    """A line of the shell; `megamix` in this process, for every new one imports torch anew."""
+    words = shlex.split(command)
+    if words[0] == "megamix":
+        assert main(words[1:]) == 0, command
+        return
+    environment = os.environ | {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    print(done.stdout)
+
+
+def test_every_command_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _repository(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    said: dict[str, str] = {}
+    for language, content, name in _blocks(_small(PAGE)):
+        if language == "toml":
+            Path(name).write_text(content, encoding="utf-8")
+        elif language == "python":
+            exec(content, {})  # the promise is that a reader can paste it
+            said["transformers"] = capsys.readouterr().out
+        else:
+            assert language == "sh"
+            for line in content.splitlines():
+                _run(line)
+                said[line] = capsys.readouterr().out
+    assert len(said) == PAGE.count("\nmegamix ") + PAGE.count("\nNPROC") + 3
+
+    assert "2 rank(s)" in next(text for line, text in said.items() if "pretrain.sh" in line)
+    assert (
+        "goes on from runs/start/run/checkpoints/step_00000003 after update 3"
+        in said["megamix train runs/start/job.toml"]
+    )
+    assert "step_00000003" in said["megamix checkpoint ls runs/start/run"]
+    assert "step_00000006: good" in said["megamix checkpoint verify runs/start/run"]
+    # The run in BF16, and what it became in FP32, there and back.
+    (run, imported) = (
+        float(re.search(r"perplexity ([\d.]+), [\d.]+ bits a byte", text)[1])  # type: ignore[index]
+        for line, text in said.items() if line.startswith("megamix evaluate")
+    )  # fmt: skip
+    assert imported == pytest.approx(run, rel=0.02)
+    assert imported < 400
+    (own,) = (text for line, text in said.items() if line.endswith("--dtype fp32") and "generate" in line)
+    assert own == said["transformers"]
+    assert own.startswith("A checkpoint")
+    next_run = said["megamix train runs/start/next.toml"]
+    assert "goes on from runs/start/imported/checkpoints/step_00000000 after update 0" in next_run
+    first_loss = float(re.search(r"loss ([\d.]+)", next_run)[1])  # type: ignore[index]
+    assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"

@@ -1,0 +1,106 @@
+"""Random Hugging Face models of each family in every way that ours can be them, and jobs that begin from one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.checkpoint.boxes import Box
+from megamix.config import Config, ModelConfig, load_config
+from megamix.hub.export_model import export_model
+from megamix.hub.source import Source
+from megamix.model.transformer import Transformer
+from tests.train.jobs import SEQ_LEN, VOCAB
+
+GPT2 = ModelConfig(
+    vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, norm="layernorm", position="learned",
+    activation="gelu_tanh", bias=True,
+)  # fmt: skip
+LLAMA = ModelConfig(
+    vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, tie_embeddings=False
+)
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+
+
+def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
+    """Keyword arguments of the family's configuration in transformers; the first two are tied and untied."""
+    rng = random.Random(family)
+    for number in range(count):
+        tied, kv_heads, head_dim = number % 2 == 0, rng.choice((1, 2)), 2 * rng.randint(4, 8)
+        heads = kv_heads * rng.choice((1, 2, 3))
+        common = {"vocab_size": VOCAB, "tie_word_embeddings": tied, "bos_token_id": 0, "eos_token_id": None}
+        if family == "gpt2":
+            yield common | {
+                "n_positions": SEQ_LEN, "n_layer": rng.randint(1, 3), "n_head": heads, "n_embd": heads * head_dim,
+                "n_inner": rng.choice((None, 40)), "activation_function": ("gelu_new", "gelu")[number % 2],
+            }  # fmt: skip
+            continue
+        hidden = heads * head_dim if family == "qwen2" or rng.random() < 0.5 else heads * 10
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": rng.choice((500.0, 1e6))}
+        if number % 3 == 1:
+            rope |= {"rope_type": "linear", "factor": 4.0}
+        if number % 3 == 0:
+            rope |= {
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }  # fmt: skip
+        yield common | {
+            "hidden_size": hidden, "num_hidden_layers": rng.randint(1, 3), "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": rng.choice((24, 40)),
+            "max_position_embeddings": 2 * SEQ_LEN, "rms_norm_eps": 1e-6, "rope_parameters": rope,
+        } | ({"attention_bias": number % 4 == 3, "mlp_bias": number % 4 == 3} if family == "llama" else {})  # fmt: skip
+
+
+def random_model(family: str, shape: dict[str, Any]) -> Any:
+    """A model of transformers, no weight of which is zero or one, so that each of them shows in the logits."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape)).eval().requires_grad_(False)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def job_from(imported: Path, data: Path, folder: Path, **overrides: Any) -> Config:
+    """A job on data as tests.train.jobs writes it, that begins from an imported model by its model.toml."""
+    path = folder.with_suffix(".toml")
+    path.write_text(
+        f'base = "{imported / "model.toml"}"\n[data]\ntrain = "{data / "train"}"\n[checkpoint]\nfolder = "{folder}"\n'
+        "[optimizer]\nlr = 1e-3\ncompile = false\n[training]\nsteps = 3\nmicro_batch_size = 2\nglobal_batch_size = 4\n"
+        "[metrics]\ntensorboard = false\nprecision_interval = 0\n"
+    )
+    return load_config(path, [f"{key}={value}" for key, value in overrides.items()])
+
+
+class InMemory:
+    """The weights of a model of our own."""
+
+    def __init__(self, model: Transformer):
+        self.params = dict(model.named_parameters())
+
+    def read(self, param: str, box: Box) -> Tensor:
+        value = self.params[param].detach()
+        return value[box.slices_in(Box.whole(tuple(value.shape)))]
+
+
+def own_model(config: ModelConfig) -> Transformer:
+    """Weights like those of random_model."""
+    torch.manual_seed(0)
+    model = Transformer(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def write_hugging_face(config: ModelConfig, folder: Path, **settings: Any) -> Transformer:
+    """A Hugging Face folder, without transformers; its model."""
+    model = own_model(config)
+    export_model(Source(folder, config, InMemory(model), "fp32", None), folder, "fp32", **settings)
+    return model

@@ -1,0 +1,138 @@
+"""`megamix evaluate`: every token once, whatever the windows; and `--harness` without its package."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megamix.cli import main
+from megamix.data.token_file import TokenFileWriter
+from megamix.hub.evaluate import evaluate
+from megamix.hub.harness import check_harness
+from megamix.hub.import_model import import_model
+from tests.hub.folders import LLAMA, own_model, write_hugging_face
+from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data
+
+
+def _write(folder: Path, num_tokens: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokens = np.random.default_rng(num_tokens).integers(VOCAB, size=num_tokens)
+    with TokenFileWriter(folder / "held", VOCAB) as writer:
+        for part in np.array_split(tokens, 3):
+            writer.add(part)
+    return folder / "held"
+
+
+@pytest.mark.parametrize("stride", [SEQ_LEN, 13, 1])
+@pytest.mark.parametrize("num_tokens", [2, SEQ_LEN, SEQ_LEN + 1, SEQ_LEN + 2, 9 * SEQ_LEN + 1, 11 * SEQ_LEN + 5])
+def test_each_token_counts_once_and_sees_what_the_rule_says(num_tokens: int, stride: int, tmp_path: Path) -> None:
+    if stride == 1 and num_tokens > 2 * SEQ_LEN:
+        num_tokens = 2 * SEQ_LEN + 3
+    model = own_model(LLAMA).requires_grad_(False)
+    prefix = _write(tmp_path, num_tokens)
+    tokens = torch.from_numpy(np.fromfile(prefix.with_name("held.bin"), "<u2").astype(np.int64))
+    want = 0.0
+    for target in range(1, num_tokens):  # one at a time, from the first window that reaches it
+        start = max(0, -(-(target - SEQ_LEN) // stride)) * stride
+        logits = model(tokens[None, start:target])[0, -1].double()
+        want += float(F.cross_entropy(logits, tokens[target]))
+    result = evaluate(model, prefix, stride)
+    assert result.targets == num_tokens - 1
+    assert result.nats == pytest.approx(want, rel=1e-6)
+    assert result.perplexity == pytest.approx(math.exp(want / (num_tokens - 1)), rel=1e-5)
+    assert result.bits_per_byte is None
+
+
+def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are_by_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = _write(tmp_path, 300)
+    (tmp_path / "manifest.json").write_text(json.dumps({"parts": {"held": {"num_bytes": 897}}}))
+    model = own_model(LLAMA).requires_grad_(False)
+    model.head.weight.zero_()
+    result = evaluate(model, prefix, SEQ_LEN)
+    assert result.perplexity == pytest.approx(VOCAB, rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(299 * math.log2(VOCAB) / 897, rel=1e-6)
+
+
+def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data(tmp_path / "data")
+    run_on_ranks(tiny_job(tmp_path, training={"steps": 2}, precision={"dtype": "bf16", "growth_interval": None}))
+    capsys.readouterr()
+    assert main(["evaluate", str(tmp_path / "run"), "--json", "--stride", "16"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["model"] == str(tmp_path / "run/checkpoints/step_00000002")
+    assert (facts["data"], facts["dtype"], facts["stride"]) == (str(tmp_path / "data/valid"), "bf16", 16)
+    assert facts["targets"] == 200 * (SEQ_LEN + 1) - 1
+    assert facts["perplexity"] == pytest.approx(math.exp(facts["nats_per_token"]))
+    assert main(["evaluate", str(tmp_path / "run"), "--dtype", "fp32"]) == 0
+    line = capsys.readouterr().out
+    assert "in fp32" in line
+    assert f"6,599 tokens in windows of {SEQ_LEN}, {SEQ_LEN} apart: " in line
+    assert main(["evaluate", str(tmp_path / "run"), "--stride", "99"]) == 2
+    assert f"--stride 99 must lie in 1 .. {SEQ_LEN}" in capsys.readouterr().err
+
+
+def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = own_model(LLAMA.model_copy(update={"vocab_size": 8}))
+    with pytest.raises(ValueError, match=r"holds token id \d+, the model's vocabulary has 8"):
+        evaluate(model, _write(tmp_path, 300), SEQ_LEN)
+    with pytest.raises(ValueError, match="has 1 token"):
+        evaluate(model, _write(tmp_path, 1), SEQ_LEN)
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    assert main(["evaluate", str(tmp_path / "hf")]) == 2
+    assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path)]) == 2
+    assert "is no run, checkpoint or Hugging Face folder" in capsys.readouterr().err
+
+
+def test_the_harness_names_its_extra_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find_spec(name))
+    with pytest.raises(ValueError, match=r"pip install 'megamix\[harness\]'"):
+        check_harness()
+    assert main(["evaluate", str(tmp_path / "hf"), "--harness", "arc_easy"]) == 2
+    assert "the package lm_eval is not installed; run pip install 'megamix[harness]'" in capsys.readouterr().err
+
+
+def test_the_harness_gets_the_export_its_tasks_and_the_files_that_define_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+    seen: dict[str, Any] = {}
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        seen.update(arguments, there=Path(arguments["model_args"]["pretrained"], "config.json").is_file())
+        return {"results": {"mine": {"alias": "mine", "acc,none": 0.5}}}
+
+    for name, content in (
+        ("lm_eval", {"simple_evaluate": simple_evaluate}),
+        ("lm_eval.tasks", {"TaskManager": lambda include_path: include_path}),
+    ):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert main(["evaluate", str(tmp_path / "in"), "--harness", f"arc_easy,{tmp_path}/mine.yaml"]) == 0
+    assert capsys.readouterr().out == "mine: acc,none 0.5\n"
+    assert (seen["tasks"], seen["task_manager"]) == (["arc_easy", "mine"], [str(tmp_path)])
+    assert seen["model_args"]["dtype"] == "float32"
+    assert seen["there"]
+    assert not Path(seen["model_args"]["pretrained"]).exists(), "the export is removed when all is told"

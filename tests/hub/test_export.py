@@ -1,0 +1,115 @@
+"""`megamix export --to hf`: what is refused, and what is written beside the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megamix.checkpoint.boxes import Box
+from megamix.cli import main
+from megamix.config import ModelConfig
+from megamix.hub.export_model import export_model
+from megamix.hub.import_model import import_model
+from megamix.hub.source import Source, open_source
+from tests.checkpoint.faults import listing
+from tests.hub.folders import GPT2, LLAMA, InMemory, own_model, write_hugging_face
+from tests.train.jobs import run_on_ranks, tiny_job, write_data
+
+
+def test_a_weight_beyond_fp16_is_refused_by_name_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = own_model(LLAMA)
+    with torch.no_grad():
+        model.blocks[1].feed_forward.up.weight[3, 2] = -65505.0
+    source = Source(tmp_path, LLAMA, InMemory(model), "fp32", None)
+    export_model(source, tmp_path / "hf", "fp32")
+    assert main(["export", str(tmp_path / "hf"), "--to", "hf", str(tmp_path / "out"), "--dtype", "fp16"]) == 2
+    assert (
+        "model.layers.1.mlp.up_proj.weight has a weight of 65505, torch.float16 ends at 65504; export with "
+        "--dtype bf16 or fp32" in capsys.readouterr().err
+    )
+    assert listing(tmp_path) == ["hf"]
+    with torch.no_grad():
+        model.blocks[1].feed_forward.up.weight[3, 2] = -65504.0
+    export_model(source, tmp_path / "out", "fp16")
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert float(weights["model.layers.1.mlp.up_proj.weight"].min()) == -65504.0
+    with pytest.raises(ValueError, match="out is there already; give a new name"):
+        export_model(source, tmp_path / "out", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (GPT2.model_copy(update={"position": "rotary"}), "model.position is rotary, gpt2 has learned"),
+        (LLAMA.model_copy(update={"activation": "gelu"}), "model.activation is gelu, llama has swiglu"),
+        (LLAMA.model_copy(update={"qk_norm": True, "qkv_bias": True}), "model.qk_norm is True, qwen2 has False"),
+    ],
+)
+def test_a_model_that_no_family_has_is_refused_with_the_keys_in_the_way(
+    config: ModelConfig, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="no family of Hugging Face that is known here") as error:
+        export_model(Source(tmp_path, config, InMemory(own_model(config)), "fp32", None), tmp_path / "out", "fp32")
+    assert told in str(error.value)
+    assert listing(tmp_path) == []
+
+
+def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
+    model = own_model(LLAMA)
+    size = export_model(Source(tmp_path, LLAMA, InMemory(model), "fp32", None), tmp_path / "out", "bf16", 2000)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert size == index["metadata"]["total_size"] == 2 * sum(p.numel() for p in model.parameters())
+    for name in sorted(set(index["weight_map"].values())):
+        with safe_open(tmp_path / "out" / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            held = {tensor: file.get_tensor(tensor) for tensor in file.keys()}  # noqa: SIM118 (it is no dict)
+        assert {tensor for tensor, place in index["weight_map"].items() if place == name} == set(held)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 2000
+
+
+def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    tokenizer = str(tmp_path / "data/tokenizer.json")
+    config = tiny_job(
+        tmp_path, model={"vocab_size": 300}, data={"tokenizer": tokenizer}, training={"steps": 2, "eval_interval": 0}
+    )
+    run_on_ranks(config)
+    export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")
+    assert listing(tmp_path / "out") == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+    end = json.loads((tmp_path / "data/tokenizer.json").read_text())["model"]["vocab"]["<|endoftext|>"]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == end
+    Path(tokenizer).unlink()
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing; start in the folder that the run was started in"):
+        export_model(open_source(tmp_path / "run"), tmp_path / "again", "fp32")
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    path = Path(import_model(tmp_path / "hf", tmp_path / "in")) / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert main(["export", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 1
+    assert f"megamix export: damaged\n  {path}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_piece_of_a_fused_tensor_is_made_of_all_its_parts(tmp_path: Path) -> None:
+    model = own_model(GPT2)
+    export_model(Source(tmp_path, GPT2, InMemory(model), "fp32", None), tmp_path / "out", "fp32")
+    fused = load_file(tmp_path / "out/model.safetensors")["transformer.h.1.attn.c_attn.weight"]
+    attention = model.blocks[1].attention
+    want = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight]).T
+    assert torch.equal(fused, want)
+    read = open_source(tmp_path / "out").weights.read("blocks.1.attention.key.weight", Box((2, 3), (5, 4)))
+    assert torch.equal(read, attention.key.weight[2:7, 3:7])

@@ -1,0 +1,135 @@
+"""Models go from transformers to a checkpoint, train, and go back: the same logits, weights and texts on either side.
+
+One file for all that needs transformers: importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.checkpoint.verify import read_checkpoint
+from megamix.hub.export_model import export_model
+from megamix.hub.import_model import import_model
+from megamix.hub.source import open_source
+from megamix.model.generation import generate
+from megamix.model.transformer import Transformer
+from tests.conftest import FULL
+from tests.hub.folders import FAMILIES, job_from, random_model, shapes
+from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, write_data
+
+COUNT = 24 if FULL else 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+def _tokens(seed: int, length: int = SEQ_LEN) -> Tensor:
+    return torch.randint(VOCAB, (3, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _opened(path: Path) -> Transformer:
+    return open_source(path).load(torch.float32, CPU)
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, relative to the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _from_transformers(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report  # missing, unexpected and mismatched keys
+    return model.eval().requires_grad_(False)
+
+
+def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
+    texts: Tensor = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=count, pad_token_id=0
+    )
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("family", "number", "shape"),
+    [(family, number, shape) for family in FAMILIES for number, shape in enumerate(shapes(family, COUNT))],
+)
+def test_a_model_of_transformers_imports_trains_and_exports(
+    family: str, number: int, shape: dict[str, Any], data: Path, tmp_path: Path
+) -> None:
+    theirs = random_model(family, shape)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="8KB")
+    imported = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=3000))
+    assert len(read_checkpoint(imported).manifest.files) > 1
+    ours = _opened(tmp_path / "in")
+    gaps = [_gap(ours(_tokens(number)), theirs(_tokens(number)).logits)]
+    count = SEQ_LEN - 5
+    assert torch.equal(generate(ours, _tokens(1, 5), count, temperature=0), _greedy(theirs, _tokens(1, 5), count))
+
+    before = [parameter.clone() for parameter in ours.parameters()]
+    seq_len = {"model.seq_len": SEQ_LEN}  # shorter than the imported one, where positions are rotary
+    run_on_ranks(job_from(tmp_path / "in", data, tmp_path / "run", **seq_len))
+    source = open_source(tmp_path / "run")
+    trained = source.load(torch.float32, CPU)
+    assert not any(torch.equal(one, other) for one, other in zip(before, trained.parameters(), strict=True))
+    assert 0 < max(float((a - b).abs().max()) for a, b in zip(before, trained.parameters(), strict=True)) < 4e-3
+
+    export_model(source, tmp_path / "out", "fp32", shard_size=10_000)
+    exported = _from_transformers(tmp_path / "out")
+    gaps.append(_gap(trained(_tokens(number)), exported(_tokens(number)).logits))
+    assert torch.equal(generate(trained, _tokens(2, 5), count, temperature=0), _greedy(exported, _tokens(2, 5), count))
+    again = _opened(tmp_path / "out")
+    assert all(torch.equal(one, other) for one, other in zip(trained.parameters(), again.parameters(), strict=True))
+    assert max(gaps) < 1e-5, gaps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_imported_exports_to_the_same_weights_and_configuration(family: str, tmp_path: Path) -> None:
+    theirs = random_model(family, next(shapes(family, 1)))
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+    export_model(open_source(tmp_path / "in"), tmp_path / "out", "fp32")
+    exported = _from_transformers(tmp_path / "out")
+    before, after = theirs.state_dict(), exported.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    # What the file does not say, and n_inner, which GPT-2's may leave out.
+    told = {
+        "n_inner",
+        "dtype",
+        "_name_or_path",
+        "transformers_version",
+        "summary_type",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+    }
+    one, other = theirs.config.to_dict(), exported.config.to_dict()
+    assert {key for key in one if one[key] != other.get(key)} - told == set()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_export_in_half_is_the_masters_rounded(dtype: str, tmp_path: Path) -> None:
+    theirs = random_model("gpt2", next(shapes("gpt2", 1)))
+    theirs.save_pretrained(tmp_path / "hf")
+    export_model(open_source(tmp_path / "hf"), tmp_path / "out", dtype)
+    exported = _from_transformers(tmp_path / "out")
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    assert exported.dtype == half
+    for name, weight in exported.state_dict().items():
+        assert torch.equal(weight, theirs.state_dict()[name].to(half)), name
+    # Imported again, the half weights are what they are.
+    import_model(tmp_path / "out", tmp_path / "in")
+    again = _opened(tmp_path / "in").state_dict()
+    assert torch.equal(again["embedding.weight"], exported.state_dict()["transformer.wte.weight"].float())

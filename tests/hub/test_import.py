@@ -1,0 +1,259 @@
+"""`megamix import`: what a folder must be, what is written, and how a run begins from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megamix.checkpoint import pieces
+from megamix.checkpoint.files import Files
+from megamix.checkpoint.verify import read_checkpoint
+from megamix.cli import main
+from megamix.config import ConfigError, ModelConfig, load_config
+from megamix.hub.hugging_face import HuggingFaceWeights
+from megamix.hub.import_model import import_model
+from megamix.hub.source import CheckpointWeights, open_source
+from megamix.mixed_precision.engine import ShardedEngine
+from tests.checkpoint.faults import listing
+from tests.hub.folders import GPT2, LLAMA, job_from, write_hugging_face
+from tests.train.jobs import run_on_ranks, write_data
+
+
+def _change(folder: Path, **keys: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+
+Tensors = dict[str, Tensor]
+
+
+def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    model = write_hugging_face(LLAMA, tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
+    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 3}')
+    assert main(["import", str(tmp_path / "hf"), "--output", str(tmp_path / "new/in")]) == 0
+    assert listing(tmp_path / "new") == ["in"]
+    assert listing(tmp_path / "new/in") == [
+        "checkpoints", "generation_config.json", "model.toml", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+    settings = json.loads((tmp_path / "new/in/generation_config.json").read_text())
+    assert (settings["eos_token_id"], settings["top_k"]) == ([7, 9], 3)
+    assert main(["checkpoint", "verify", str(tmp_path / "new/in")]) == 0
+    assert "step_00000000: good; 1 files" in capsys.readouterr().out
+
+    config = job_from(tmp_path / "new/in", tmp_path / "data", tmp_path / "run")
+    assert config.model == LLAMA.model_copy(update={"scaled_init": False, "ffn_hidden_size": 64, "head_dim": 6})
+    assert config.data.tokenizer == str(tmp_path / "new/in/tokenizer.json")
+    weights = CheckpointWeights(read_checkpoint(Path(config.checkpoint.resume)))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(weights.read(name, pieces.Box.whole(tuple(parameter.shape))), parameter), name
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_shards_and_pieces_of_any_size_hold_the_same_weights(
+    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_hugging_face(config, tmp_path / "hf", shard_size=3000)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 4
+    largest = 0
+    read = HuggingFaceWeights.read
+
+    def measured(weights: HuggingFaceWeights, param: str, box: pieces.Box) -> Tensor:
+        nonlocal largest
+        largest = max(largest, box.numel)
+        return read(weights, param, box)
+
+    monkeypatch.setattr(HuggingFaceWeights, "read", measured)
+    monkeypatch.setattr(pieces, "_LARGEST", 100)
+    checkpoint = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=1000))
+    assert 90 < largest <= 100  # elements held at a time, of parameters of up to 64 x 12
+    files = list(checkpoint.glob("rank_*"))
+    assert len(files) > 10
+    assert max(len(load_bytes) for load_bytes in map(Path.read_bytes, files)) < 1000 + 4000  # and the header
+    loaded = open_source(tmp_path / "in").load(torch.float32, torch.device("cpu"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "told"),
+    [
+        (LLAMA, {"model_type": "mixtral"}, "model_type is 'mixtral'; what is known here: gpt2, llama, qwen2, qwen3"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', ours has 'silu' or 'swish'"),
+        (LLAMA, {"attention_bias": True}, "mlp_bias is False, ours has True"),
+        (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 0.5}}, "rope_scaling: factor: got 0.5"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, ours turns whole heads"),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters differ by layer"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
+        (LLAMA, {"vocab_size": "64"}, "vocab_size: got '64'"),
+        (LLAMA, {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true"),
+        (LLAMA, {"model_type": "qwen2", "layer_types": ["sliding_attention"]}, "layer_types names sliding_attention"),
+        (LLAMA, {"model_type": "qwen3", "attention_bias": True}, "attention_bias is True, ours has False"),
+        (GPT2, {"activation_function": "relu"}, "activation_function is 'relu'"),
+        (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
+        (GPT2, {"n_embd": 13}, "model.hidden_size 13 must divide by num_heads 2"),
+    ],
+)
+def test_what_our_transformer_does_not_do_is_refused(
+    config: ModelConfig, keys: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hugging_face(config, tmp_path / "hf")
+    _change(tmp_path / "hf", **keys)
+    assert main(["import", str(tmp_path / "hf"), "--output", str(tmp_path / "in")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megamix import: flags: 1 problem\n  {tmp_path / 'hf'}")
+    assert told in error
+    assert listing(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
+def test_a_size_that_is_not_there_is_named(key: str, tmp_path: Path) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != key}))
+    with pytest.raises(ValueError, match=f"config.json has no {key}"):
+        import_model(tmp_path / "hf", tmp_path / "in")
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+
+    def change(tensors: Tensors) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.mlp.experts.weight"] = torch.zeros(3, 4)
+        tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(12, 11)
+        tensors["lm_head.weight"] = torch.zeros(64, 12, dtype=torch.int8)
+
+    _rewrite(tmp_path / "hf", change)
+    with pytest.raises(ValueError, match="are not those of its config.json") as error:
+        import_model(tmp_path / "hf", tmp_path / "in")
+    for told in (
+        r"missing model.norm.weight [12]",
+        "unknown model.layers.0.mlp.experts.weight [3, 4]",
+        "model.layers.1.self_attn.q_proj.weight has shape [12, 11], config.json makes it [12, 12]",
+        "lm_head.weight is I8, only F32, F16, BF16 are read",
+    ):
+        assert told in str(error.value)
+
+
+def test_buffers_a_tied_head_and_names_without_their_base_are_known(tmp_path: Path) -> None:
+    model = write_hugging_face(GPT2, tmp_path / "hf")
+
+    def change(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.uint8)
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    _rewrite(tmp_path / "hf", change)
+    loaded = open_source(tmp_path / "hf").load(torch.float32, torch.device("cpu"))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_only_safetensors_that_are_all_there_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    write_hugging_face(LLAMA, folder, shard_size=3000)
+    index = folder / "model.safetensors.index.json"
+    good = index.read_text()
+    name = "model-00002-of-"
+    for bad in (good.replace(name, "../model-00002-of-"), good.replace(name, "model-00099-of-"), "{}", "[]", "no JSON"):
+        index.write_text(bad)
+        with pytest.raises(ValueError, match=r"index\.json"):
+            import_model(folder, tmp_path / "in")
+    index.unlink()
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor"):
+        import_model(folder, tmp_path / "in")
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin, a pickle, which runs code .* save them as safetensors"):
+        import_model(folder, tmp_path / "in")
+    with pytest.raises(ValueError, match=r"config.json is missing; give a Hugging Face folder"):
+        import_model(tmp_path / "nowhere", tmp_path / "in")
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0no header")
+    with pytest.raises(ValueError, match=r"hf/model.safetensors: "):
+        import_model(folder, tmp_path / "in")
+
+
+def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+
+    def full(files: Files, path: Path) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "create", full)
+        with pytest.raises(OSError, match="No space left"):
+            import_model(tmp_path / "hf", tmp_path / "in")
+    assert listing(tmp_path) == ["hf"]
+    import_model(tmp_path / "hf", tmp_path / "in")
+    with pytest.raises(ValueError, match=r"--output .*in is there already"):
+        import_model(tmp_path / "hf", tmp_path / "in")
+
+
+def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:
+    """FP32 weights, largest optimizer state and updates when a job begins to train."""
+    seen: list[tuple[dict[str, Tensor], float, int]] = []
+    publish = ShardedEngine.publish_masters
+
+    def look(engine: ShardedEngine) -> None:
+        publish(engine)
+        states = [float(tensor.abs().max()) for owned in engine.owned_ranges() for tensor in owned.tensors[1:]]
+        weights = {name: value.clone() for name, value in engine.full_weights().items()}
+        seen.append((weights, max(states), int(engine.applied_updates)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedEngine, "publish_masters", look)
+        run_on_ranks(config)
+    return seen[0]
+
+
+def test_every_rank_begins_from_the_imported_masters_with_nothing_else(tmp_path: Path, run_ranks: Any) -> None:
+    write_data(tmp_path / "data")
+    model = write_hugging_face(GPT2, tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in", file_size=3000)
+    config = job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **{"precision.dtype": "fp16"})
+    for weights, largest_state, updates in run_ranks(_state_at_the_start, 2, config):
+        assert (largest_state, updates) == (0.0, 0)
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["step"] == 1
+
+
+def test_another_model_than_the_imported_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_data(tmp_path / "data")
+    write_hugging_face(GPT2, tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "in")
+    for key, value, told in (
+        ("model.num_layers", 1, "model.num_layers: the checkpoint has 2, the configuration 1"),
+        ("model.seq_len", 16, r"position_embedding.weight has shape \(32, 12\), the model's has \(16, 12\)"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "run", **{key: value}))
+    capsys.readouterr()
+    run_on_ranks(job_from(tmp_path / "in", tmp_path / "data", tmp_path / "dropped", **{"model.dropout": 0.1}))
+    said = capsys.readouterr().out
+    assert "goes on from" in said
+    assert [line for line in said.splitlines() if line.startswith("changed since")] == [
+        "changed since: model.dropout: 0.0 -> 0.1"
+    ]
+    assert load_config(tmp_path / "dropped/config.toml").training.steps == 3
