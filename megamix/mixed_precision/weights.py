@@ -30,11 +30,9 @@ def full_weights(
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
     own = model.state_dict()
     weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
-    return (
-        weights
-        if pp.axis.size == 1
-        else weights | _of_all_stages(trained, full_shapes, pp, master_shard.master[0].device)
-    )
+    if pp.axis.size > 1:
+        weights |= _of_all_stages(trained, full_shapes, pp, master_shard.master[0].device)
+    return weights
 
 
 def _of_all_stages(

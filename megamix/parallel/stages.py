@@ -107,7 +107,7 @@ class Stage(nn.Module):
         """
         if seed is not None:
             torch.manual_seed((int(seed) + self.layers.start) % 2**64)
-        out: Tensor = self._run(x, targets, positions, self.layers)
+        out: Tensor = self._run(x, targets, positions, layers=self.layers)
         return out
 
 
