@@ -33,7 +33,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _values(folder: Path, *tags: str) -> list[Any]:
-    return [[row[tag] for tag in tags] for row in _rows(folder) if tags[0] in row]
+    return [[row[tag] for tag in tags] for row in _rows(folder) if row.keys() >= {*tags}]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,9 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> Non
     assert run_ranks(run_on_ranks, 2, _job(pipe, data, data=tokenizer, parallelism=LAYOUT)) == [expected] * 2
     for tags in (("train/loss", "optim/grad_norm", "optim/loss_scale"), ("valid/loss",)):
         assert _values(pipe, *tags) == _values(whole, *tags)
-    examined, wanted = ([row for row in _rows(folder) if "precision/headroom/blocks.3" in row] for folder in (pipe, whole))
+    examined, wanted = (
+        [row for row in _rows(folder) if "precision/headroom/blocks.3" in row] for folder in (pipe, whole)
+    )
     assert examined == wanted != []
     weights, reference = (load_file(folder / "run/weights.safetensors") for folder in (pipe, whole))
     assert weights.keys() == reference.keys()
@@ -61,15 +63,17 @@ def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> Non
 def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path, data) -> None:
     """Three legs of two updates each; every change of layout is one of a resumed run."""
     layouts = [{"pp_size": 2, "pp_schedule": "zbv_zero_bubble"}, {}, {"pp_size": 2}]
+    same = {
+        "lr_schedule": {"decay_style": "constant"},
+        "precision": {"init_scale": 2.0**10},
+        "model": {"tie_embeddings": True},
+    }
     for leg, layout in enumerate(layouts, start=1):
-        steps = {"training": {"steps": 2 * leg, "eval_interval": 0}, "lr_schedule": {"decay_style": "constant"}}
-        config = _job(tmp_path / "moved", data, parallelism=layout, checkpoint={"save_interval": 2}, **steps)
-        run_ranks(run_on_ranks, 2, config)
-    steps = {"training": {"steps": 6, "eval_interval": 0}, "lr_schedule": {"decay_style": "constant"}}
-    run_on_ranks(_job(tmp_path / "whole", data, **steps))
+        training = {"steps": 2 * leg, "eval_interval": 0}
+        run_ranks(run_on_ranks, 2, _job(tmp_path / "moved", data, parallelism=layout, training=training, **same))
+    run_on_ranks(_job(tmp_path / "whole", data, training={"steps": 6, "eval_interval": 0}, **same))
     moved, whole = (dict(_values(tmp_path / name, "step", "train/loss")) for name in ("moved", "whole"))
-    assert moved.keys() == whole.keys()
-    # Two data-parallel ranks sum their halves in FP32 where one process adds all micro-batches in half.
-    assert [moved[step] for step in moved] == pytest.approx([whole[step] for step in moved], abs=2e-3)
-    first = [moved[step] for step in (1, 2)]
-    assert first == [whole[step] for step in (1, 2)]
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    # The layouts add up micro-batches, and the two uses of the table, in other orders; a moment or a weight that went to
+    # the wrong place would show in the first digit.
+    assert moved == pytest.approx(whole, abs=3e-3)
