@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from megamix.mixed_precision.flat_layout import Run, build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
-from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
+from megamix.mixed_precision.half_grads import Accumulation, HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, full_shapes, single_device
-from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
+from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer, lr_of
 from megamix.mixed_precision.param_gather import ParamGather
@@ -101,19 +101,17 @@ class ShardedEngine:
         self.grad_reduce = GradReduce(
             self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
         )
+        self.accumulation = Accumulation(
+            self.half_grads, self.grad_reduce, self.loss_scale, grad_accum_steps, topology.tells_loss
+        )
         self._shards = [own.axis.rank for own in self.owners]  # of each bucket, which one this rank owns
         self.piece_stats = PieceStats(self.layout, self._shards, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
-        self._scale_used = self.loss_scale.loss_scale.clone()
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
-        self._weight_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._micro_batches = 0  # of this step, so far
-        self._examination: Examination | None = None  # of this step, if it was asked for
 
     @property
     def update_path(self) -> str:
@@ -132,67 +130,26 @@ class ShardedEngine:
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
         """
         check_loss(loss, weight)
-        last = self._micro_batches == self.grad_accum_steps - 1
-        with self.accumulate(), self.backward_pass(self._micro_batches, self._own_names if last else ()):
-            self.scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
+        last = self.accumulation.done == self.grad_accum_steps - 1
+        completes = self._own_names if last else ()
+        with self.accumulate(), self.accumulation.backward_pass(self.accumulation.done, completes):
+            self.accumulation.scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def accumulate(self, micro_batches: int = 1) -> Iterator[None]:
-        """The step's next micro-batches: their losses pass through `scaled`, their gradients arrive within
-        `backward_pass`. `backward` does all of this for one; a pipeline's schedule for all of a step at once.
+    def accumulate(self, micro_batches: int = 1) -> AbstractContextManager[None]:
+        """Within it, losses and gradients of the step's next micro-batches may come to `accumulation`: for a pipeline's
+        schedule, which runs all of a step at once. `backward` does all of this for one.
         """
-        if self._micro_batches + micro_batches > self.grad_accum_steps:
-            raise RuntimeError(
-                f"backward() was called {self._micro_batches} times already, {micro_batches} more is too many for "
-                f"grad_accum_steps {self.grad_accum_steps}; call step() now"
-            )
         self.half_params.check()
-        if self._micro_batches == 0:
-            self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
-            self._loss_sum.zero_()
-            self._weight_sum.zero_()
-        try:
-            yield
-        except BaseException:
-            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
-            self.half_grads.expect_step()
-            self.grad_reduce.reset()
-            self._examination, self._micro_batches = None, 0
-            raise
-        self._micro_batches += micro_batches
-        if self._micro_batches == self.grad_accum_steps:
-            self.half_grads.fill_missing()
-            self.grad_reduce.launch_rest()
-
-    def scaled(self, loss: Tensor, weight: float = 1.0) -> Tensor:
-        """What is to be back-propagated for a micro-batch's loss, which is counted into the step's."""
-        if self.topology.tells_loss:
-            self._loss_sum += loss.detach().view(())
-            self._weight_sum += weight
-        return loss.float() * self._scale_used
-
-    @contextmanager
-    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
-        """One pass through the model, or through a stage of it: ready hooks take its gradients.
-
-        `completes`: the parameters whose gradients of this step are whole with it; a bucket's reduction starts when all
-        of it is.
-        """
-        look = None if self._examination is None else self._examination.look(micro_batch)
-        self.half_grads.open(self.grad_reduce.bucket_full, completes, look)
-        try:
-            yield
-        finally:
-            self.half_grads.close()
+        return self.accumulation.expect(micro_batches)
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
-        if self._micro_batches:
+        if self.accumulation.done:
             raise RuntimeError(
-                f"examine_next_step() after {self._micro_batches} backward() calls of a step; call it before the first"
+                f"examine_next_step() after {self.accumulation.done} backward() calls of a step; call it before the first"
             )
-        self._examination = Examination(
-            self.layout, self._shards, self.param_names, self.grad_accum_steps, self._scale_used.device
+        self.accumulation.examination = Examination(
+            self.layout, self._shards, self.param_names, self.grad_accum_steps, self.accumulation.scale_used.device
         )
 
     def step(self) -> StepResult:
@@ -202,11 +159,11 @@ class ShardedEngine:
         """
         grad_shards, by_piece, stats = self._sum_and_agree("step()")
         with self.clock.span("update"):
-            if self._examination is not None:
-                self._examination.count(grad_shards)
+            if self.accumulation.examination is not None:
+                self.accumulation.examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
-            divisor = self._scale_used.double() * stats.weight_sum
+            divisor = self.accumulation.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
             multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
             update = self.applied_updates + 1
@@ -216,13 +173,13 @@ class ShardedEngine:
             with self.clock.span("update"):
                 self._update_bucket(bucket, grad_shards[bucket], scalars)
             self.param_gather.launch(bucket)
-        examination, self._examination = self._examination, None
+        examination, self.accumulation.examination = self.accumulation.examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self.accumulation.scale_used)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self._scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
+            self.accumulation.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
         )  # fmt: skip
 
     def probe_loss_scale(self) -> None:
@@ -231,30 +188,32 @@ class ShardedEngine:
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
         _, _, stats = self._sum_and_agree("probe_loss_scale()")
-        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self.accumulation.scale_used)
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
-        if self._micro_batches != self.grad_accum_steps:
+        if self.accumulation.done != self.grad_accum_steps:
             raise RuntimeError(
-                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
+                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self.accumulation.done}"
             )
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(by_piece, self._loss_sum, self._weight_sum, self.stop_request, self.collectives)
+            stats = agree(
+                by_piece, self.accumulation.loss_sum, self.accumulation.weight_sum, self.stop_request, self.collectives
+            )
         self.grad_reduce.reset()
-        self._micro_batches = 0
+        self.accumulation.done = 0
         return grad_shards, by_piece, stats
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
         half_shard = self.param_gather.half_shards[bucket]
         cuts: Iterable[tuple[Run, Update]] = ((run, self._update) for run in self.master_shard.runs[bucket])
-        if self._examination is not None:
-            cuts = self._examination.watched(self._update, bucket)
+        if self.accumulation.examination is not None:
+            cuts = self.accumulation.examination.watched(self._update, bucket)
         for run, update in cuts:
             part = slice(run.start, run.end)
             run_states = tuple(state[part] for state in states)
@@ -316,9 +275,9 @@ class ShardedEngine:
         self.param_gather.publish(self.master_shard.master)
 
     def _require_between_steps(self, call: str) -> None:
-        if self._micro_batches:
+        if self.accumulation.done:
             raise RuntimeError(
-                f"{call} after {self._micro_batches} backward() calls of a step; call it right after step()"
+                f"{call} after {self.accumulation.done} backward() calls of a step; call it right after step()"
             )
         self.half_params.check()
         self.param_gather.wait_all()

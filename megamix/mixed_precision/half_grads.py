@@ -5,12 +5,16 @@ ready.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 
 log = logging.getLogger("megamix")
 
@@ -127,6 +131,71 @@ class HalfGrads:
                     self._on_full(bucket)
 
         return accumulate
+
+
+class Accumulation:
+    """A step on this rank until its last micro-batch is in: losses through `scaled`, gradients within `backward_pass`.
+
+    `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
+    losses so far, without the scale, if this rank counts them (`tells_loss`). `done`: micro-batches so far.
+    """
+
+    def __init__(
+        self, half_grads: HalfGrads, grad_reduce: GradReduce, loss_scale: StaticLossScale, steps: int, tells_loss: bool
+    ):
+        self._half_grads, self._grad_reduce, self._loss_scale = half_grads, grad_reduce, loss_scale
+        self._steps, self._tells_loss = steps, tells_loss
+        self.scale_used = loss_scale.loss_scale.clone()
+        self.loss_sum = torch.zeros_like(self.scale_used)
+        self.weight_sum = torch.zeros_like(self.scale_used, dtype=torch.float64)
+        self.done = 0
+        self.examination: Examination | None = None  # of this step, if it was asked for
+
+    @contextmanager
+    def expect(self, micro_batches: int) -> Iterator[None]:
+        """The step's next micro-batches; with the last one, what is left of the sums over the ranks begins."""
+        if self.done + micro_batches > self._steps:
+            raise RuntimeError(
+                f"backward() was called {self.done} times already, {micro_batches} more is too many for "
+                f"grad_accum_steps {self._steps}; call step() now"
+            )
+        if self.done == 0:
+            self.scale_used.copy_(self._loss_scale.loss_scale.clamp(min=SMALLEST_USED))
+            self.loss_sum.zero_()
+            self.weight_sum.zero_()
+        try:
+            yield
+        except BaseException:
+            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
+            self._half_grads.expect_step()
+            self._grad_reduce.reset()
+            self.examination, self.done = None, 0
+            raise
+        self.done += micro_batches
+        if self.done == self._steps:
+            self._half_grads.fill_missing()
+            self._grad_reduce.launch_rest()
+
+    def scaled(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """What is to be back-propagated of a micro-batch's loss, which is counted into the step's."""
+        if self._tells_loss:
+            self.loss_sum += loss.detach().view(())
+            self.weight_sum += weight
+        return loss.float() * self.scale_used
+
+    @contextmanager
+    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+        """One pass through the model, or through a stage of it: the ready hooks take its gradients.
+
+        `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
+        when all of it is.
+        """
+        look = None if self.examination is None else self.examination.look(micro_batch)
+        self._half_grads.open(self._grad_reduce.bucket_full, completes, look)
+        try:
+            yield
+        finally:
+            self._half_grads.close()
 
 
 def refuse_second_engine(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ class Pipeline:
         """What is to be back-propagated of a last stage's result, which is the loss; called in the order of the
         micro-batches.
         """
-        return self.engine.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
+        return self.engine.accumulation.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
 
 
 def _stages(
@@ -130,11 +130,13 @@ class _EngineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._engine.backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else ()):
+        with self._engine.accumulation.backward_pass(
+            bwd_chunk_id, self._completes if full_backward and last_backward else ()
+        ):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._engine.backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
+        with self._engine.accumulation.backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self._engine.half_grads.take(self._names)
 

@@ -74,6 +74,6 @@ def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_rank
     run_on_ranks(_job(tmp_path / "whole", data, training={"steps": 6, "eval_interval": 0}, **same))
     moved, whole = (dict(_values(tmp_path / name, "step", "train/loss")) for name in ("moved", "whole"))
     assert sorted(whole) == [1, 2, 3, 4, 5, 6]
-    # The layouts add up micro-batches, and the two uses of the table, in other orders; a moment or a weight that went to
-    # the wrong place would show in the first digit.
+    # The layouts add up micro-batches, and the two uses of the table, in other orders; a moment or a weight that went
+    # to the wrong place would show in the first digit.
     assert moved == pytest.approx(whole, abs=3e-3)
