@@ -53,6 +53,8 @@ class _PositionOps(Ops):
     border: Border
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
+        if not self.border.sequence:
+            return super().dropout(x, share)
         kept = x.new_empty(x.shape[0], x.shape[1] * self.border.tp.axis.size, x.shape[2], dtype=torch.bool)
         kept = self.border.own_positions(kept.bernoulli_(1 - share), 1)
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
