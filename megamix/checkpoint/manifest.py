@@ -92,9 +92,7 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
         ),
         states=states,
         params=tuple(
-            ParamRecord(name=slot.spec.name, shape=slot.spec.full_shape, aliases=slot.spec.aliases)
-            for bucket in engine.layout.buckets
-            for slot in bucket.slots
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
         ),
     )
 

@@ -53,8 +53,8 @@ class Topology:
 
     @property
     def tells_loss(self) -> bool:
-        """Of the ranks that compute one loss together, one counts it: the first that has it."""
-        return self.tp.rank == 0
+        """Of the ranks that compute one loss together, one counts it: the first of the last stage."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:

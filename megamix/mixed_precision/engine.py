@@ -59,8 +59,8 @@ class ShardedEngine:
         grad_dtype = precision.own_grad_dtype
 
         topology = self.topology = sharding.topology or Topology.current()
-        specs, groups, axes = describe_params(model, optimizer, topology.dp, sharding.placements)
-        self.param_names = [spec.name for spec in specs]  # in registration order
+        specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
+        self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
         self._tp = make_collectives(topology.tp, 0, grad_dtype, device)
