@@ -107,7 +107,8 @@ class Topology:
             )
         here = Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=world_size // model_size, tp_size=tp_size)
         groups = {tuple(here.world.ranks): dist.group.WORLD}
-        # The same order on every rank: those of a group meet in its creation.
+        # The same order on every rank: those of a group meet in its creation. With NCCL each of these calls splits the
+        # world, so every rank must be in one group of each axis, as it is.
         names = ("world", "tp", "dp", "stage", "pp")
         return Topology(**{name: _connected(getattr(here, name), groups, timeout_s) for name in names})
 
