@@ -7,6 +7,7 @@ A study is three functions: `measure(small)` gives its findings, `text(findings)
 from __future__ import annotations
 
 import argparse
+import email
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,13 +57,13 @@ def save_figure(name: str, draw: Callable[[Any], None]) -> None:
 def prepare_text(small: bool, folder: Path) -> Path:
     """Where `train` and `valid` lie: the folder that the quickstart uses as well, prepared if it is not there.
 
-    Small: a folder in `folder`, with this package's own sources in a vocabulary of 300.
+    Small: a folder in `folder`, with the standard library's `email` in a vocabulary of 300.
     """
     if not small:
         stdlib = ROOT / "runs/data/stdlib"
         request = Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.05)
         return prepare_corpus(named_corpus("stdlib"), stdlib, request).output_dir
-    sources = Corpus("the package's sources", folder_files(ROOT / "megamix", suffix=".py"))
+    sources = Corpus("the package email", folder_files(Path(email.__file__).parent, suffix=".py"))
     request = Request(tokenizer=TokenizerChoice("train", 300), valid_fraction=0.1)
     return prepare_corpus(sources, folder / "text", request).output_dir
 

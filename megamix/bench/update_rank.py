@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.comm.topology import Axis
+from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
@@ -44,7 +44,7 @@ class UpdateRank:
         self._optimizer = AdamW(lr=1e-4)
         with torch.device("meta"):
             model = Transformer(work.model)
-        specs, self._groups, _ = describe_params(model, self._optimizer, Axis(), {})
+        specs, self._groups, _, _ = describe_params(model, self._optimizer, Topology(), {})
         self.layout = build_layout(specs, [1])
         cpu = torch.device("cpu")
         self._shard = MasterShard(self.layout, [Collectives(Axis())] * len(self.layout.buckets), 2, cpu)

@@ -78,10 +78,7 @@ class Manifest(Record):
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
-    """The manifest of the engine's state, its files still to be named; the first rank's is the one that counts, for
-    others may not have a parameter under all its names. Reads the device.
-    """
-    aliases = {slot.spec.name: slot.spec.aliases for bucket in engine.layout.buckets for slot in bucket.slots}
+    """The manifest of the engine's state, its files still to be named. Reads the device."""
     return Manifest(
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),
@@ -95,8 +92,7 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
         ),
         states=states,
         params=tuple(
-            ParamRecord(name=name, shape=shape, aliases=aliases.get(name, ()))
-            for name, shape in engine.full_shapes.items()
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
         ),
     )
 

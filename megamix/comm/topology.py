@@ -54,8 +54,8 @@ class Topology:
 
     @property
     def tells_loss(self) -> bool:
-        """Of the ranks that compute one loss together, one counts it: the first that has it."""
-        return self.tp.rank == 0
+        """Of the ranks that compute one loss together, one counts it: the first of the last stage."""
+        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:
@@ -111,13 +111,15 @@ class Topology:
             )
         here = Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=world_size // model_size, tp_size=tp_size)
         groups = {tuple(here.world.ranks): dist.group.WORLD}
-        # The same order on every rank: those of a group meet in its creation.
-        names = ("world", "tp", "dp", "stage", "pp", "ends")
+        # The same order on every rank: those of a group meet in its creation. With NCCL each of these calls splits the
+        # world, so every rank must be in one group of each axis, as it is.
+        names = ("world", "tp", "dp", "stage", "pp")
+        axes = {name: _connected(getattr(here, name), groups, timeout_s) for name in names}
         if 0 < here.pp.rank < here.pp.size - 1:
-            # torch names these groups by their ranks and by how many this rank has: a rank that is in no pair of ends
-            # would find no peer for any later group.
-            dist.new_group([here.world.ranks[here.world.rank]], use_local_synchronization=True)
-        return Topology(**{name: _connected(getattr(here, name), groups, timeout_s) for name in names})
+            # Between the ends, one of its own: torch names these groups by their ranks and by how many this rank has,
+            # so that one which has fewer would find no peer for any later group.
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return Topology(**axes, ends=_connected(here.ends, groups, timeout_s))
 
 
 def _connected(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None], timeout_s: float | None) -> Axis:

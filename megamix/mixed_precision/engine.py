@@ -19,7 +19,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Up
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import Accumulation, HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, full_shapes, single_device
+from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer, lr_of
@@ -60,9 +60,8 @@ class ShardedEngine:
         grad_dtype = precision.own_grad_dtype
 
         topology = self.topology = sharding.topology or Topology.current()
-        specs, groups, axes = describe_params(model, optimizer, topology.dp, sharding.placements)
-        self.full_shapes = full_shapes(model, specs, sharding.placements)
-        self.param_names = [*self.full_shapes]  # of the whole model, in registration order
+        specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
+        self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
         self._own_names = frozenset(spec.name for spec in specs)
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
@@ -144,10 +143,8 @@ class ShardedEngine:
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
-        if self.accumulation.done:
-            raise RuntimeError(
-                f"examine_next_step() after {self.accumulation.done} backward() calls of a step; call it before the first"
-            )
+        if done := self.accumulation.done:
+            raise RuntimeError(f"examine_next_step() after {done} backward() calls of a step; call it before the first")
         self.accumulation.examination = Examination(
             self.layout, self._shards, self.param_names, self.grad_accum_steps, self.accumulation.scale_used.device
         )
@@ -192,10 +189,8 @@ class ShardedEngine:
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
-        if self.accumulation.done != self.grad_accum_steps:
-            raise RuntimeError(
-                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self.accumulation.done}"
-            )
+        if (done := self.accumulation.done) != self.grad_accum_steps:
+            raise RuntimeError(f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {done}")
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
@@ -222,7 +217,7 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(self.module, self.half_params, self.master_shard, self.full_shapes, self._tp, self._pp)
+        return full_weights(self.module, self.half_params, self.master_shard, self.params, self._tp, self._pp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
@@ -231,7 +226,7 @@ class ShardedEngine:
         Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
         """
         self._require_between_steps("load_weights()")
-        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.full_shapes)
+        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.params)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""

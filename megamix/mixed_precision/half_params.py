@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamix.comm.topology import Axis
+from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Group, Optimizer
 from megamix.mixed_precision.settings import Placement
@@ -37,10 +38,10 @@ def single_device(model: nn.Module) -> torch.device:
 
 
 def describe_params(
-    model: nn.Module, optimizer: Optimizer, dp: Axis, placements: Mapping[str, Placement]
-) -> tuple[list[ParamSpec], list[Group], list[Axis]]:
+    model: nn.Module, optimizer: Optimizer, topology: Topology, placements: Mapping[str, Placement]
+) -> tuple[list[ParamSpec], list[Group], list[Axis], list[ParamSpec]]:
     """(specs of the trainable parameters in registration order, the optimizer groups and the axes of owners that their
-    indices mean).
+    indices mean, specs of the whole model). Every rank must call it.
 
     A shared parameter is described once, under its first name; frozen and empty parameters are not described.
     """
@@ -49,7 +50,7 @@ def describe_params(
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
     groups: dict[Group, int] = {}
-    axes = {dp: 0}
+    axes = {topology.dp: 0}
     specs = []
     for param, (name, *aliases) in names.items():
         if not param.is_floating_point():
@@ -62,16 +63,19 @@ def describe_params(
             owners = axes.setdefault(at.owners, len(axes))
             spec = replace(spec, full_shape=at.full_shape, offset=at.offset, owners=owners, counts=at.counts)
         specs.append(spec)
-    return specs, list(groups), list(axes)
+    return specs, list(groups), list(axes), _all_stages(specs, topology.pp)
 
 
-def full_shapes(
-    model: nn.Module, specs: Sequence[ParamSpec], placements: Mapping[str, Placement]
-) -> dict[str, tuple[int, ...]]:
-    """Of every parameter of the model that all ranks train, in its order: those placed, and those of this module."""
-    own, trained = {name for name, _ in model.named_parameters()}, {spec.name: spec.full_shape for spec in specs}
-    placed = {name: at.full_shape for name, at in placements.items() if name in trained or name not in own}
-    return placed | trained
+def _all_stages(specs: Sequence[ParamSpec], pp: Axis) -> list[ParamSpec]:
+    """Each parameter once, stage by stage. Of another stage's, names and full shapes alone mean something here."""
+    by_stage: list[Sequence[ParamSpec]] = [specs] * pp.size
+    if pp.group is not None:
+        dist.all_gather_object(by_stage, specs, group=pp.group)
+    found: dict[str, ParamSpec] = {}
+    for stage in by_stage:
+        for spec in stage:
+            found.setdefault(spec.name, spec)  # a parameter may be held by two stages
+    return list(found.values())
 
 
 class HalfParams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from megamix.mixed_precision.master_shard import MasterShard
 
 
 def full_weights(
-    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, full_shapes: Mapping[str, tuple[int, ...]],
+    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, params: Sequence[ParamSpec],
     tp: Collectives, pp: Collectives,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The state dict of the model that all ranks train, its trained weights taken in FP32 from every rank's masters.
     Copies, on the host.
 
-    `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold others, of `full_shapes`.
+    `params`: of the whole model. `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold
+    others.
     """
     trained: dict[str, Tensor] = {}
     for index, bucket in enumerate(half_params.layout.buckets):
@@ -31,20 +32,20 @@ def full_weights(
     own = model.state_dict()
     weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
     if pp.axis.size > 1:
-        weights |= _of_all_stages(trained, full_shapes, pp, master_shard.master[0].device)
+        weights |= _of_all_stages(trained, params, pp, master_shard.master[0].device)
     return weights
 
 
 def _of_all_stages(
-    own: Mapping[str, Tensor], full_shapes: Mapping[str, tuple[int, ...]], pp: Collectives, device: torch.device
+    own: Mapping[str, Tensor], params: Sequence[ParamSpec], pp: Collectives, device: torch.device
 ) -> dict[str, Tensor]:
     """Every parameter, from the first of `pp` that holds it."""
-    held = pp.table(torch.tensor([name in own for name in full_shapes], dtype=torch.uint8, device=device))
-    weights = {}
-    for (name, shape), source in zip(full_shapes.items(), held.argmax(0).tolist(), strict=True):
-        weight = own[name].to(device) if name in own else torch.empty(shape, device=device)
+    held = pp.table(torch.tensor([spec.name in own for spec in params], dtype=torch.uint8, device=device))
+    weights: dict[str, Tensor] = {}
+    for spec, source in zip(params, held.argmax(0).tolist(), strict=True):
+        weight = own[spec.name].to(device) if spec.name in own else torch.empty(spec.full_shape, device=device)
         pp.broadcast(weight, source)
-        weights[name] = weight.cpu()
+        weights |= dict.fromkeys((spec.name, *spec.aliases), weight.cpu())
     return weights
 
 
@@ -58,10 +59,10 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
-    full_shapes: Mapping[str, tuple[int, ...]],
+    params: Sequence[ParamSpec],
 ) -> None:  # fmt: skip
     """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
-    `full_shapes`: of all trained parameters, those of other ranks too.
+    `params`: of the whole model; entries of other ranks' are left to these.
 
     Raises: ValueError naming every missing, unknown or misshapen entry, before anything is changed.
     """
@@ -74,8 +75,9 @@ def load_weights(
         for name in (slot.spec.name, *slot.spec.aliases)
     }
     shapes |= trained
+    elsewhere = {name for spec in params for name in (spec.name, *spec.aliases)}
     problems = [f"missing {name}" for name in own if name not in state_dict]
-    problems += [f"unknown {name}" for name in state_dict if name not in own and name not in full_shapes]
+    problems += [f"unknown {name}" for name in state_dict if name not in own and name not in elsewhere]
     problems += [
         f"{name} has shape {tuple(state_dict[name].shape)}, the model's has {shape}"
         for name, shape in shapes.items()

@@ -6,6 +6,7 @@ one process: what computes half tensors wide on a CPU never meets a distributed 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from megamix.model.wide import apply
 
 SEQUENCE = -2  # the dim of positions, of activations (B, T, hidden)
 _COLUMNS = -1
+
+# A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
+_apply: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
 
 
 class Border:
@@ -44,15 +48,15 @@ class Border:
 
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
-        return apply(_GatherPositions if self.sequence else _Enter, x, self.tp)
+        return _apply(_GatherPositions if self.sequence else _Enter, x, self.tp)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum over the ranks. Shapes: (B, T, hidden) -> (B, T or T / tp_size, hidden)."""
-        return apply(_SumPositions if self.sequence else _Leave, x, self.tp)
+        return _apply(_SumPositions if self.sequence else _Leave, x, self.tp)
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
-        return apply(_JoinColumns, x, self.tp)
+        return _apply(_JoinColumns, x, self.tp)
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of what has an entry for every position."""

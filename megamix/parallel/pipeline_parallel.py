@@ -34,12 +34,12 @@ V_SHAPED = ("zbv_zero_bubble",)  # stages go down the ranks and back up
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What passes from a stage to the next one, the same for all: hidden states of a micro-batch and their gradient."""
+    """What passes from a stage to the next one, the same for all: hidden states of a micro-batch, and their gradient."""
 
     pp: Axis
     num_stages: int
     batch: tuple[int, int]  # (B, T)
-    hidden: tuple[int, ...]  # (B, T, hidden_size), or a rank's share of it
+    parts: int = 1  # of T, between the stages, while activations are kept for backward; of which this rank has one
 
 
 class Pipeline:
@@ -53,21 +53,27 @@ class Pipeline:
     ):
         """`parts`: the blocks of each of this rank's stages, by the stage's number."""
         self.engine = engine
-        stages = [*_stages(engine, model, parts, border)]
-        self._schedule = SCHEDULES[schedule](
-            stages[0] if schedule == "1f1b" else stages, engine.grad_accum_steps, self._loss, scale_grads=False
+        width = model.config.hidden_size
+        # Two, since shapes may differ, and torch would set one up anew whenever the other use begins.
+        self._training, self._evaluation = (
+            self._schedule(schedule, [*_stages(engine, model, parts, border, (border.batch[0], positions, width))])
+            for positions in (border.batch[1] // border.parts, border.batch[1])
         )
         self._weights: Iterator[float] = iter(())
+
+    def _schedule(self, name: str, stages: list[PipelineStage]) -> Any:
+        stage_or_stages = stages[0] if name == "1f1b" else stages
+        return SCHEDULES[name](stage_or_stages, self.engine.grad_accum_steps, self._loss, scale_grads=False)
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
         with self.engine.clock.span("forward_backward"), self.engine.accumulate(len(batches)):
-            self._run(self._schedule.step, batches, seeds)
+            self._run(self._training.step, batches, seeds)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         batches, losses = [*batches], list[Tensor]()
-        self._run(self._schedule.eval, batches, [None], losses=losses)
+        self._run(self._evaluation.eval, batches, [None], losses=losses)
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.applied_updates.device)
         for loss, batch in zip(losses, batches, strict=False):  # no loss is known on ranks without the last stage
             sums[0] += loss
@@ -92,7 +98,7 @@ class Pipeline:
 
 
 def _stages(
-    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], border: Border
+    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], border: Border, hidden: tuple[int, ...]
 ) -> Iterator[PipelineStage]:
     names = {param: name for name, param in model.named_parameters()}
     done: set[str] = set()
@@ -101,7 +107,7 @@ def _stages(
     for number in sorted(parts):
         module = Stage(model, parts[number])
         own = [names[param] for param in module.parameters()]
-        yield _EngineStage(engine, module, number, border, own, {*own} - done)
+        yield _EngineStage(engine, module, number, border, hidden, own, {*own} - done)
         done.update(own)
 
 
@@ -114,11 +120,11 @@ class _EngineStage(PipelineStage):
     """
 
     def __init__(
-        self, engine: ShardedEngine, module: Stage, number: int, border: Border,
+        self, engine: ShardedEngine, module: Stage, number: int, border: Border, shape: tuple[int, ...],
         names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
         # Told the shapes, torch need not run every stage once to learn them.
-        hidden = torch.empty(border.hidden, dtype=engine.half_params.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(shape, dtype=engine.half_params.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(border.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(

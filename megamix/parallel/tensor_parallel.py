@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megamix.model.layers import Embedding
 from megamix.model.ops import Ops
-from megamix.model.transformer import Transformer
+from megamix.model.transformer import Block, Transformer
 from megamix.parallel.borders import Border
 from megamix.parallel.placements import block_shape
 from megamix.parallel.vocabulary_slopes import VocabularySlopes
@@ -53,6 +54,8 @@ class _PositionOps(Ops):
     border: Border
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
+        if not self.border.sequence:
+            return super().dropout(x, share)
         kept = x.new_empty(x.shape[0], x.shape[1] * self.border.tp.axis.size, x.shape[2], dtype=torch.bool)
         kept = self.border.own_positions(kept.bernoulli_(1 - share), 1)
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
@@ -78,21 +81,27 @@ def divide_layers(model: Transformer, border: Border) -> None:
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
         if name.endswith((".attention.out", ".feed_forward.down")):
             _swap(module, _RowOps, border)
-    _swap(model.embedding, _TableOps, border)
+    if isinstance(model.embedding, Embedding):  # a pipeline's rank may have neither end
+        _swap(model.embedding, _TableOps, border)
     # What the last norm gives goes to the head, or to the loss with the head's weight.
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
     model.head.register_forward_hook(lambda _, args, out: border.join_columns(out))
     model.slopes = VocabularySlopes(border.tp)
-    model.register_forward_pre_hook(lambda _, args: border.begin(args[0].shape[-1]))
+    model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
         _divide_positions(model, border)
 
 
 def _divide_positions(model: Transformer, border: Border) -> None:
-    for module in (model, *model.blocks):
+    for module in (model, *(block for block in model.blocks if isinstance(block, Block))):
         _swap(module, _PositionOps, border)  # what they compute themselves is dropout
     if model.position_embedding is not None:
         model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
+
+
+def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:
+    """Of what a model is called with; a pipeline's later stages have hidden states for tokens, and targets always."""
+    return (tokens if targets is None else targets).shape[-1]
 
 
 def _swap(module: nn.Module, ops: type[Any], border: Border) -> None:

@@ -80,10 +80,9 @@ def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stag
         return OneByOne(engine)
     topology = engine.topology
     batch = (config.training.micro_batch_size, config.model.seq_len)
-    divides = topology.tp.size if config.parallelism.sequence_parallel else 1
-    hidden = (batch[0], batch[1] // divides, config.model.hidden_size)
+    parts = topology.tp.size if config.parallelism.sequence_parallel else 1
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    border = Border(topology.pp, len(stages), batch, hidden)
+    border = Border(topology.pp, len(stages), batch, parts)
     return Pipeline(engine, model, own, config.parallelism.pp_schedule, border)
 
 

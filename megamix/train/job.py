@@ -235,6 +235,7 @@ def _write_results(
 def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console | None) -> None:
     """`console`: the first rank's, which writes; the others' is None."""
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+    model.eval()  # else units would drop out
     text = sample_text(model, Path(tokenizer), PROMPT, Sampling(max_new_tokens=128, seed=config.training.seed))
     if console is not None:
         run_folder.write_text(path, text)

@@ -60,15 +60,14 @@ def make_engine(case: Case, model: Transformer, topology: Topology, placements: 
     )
 
 
-def make_pipeline(case: Case, topology: Topology, tp_hidden: int = T) -> tuple[ShardedEngine, Pipeline]:
-    """`tp_hidden`: positions between the stages."""
+def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
     torch.manual_seed(5)
-    model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=tp_hidden < T)
+    model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=sequence)
     engine = make_engine(case, model, topology, placements)
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    border = Border(topology.pp, len(stages), (B, T), (B, tp_hidden, config.hidden_size))
+    border = Border(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
     return engine, Pipeline(engine, model, own, case.schedule, border)
 
 

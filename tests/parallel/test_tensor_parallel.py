@@ -43,7 +43,7 @@ CASES = [
     Case(model="llama", tp_size=2, recompute="full", dropout=0.2, dtype=torch.float16),
     Case(model="llama", tp_size=2, recompute="selective"),
     Case(tp_size=4, dtype=torch.bfloat16, bucket_size=None),
-    Case(tp_size=4, sequence_parallel=False, tied=False),
+    Case(tp_size=4, sequence_parallel=False, tied=False, dropout=0.1),
     Case(model="llama", dp_size=2, tp_size=2, dtype=torch.float16, grad_accum_steps=2),
     Case(dp_size=2, tp_size=2, sequence_parallel=False, reduce_dtype="half_fp32_sum", dtype=torch.bfloat16),
     Case(dp_size=2, tp_size=2, tied=False, grad_accum_steps=2, bucket_size=1),
