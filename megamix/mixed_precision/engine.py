@@ -100,9 +100,7 @@ class ShardedEngine:
         self.grad_reduce = GradReduce(
             self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
         )
-        self.accumulation = Accumulation(
-            self.half_grads, self.grad_reduce, self.loss_scale, grad_accum_steps, topology.tells_loss
-        )
+        self.accumulation = Accumulation(self.half_grads, self.grad_reduce, self.loss_scale, grad_accum_steps)
         self._shards = [own.axis.rank for own in self.owners]  # of each bucket, which one this rank owns
         self.piece_stats = PieceStats(self.layout, self._shards, device)
 
@@ -132,7 +130,7 @@ class ShardedEngine:
         last = self.accumulation.done == self.grad_accum_steps - 1
         completes = self._own_names if last else ()
         with self.accumulate(), self.accumulation.backward_pass(self.accumulation.done, completes):
-            self.accumulation.scaled(loss, weight).backward()  # type: ignore[no-untyped-call]
+            self.accumulation.scaled(loss, weight, counts=self.topology.tells_loss).backward()  # type: ignore[no-untyped-call]
 
     def accumulate(self, micro_batches: int = 1) -> AbstractContextManager[None]:
         """Within it, losses and gradients of the step's next micro-batches may come to `accumulation`: for a pipeline's

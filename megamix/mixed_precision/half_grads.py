@@ -137,14 +137,12 @@ class Accumulation:
     """A step on this rank until its last micro-batch is in: losses through `scaled`, gradients within `backward_pass`.
 
     `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
-    losses so far, without the scale, if this rank counts them (`tells_loss`). `done`: micro-batches so far.
+    losses so far that this rank counts, without the scale. `done`: micro-batches so far.
     """
 
-    def __init__(
-        self, half_grads: HalfGrads, grad_reduce: GradReduce, loss_scale: StaticLossScale, steps: int, tells_loss: bool
-    ):
+    def __init__(self, half_grads: HalfGrads, grad_reduce: GradReduce, loss_scale: StaticLossScale, steps: int):
         self._half_grads, self._grad_reduce, self._loss_scale = half_grads, grad_reduce, loss_scale
-        self._steps, self._tells_loss = steps, tells_loss
+        self._steps = steps
         self.scale_used = loss_scale.loss_scale.clone()
         self.loss_sum = torch.zeros_like(self.scale_used)
         self.weight_sum = torch.zeros_like(self.scale_used, dtype=torch.float64)
@@ -176,9 +174,11 @@ class Accumulation:
             self._half_grads.fill_missing()
             self._grad_reduce.launch_rest()
 
-    def scaled(self, loss: Tensor, weight: float = 1.0) -> Tensor:
-        """What is to be back-propagated of a micro-batch's loss, which is counted into the step's."""
-        if self._tells_loss:
+    def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+        """What is to be back-propagated of a micro-batch's loss. `counts`: it goes into the step's loss; of the ranks
+        that compute one loss together, one counts it.
+        """
+        if counts:
             self.loss_sum += loss.detach().view(())
             self.weight_sum += weight
         return loss.float() * self.scale_used

@@ -34,7 +34,7 @@ V_SHAPED = ("zbv_zero_bubble",)  # stages go down the ranks and back up
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What passes from a stage to the next one, the same for all: hidden states of a micro-batch, and their gradient."""
+    """What passes from a stage to the next one, the same for all: a micro-batch's hidden states and their gradient."""
 
     pp: Axis
     num_stages: int
@@ -94,7 +94,11 @@ class Pipeline:
         """What is to be back-propagated of a last stage's result, which is the loss; called in the order of the
         micro-batches.
         """
-        return self.engine.accumulation.scaled(loss, next(self._weights)) if torch.is_grad_enabled() else loss
+        if not torch.is_grad_enabled():
+            return loss
+        # On a V the last stage is not the last rank's: only that this one has it says so.
+        counts = self.engine.topology.tp.rank == 0
+        return self.engine.accumulation.scaled(loss, next(self._weights), counts=counts)
 
 
 def _stages(
