@@ -26,7 +26,7 @@ class EngineFacts:
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
-    sum_dtype: torch.dtype
+    sum_dtype: torch.dtype  # of buckets with several owners
     num_states: int
     num_updates: int  # entries of the learning rate's table
     on_gpu: bool
@@ -54,12 +54,17 @@ class EngineMemory:
 def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
     """Of the rank with the most pieces: all ranks hold the same, but for the tables."""
     half, grad = facts.dtype.itemsize, facts.grad_dtype.itemsize
-    shard_numels = [bucket.padded_numel // layout.dp_size for bucket in layout.buckets]
+    shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)
-    exchanges = layout.dp_size > 1 and (not facts.on_gpu or facts.sum_dtype != facts.grad_dtype)
-    rounds = exchanges and facts.sum_dtype != torch.float32
+    # A scratch buffer for each set of owners that exchanges anything, as large as its largest bucket.
+    scratch: dict[int, int] = {}
+    if not facts.on_gpu or facts.sum_dtype != facts.grad_dtype:
+        for bucket in layout.buckets:
+            if bucket.num_shards > 1:
+                scratch[bucket.owners] = max(scratch.get(bucket.owners, 0), bucket.padded_numel)
+    rounds = scratch and facts.sum_dtype != torch.float32
     by_torch, copies = not facts.compiled, 1 if facts.sum_dtype == torch.float32 else 2
-    borders = max(pieces_by_rank(layout)) + len(layout.buckets)
+    borders = max(pieces_by_shard(layout)) + len(layout.buckets)
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
     trial = fused_update._TRIAL * (half + facts.sum_dtype.itemsize + _FP32 * (1 + facts.num_states))
     return EngineMemory(
@@ -67,7 +72,7 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
         half_grads=layout.padded_numel * grad,
         master=owned * _FP32,
         optimizer_states=owned * _FP32 * facts.num_states,
-        exchange=layout.largest_bucket * grad if exchanges else 0,
+        exchange=sum(scratch.values()) * grad,
         tables=_INT64 * borders + _FP32 * facts.num_updates,
         fp32_bucket=_FP32 * layout.largest_bucket,
         trial=0 if by_torch else trial,
@@ -78,13 +83,14 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
     )
 
 
-def pieces_by_rank(layout: FlatLayout) -> list[int]:
-    """How many parts of parameters each rank owns: all that differs between the ranks' memory."""
-    counts = [0] * layout.dp_size
+def pieces_by_shard(layout: FlatLayout) -> list[int]:
+    """How many parts of parameters the owners of the first, second, ... shards have: all that differs between the
+    memory of ranks with equal layouts.
+    """
+    counts = [0] * max(bucket.num_shards for bucket in layout.buckets)
     for bucket in layout.buckets:
         starts = [slot.start for slot in bucket.slots]
-        shard_numel = bucket.padded_numel // layout.dp_size
-        for rank in range(layout.dp_size):
-            first = bisect_right(starts, rank * shard_numel) - 1
-            counts[rank] += bisect_left(starts, (rank + 1) * shard_numel) - first
+        for shard in range(bucket.num_shards):
+            first = bisect_right(starts, shard * bucket.shard_numel) - 1
+            counts[shard] += bisect_left(starts, (shard + 1) * bucket.shard_numel) - first
     return counts

@@ -21,7 +21,7 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
     On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
     tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
     """
-    dp_size = engine.collectives.topology.dp_size
+    dp_size = engine.topology.dp.size
     spare = 0
     if engine.half_params.flat[0].is_cuda:  # pragma: CUDA only
         plan = plan_memory(config, dp_size, "gpu")

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
 from megamix.mixed_precision.half_params import describe_params
-from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory, pieces_by_rank
+from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory, pieces_by_shard
 from megamix.model.activations import Activations, Batch, Machine, Run, trace_activations
 from megamix.model.transformer import Transformer
 from megamix.train.build import build_optimizer, build_precision
@@ -66,7 +67,7 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
         partial(_build_part, config), _micro_batch(config), config.model.num_layers, part.facts.dtype, machine,
         compiled=config.model.compile,
     )  # fmt: skip
-    pieces = pieces_by_rank(part.layout)
+    pieces = pieces_by_shard(part.layout)
     return MemoryPlan(
         machine=machine,
         dp_size=dp_size,
@@ -101,11 +102,12 @@ class _Part(NamedTuple):
 def _plan_part(config: Config, dp_size: int, machine: Machine) -> _Part:
     module = _build_part(config, config.model.num_layers)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, _ = describe_params(module, optimizer)
-    layout = build_layout(specs, dp_size, config.parallelism.bucket_size)
+    topology = Topology.place(0, dp_size=dp_size)
+    specs, _, axes, _ = describe_params(module, optimizer, topology, {})
+    layout = build_layout(specs, [axis.size for axis in axes], config.parallelism.bucket_size)
     facts = EngineFacts(
         dtype=precision.dtype,
-        grad_dtype=precision.grad_dtype or precision.dtype,
+        grad_dtype=precision.own_grad_dtype,
         sum_dtype=precision.sum_dtype(dp_size),
         num_states=len(optimizer.state_names),
         num_updates=config.training.steps,

@@ -11,14 +11,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
-from megamix.data.sampler import micro_batches
+from megamix.data.loader import Batch
+from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.synthetic import MarkovSource
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import StepResult
-from megamix.model.transformer import Transformer
-from megamix.train.build import build_engine
+from megamix.parallel.build import build_model
+from megamix.parallel.passes import MicroBatch
+from megamix.train.build import build_engine, build_passes, plan_pipeline
 
 GRADIENT, MASTER = "gradient", "master"
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
@@ -63,15 +66,20 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> Observatio
     """
     device = rank_device()
     torch.manual_seed(config.training.seed)
-    model = Transformer(config.model).to(device)
-    engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, config.parallelism.dp_size or 1))
+    section, stages = config.parallelism, plan_pipeline(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    passes = build_passes(config, engine, model, stages)
     poison = Poison(engine)
     run = Observation(list(_states(engine)), list(_copies(engine)))
     while len(run.attempts) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         attempt = len(run.attempts)
         poison.active = attempt == overflow_at
-        for tokens, targets in batches(config, attempt, engine.collectives.topology.dp_rank):
-            engine.backward(engine(tokens.to(device), targets.to(device)))
+        micro_batches = batches(config, attempt, topology.dp.rank)
+        loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
+        passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()
         owned = [*_gradients(engine), *_states(engine)]
         run.attempts.append(Attempt(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
@@ -90,9 +98,9 @@ class Poison:
 
     def __init__(self, engine: ShardedEngine):
         self.active = False
-        topology = engine.collectives.topology
-        if topology.dp_rank == topology.dp_size - 1:
-            name = engine.param_names[len(engine.param_names) // 2]
+        world = engine.topology.world
+        if world.rank == world.size - 1:
+            name = next(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots)
             engine.half_params.params[name].register_hook(self._poison)  # type: ignore[no-untyped-call]
 
     def _poison(self, grad: Tensor) -> Tensor:
@@ -112,7 +120,7 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor
     )
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
-    for (part,) in micro_batches(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
+    for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
         rows = torch.from_numpy(source.read(part).tokens)
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -156,4 +164,4 @@ def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
 
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
     on_host = values.detach().to("cpu", torch.float32, copy=True).numpy()
-    return Fragment(spec.name, state, spec.shape, (0,) * len(spec.shape), spec.shape, start, on_host)
+    return Fragment(spec.name, state, spec.full_shape, spec.offset, spec.shape, start, on_host)

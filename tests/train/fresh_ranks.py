@@ -30,12 +30,12 @@ def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callabl
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    def start_ranks(device: torch.device, timeout_s: float) -> Topology:
+    def start_ranks(device: torch.device, timeout_s: float, **sizes: int) -> Topology:
         store = dist.TCPStore("127.0.0.1", port)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
         )
-        return Topology.current()
+        return Topology.connect(**sizes, timeout_s=timeout_s)
 
     take = BatchPlan.take
 
