@@ -34,15 +34,30 @@ def build_model(
     if topology.tp.size == topology.pp.size == 1:
         return Transformer(config).to(device), {}
     model, shapes = outline(config, topology, stages)
-    placements = place_params(shapes, topology, sequence_parallel=sequence_parallel)
-    if config.tie_embeddings and stages and stages[0].rank != stages[-1].rank:
-        placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
+    placements = _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
         tp = make_collectives(topology.tp, 0, torch.uint8, device)
         divide_layers(model, Border(tp, sequence=sequence_parallel))
     model.to_empty(device=device)
     draw_weights(model, shapes, placements)
     return model, placements
+
+
+def outline_part(
+    config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+) -> tuple[Transformer, dict[str, Placement]]:
+    """`build_model` without memory: the model on the meta device, `topology` of any rank, connected or not."""
+    model, shapes = outline(config, topology, stages)
+    return model, _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+
+
+def _placements(
+    config: ModelConfig, shapes: Shapes, topology: Topology, stages: Sequence[StagePlan], *, sequence_parallel: bool
+) -> dict[str, Placement]:
+    placements = place_params(shapes, topology, sequence_parallel=sequence_parallel)
+    if config.tie_embeddings and stages and stages[0].rank != stages[-1].rank:
+        placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
+    return placements
 
 
 def outline(config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = ()) -> tuple[Transformer, Shapes]:

@@ -21,14 +21,14 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
     On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
     tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
     """
-    dp_size = engine.topology.dp.size
-    spare = 0
-    if engine.half_params.flat[0].is_cuda:  # pragma: CUDA only
-        plan = plan_memory(config, dp_size, "gpu")
+    topology, on_gpu, spare = engine.topology, engine.half_params.flat[0].is_cuda, 0
+    if on_gpu and topology.dp.size == topology.world.size:  # pragma: CUDA only
+        plan = plan_memory(config, topology.dp.size, "gpu")
         what, planned, measured = f"peak ({plan.peak_phase})", plan.peak, torch.cuda.max_memory_allocated()
     else:
-        held, host = held_memory(config, dp_size, "cpu")
-        what, planned, measured = "held between steps", sum(held.values()), _live_bytes()
+        held, host = held_memory(config, topology, "gpu" if on_gpu else "cpu")
+        what, planned = "held between steps", sum(held.values())
+        measured = torch.cuda.memory_allocated() if on_gpu else _live_bytes()
         spare = host["batches read ahead"]  # as many as there are by now
     off = measured - planned
     line = f"memory | {what}: planned {amount(planned)}, measured {amount(measured)} ({off / planned:+.1%})"

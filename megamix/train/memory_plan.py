@@ -16,7 +16,8 @@ from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory, pieces_by_shard
 from megamix.model.activations import Activations, Batch, Machine, Run, trace_activations
 from megamix.model.transformer import Transformer
-from megamix.train.build import build_optimizer, build_precision
+from megamix.parallel.build import outline_part
+from megamix.train.build import build_optimizer, build_precision, plan_pipeline
 
 INT64, FP32 = 8, 4
 # Batches that the loader has ready, and the one being read (data/loader.py).
@@ -62,7 +63,7 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
     Raises: ValueError if the global batch does not divide.
     """
     accumulation = grad_accum_steps(config, dp_size)
-    part = _plan_part(config, dp_size, machine)
+    part = _plan_part(config, Topology.place(0, dp_size=dp_size), machine)
     activations = trace_activations(
         partial(_build_part, config), _micro_batch(config), config.model.num_layers, part.facts.dtype, machine,
         compiled=config.model.compile,
@@ -83,9 +84,9 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
     )
 
 
-def held_memory(config: Config, dp_size: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """`held` and `host` of the plan alone, which take no look at forward and backward."""
-    part = _plan_part(config, dp_size, machine)
+def held_memory(config: Config, topology: Topology, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
+    """`held` and `host` of one rank of any mesh, which take no look at forward and backward."""
+    part = _plan_part(config, topology, machine)
     return _held(part), _host(config, part)
 
 
@@ -99,16 +100,18 @@ class _Part(NamedTuple):
     buffers: int
 
 
-def _plan_part(config: Config, dp_size: int, machine: Machine) -> _Part:
-    module = _build_part(config, config.model.num_layers)
+def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
+    plain = config.model.model_copy(update={"compile": False})
+    module, placements = outline_part(
+        plain, topology, plan_pipeline(config), sequence_parallel=config.parallelism.sequence_parallel
+    )
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    topology = Topology.place(0, dp_size=dp_size)
-    specs, _, axes, _ = describe_params(module, optimizer, topology, {})
+    specs, _, axes, _ = describe_params(module, optimizer, topology, placements)
     layout = build_layout(specs, [axis.size for axis in axes], config.parallelism.bucket_size)
     facts = EngineFacts(
         dtype=precision.dtype,
         grad_dtype=precision.own_grad_dtype,
-        sum_dtype=precision.sum_dtype(dp_size),
+        sum_dtype=precision.sum_dtype(topology.world.size),
         num_states=len(optimizer.state_names),
         num_updates=config.training.steps,
         on_gpu=machine == "gpu",

@@ -27,6 +27,10 @@ def plan_lines(config: Config, world: int | None, memory: str | None, device: st
     machine: Machine = "gpu" if device == "gpu" or (device is None and torch.cuda.is_available()) else "cpu"
     dp_size = world or config.parallelism.dp_size or 1
     problems = check_world_size(config, dp_size)
+    if config.parallelism.tp_size * config.parallelism.pp_size > 1:
+        problems.append(
+            "parallelism: tp_size and pp_size are not planned yet; write parallelism.tp_size=1 parallelism.pp_size=1"
+        )
     if not 1 <= dp_size <= MOST_RANKS:
         problems.append(f"--world: got {dp_size}, must be from 1 to {MOST_RANKS}; write --world 8")
     limit = _limit(memory, machine, problems)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
 from megamix.train import memory_check
@@ -24,13 +25,13 @@ def test_what_an_engine_holds_is_what_was_planned() -> None:
     engine = _engine()
     gc.collect()
     held = memory_check._live_bytes() - others
-    assert held == pytest.approx(sum(memory_check.held_memory(_config(), 1, "cpu")[0].values()), abs=SCALARS)
+    assert held == pytest.approx(sum(memory_check.held_memory(_config(), Topology(), "cpu")[0].values()), abs=SCALARS)
     assert memory_line(_config(), engine).startswith("memory | held between steps: planned 10.78 MiB, measured ")
 
 
 @pytest.mark.parametrize(("extra", "warns"), [(0.08, False), (-0.08, False), (0.12, True), (-0.12, True)])
 def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, extra: float, warns: bool) -> None:
-    planned = sum(memory_check.held_memory(_config(), 1, "cpu")[0].values())
+    planned = sum(memory_check.held_memory(_config(), Topology(), "cpu")[0].values())
     monkeypatch.setattr(memory_check, "_live_bytes", lambda: int(planned * (1 + extra)))
     line = memory_line(_config(), _engine())
     assert f"({extra:+.1%})" in line

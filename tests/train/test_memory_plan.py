@@ -83,7 +83,7 @@ def _measured(config: Config, dp_size: int) -> tuple[dict[str, int], dict[str, i
         "half gradients": engine.half_grads.flat,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for states in engine.master_shard.states for state in states],
-        "exchange scratch": [engine.collectives.scratch] if dp_size > 1 else [],
+        "exchange scratch": [engine.owners[0].scratch] if dp_size > 1 else [],
         "model buffers": [*model.buffers()],
     }
     return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()}, phases, live

@@ -18,7 +18,7 @@ from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import Observation, observe
 
 FAMILIES = {
-    "llama": {"num_kv_heads": 2},
+    "llama": {"num_kv_heads": 4},
     "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
 }
 UPDATES, OVERFLOW_AT = 2, 1
@@ -31,23 +31,32 @@ def make_config(
     dtype: str = "fp16",
     tied: bool = True,
     accumulation: int = 2,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
     loss_scale: float | None = None,
     **optimizer: object,
 ) -> Config:
-    """`loss_scale`: None for 2**10 in FP16, and none elsewhere."""
+    """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
+    for 2**10 in FP16, and none elsewhere.
+    """
+    place = parse_layout(layout + "sp" * sequence_parallel)
+    stages = place.size("pp")
+    if stages > 1:
+        accumulation = stages * min(accumulation, 2)
     tree = {
         "model": {
-            "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "tie_embeddings": tied,
+            "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": max(2, 2 * stages), "num_heads": 8,
+            "tie_embeddings": tied,
             **FAMILIES[family],
         },
         "data": {"train": "none"},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": loss_scale or (2.0**10 if dtype == "fp16" else "off")},
-        "parallelism": {"bucket_size": 4000},
+        "parallelism": {"bucket_size": 4000, "pp_schedule": schedule},
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},
     }  # fmt: skip
-    return parse_layout(layout).apply(config_from_dict(tree), accumulation)
+    return place.apply(config_from_dict(tree), accumulation)
 
 
 def observe_case(config: Config) -> Observation:
