@@ -108,7 +108,9 @@ def norm_counted_per_rank() -> Iterator[None]:
 def wrong_divisor() -> Iterator[None]:
     """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
     right = ShardedEngine.backward
-    with mock.patch.object(ShardedEngine, "backward", lambda self, loss: right(self, loss / self.grad_accum_steps)):
+    with mock.patch.object(
+        ShardedEngine, "backward", lambda self, loss, weight: right(self, loss / self.grad_accum_steps)
+    ):
         yield
 
 
@@ -129,7 +131,7 @@ def stale_gather() -> Iterator[None]:
 @contextmanager
 def scale_applied_twice() -> Iterator[None]:
     right = ShardedEngine.backward
-    twice = lambda self, loss: right(self, loss * self.loss_scale.loss_scale)  # noqa: E731
+    twice = lambda self, loss, weight: right(self, loss * self.loss_scale.loss_scale)  # noqa: E731
     with mock.patch.object(ShardedEngine, "backward", twice):
         yield
 

@@ -31,18 +31,22 @@ def test_data_parallel_ranks_pass(run_ranks, family: str, tied: bool, optimizer:
 
 
 @pytest.mark.parametrize(
-    ("bug", "check"),
+    ("layout", "bug", "check"),
     [
-        ("gradients_not_reduced", "gradient"),
-        ("norm_counted_per_rank", "norm"),
-        ("wrong_divisor", "gradient"),
-        ("stale_gather", "half copy"),
-        ("scale_applied_twice", "gradient"),
+        ("dp2", "gradients_not_reduced", "gradient"),
+        ("tp2sp", "gradients_not_reduced", "gradient"),  # of norms, which the ranks replicate
+        ("dp2", "norm_counted_per_rank", "norm"),
+        ("tp2", "norm_counted_per_rank", "norm"),
+        ("dp2", "wrong_divisor", "gradient"),
+        ("tp2", "wrong_divisor", "gradient"),
+        ("dp2", "stale_gather", "half copy"),
+        ("dp2", "scale_applied_twice", "gradient"),
+        ("tp2", "scale_applied_twice", "gradient"),
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_a_planted_bug_is_caught_and_named(run_ranks, bug: str, check: str, dtype: str) -> None:
-    config = make_config("dp2", dtype=dtype, loss_scale=4.0)
+def test_a_planted_bug_is_caught_and_named(run_ranks, layout: str, bug: str, check: str, dtype: str) -> None:
+    config = make_config(layout.removesuffix("sp"), dtype=dtype, loss_scale=4.0, sequence_parallel="sp" in layout)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, bug), None)
     assert verdict.first is not None
     assert (verdict.first.attempt, verdict.first.check) == (0, check)
