@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megamix.config import Config, ConfigError
+from megamix.config import Config, ConfigError, check_world_size
+from megamix.config.checks import check_config
 from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
 from megamix.verify.layouts import Layout, parse_layout
@@ -32,7 +33,7 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
 
     Raises: ConfigError for layouts that cannot be verified.
     """
-    layouts = _layouts(names)
+    layouts = _layouts(config, names)
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
     try:
@@ -59,19 +60,27 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
 
 def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
     """Run one layout on its ranks and judge it."""
-    here = layout.apply(config, ACCUMULATION)
+    here = _here(config, layout)
     ranks = pool.run(observe, (here, UPDATES, OVERFLOW_AT), DEADLINE_S)
     optimizer = build_optimizer(here.optimizer, [here.optimizer.lr])
     return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), OVERFLOW_AT)
 
 
-def _layouts(names: Sequence[str]) -> list[Layout]:
+def _here(config: Config, layout: Layout) -> Config:
+    return layout.apply(config, ACCUMULATION * layout.size("pp"))  # every schedule takes twice its stages
+
+
+def _layouts(config: Config, names: Sequence[str]) -> list[Layout]:
     problems, layouts = [], []
     for name in names:
         try:
             layouts.append(parse_layout(name))
         except ValueError as error:
             problems.append(str(error))
+        else:
+            here = _here(config, layouts[-1])
+            found = dict.fromkeys([*check_config(here), *check_world_size(here, layouts[-1].world_size)])
+            problems += [f"{name}: {problem}" for problem in found]
     if problems:
         raise ConfigError(problems, "verify")
     return layouts

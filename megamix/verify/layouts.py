@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megamix.config import Config, ParallelismConfig
+from megamix.config import Config
 
 _AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
 
@@ -30,27 +30,23 @@ class Layout:
         """The same training on this layout: `accumulation` micro-batches a step for each data-parallel rank."""
         settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
         settings["sequence_parallel"] = self.sequence_parallel
-        known = {key: value for key, value in settings.items() if key in ParallelismConfig.model_fields}
         batch = config.training.micro_batch_size * self.size("dp") * accumulation
         return config.model_copy(
             update={
-                "parallelism": config.parallelism.model_copy(update=known),
+                "parallelism": config.parallelism.model_copy(update=settings),
                 "training": config.training.model_copy(update={"global_batch_size": batch}),
             }
         )
 
 
 def parse_layout(name: str) -> Layout:
-    """Raises: ValueError for a name that is none, or an axis that cannot be cut yet."""
+    """Raises: ValueError for a name that is none."""
     if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", name):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
     sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", name))
     if len({axis for axis, _ in sizes}) < len(sizes):
         raise ValueError(f"--layouts: got {name}, which names an axis twice; write each one once")
     layout = Layout(name, sizes, name.endswith("sp"))
-    for axis, size in sizes:
-        if size > 1 and _AXES[axis] not in ParallelismConfig.model_fields:
-            raise ValueError(f"--layouts: got {name}, but there is no parallelism.{_AXES[axis]} yet; write dp2 or dp4")
     if layout.sequence_parallel and layout.size("tp") == 1:
         raise ValueError(f"--layouts: got {name}, but sequence parallel needs tp; write {name[:-2]}tp2sp")
     return layout

@@ -37,7 +37,8 @@ def test_a_difference_is_named_and_is_exit_status_1(
 
 
 def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0"]) == 2
+    assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
     said = capsys.readouterr().err
+    assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
     assert "got xp4" in said
     assert "got dp0" in said
