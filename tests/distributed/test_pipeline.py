@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.load import load, read_together
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
@@ -220,6 +226,42 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
         Case(schedule="interleaved_1f1b", tied=True),
     ]
     assert run_ranks(_on_a_full_mesh, 8, cases) == [[]] * 8
+
+
+# Checkpoints.
+
+
+def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
+    """What the target has not taken over bit for bit, of what this rank trains in both."""
+    together = Together(source.collectives, torch.device("cpu"))
+    checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
+    load(checkpoint, target, together)
+    target.param_gather.wait_all()
+    one, other = state_of(source), state_of(target)
+    common = one.keys() & other.keys()
+    equal = all(torch.equal(a, b) for name in common for a, b in zip(one[name], other[name], strict=True))
+    return [] if equal and common else [f"{len(common)} parameters, equal: {equal}"]
+
+
+def _moves(folder: Path) -> list[str]:
+    """From a pipeline to data-parallel ranks, a step there, and on to a pipeline of another schedule."""
+    case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
+    first, pipeline = make_pipeline(case, topology)
+    for step in range(2):
+        pipeline.backward(micro_batches(case, step, 0))
+        first.step()
+    torch.manual_seed(6)
+    second = make_engine(case, Transformer(case.config()), Topology.current())
+    wrong = _move(first, second, folder / "first")
+    OneByOne(second).backward(micro_batches(case, 3, topology.pp.rank))
+    second.step()
+    torch.manual_seed(7)
+    third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
+    return wrong + _move(second, third, folder / "second")
+
+
+def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path) -> None:
+    assert run_ranks(_moves, 2, tmp_path) == [[], []]
 
 
 # Overflow on any stage.
