@@ -205,6 +205,18 @@ class GlooCollectives(_ManyRanks):
         return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
 
 
+class ShapesAlone(Collectives):
+    """Of an axis that is not connected: the tensors that its ranks would have, with nothing of the others in them. For
+    memory planned without ranks.
+    """
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        out = parts.new_empty(parts.shape[1])
+        if not parts.is_meta:  # as Gloo; NCCL sums in its own buffers, and tensors that stand for a GPU's are of "meta"
+            sum_in_rank_order(torch.empty_like(parts), out)
+        return out
+
+
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
 

@@ -77,12 +77,12 @@ class ShardedEngine:
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
         self.master_shard = MasterShard(self.layout, self.owners, len(optimizer.state_names), device)
-        for bucket, flat in enumerate(self.half_params.flat):
+        for bucket, own in enumerate(self.owners):
             full = self.half_params.full_precision(bucket)
-            self.owners[bucket].broadcast(full)
+            own.broadcast(full)
             self.master_shard.take(bucket, full)
-            flat.copy_(full)
-            self.half_params.install(bucket)
+            self.half_params.install(full)
+            del full  # before the next one comes
         trained = [self.half_params.params[spec.name] for spec in specs]
         for tensor in cast_frozen(model, trained, precision.dtype):
             by_axis[0].broadcast(tensor)

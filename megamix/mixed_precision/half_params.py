@@ -81,13 +81,14 @@ def _all_stages(specs: Sequence[ParamSpec], pp: Axis) -> list[ParamSpec]:
 class HalfParams:
     """Owns the flat buffers and sees to it that the module keeps computing with them.
 
-    `flat[k]`: half (padded_numel,) of bucket k; its padding is zero.
+    `flat[k]`: half (padded_numel,) of bucket k; its padding is zero. Each comes with `install`, when the module's own
+    weights of the bucket go: with all of them at once a model would need 1.5 times the memory of its FP32 weights.
     """
 
     def __init__(self, model: nn.Module, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
-        self.layout, self.dtype = layout, dtype
+        self.layout, self.dtype, self._device = layout, dtype, device
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        self.flat = [torch.zeros(bucket.padded_numel, dtype=dtype, device=device) for bucket in layout.buckets]
+        self.flat: list[Tensor] = []
         self._owners = {
             slot.spec.name: _owner(model, slot.spec.name) for bucket in layout.buckets for slot in bucket.slots
         }
@@ -97,23 +98,26 @@ class HalfParams:
         """One bucket's parameters (or this rank's blocks of full `values` by name) in FP32, flat and padded: FP32
         (padded_numel,).
         """
-        full = torch.zeros(self.flat[bucket].numel(), dtype=torch.float32, device=self.flat[bucket].device)
+        full = torch.zeros(self.layout.buckets[bucket].padded_numel, dtype=torch.float32, device=self._device)
         for slot in self.layout.buckets[bucket].slots:
             spec = slot.spec
             value = self.params[spec.name] if values is None else values[spec.name][spec.block]
             full[slot.start : slot.end].copy_(value.detach().reshape(-1))
         return full
 
-    def install(self, bucket: int) -> None:
-        """Let the module's Parameters of one bucket be views into its flat buffer.
+    def install(self, full: Tensor) -> None:
+        """Let the module's Parameters of the next bucket be views into its flat buffer, which takes these values in
+        half. Shapes: full FP32 (padded_numel,).
 
         `param.data = view` and not `nn.Parameter(view)`: the view then has its own version counter, so that a gather
         which lands in the buffer during forward does not make backward refuse its saved tensors, and the user's
         references stay good.
         """
+        bucket, flat = len(self.flat), full.to(self.dtype)
+        self.flat.append(flat)
         for slot in self.layout.buckets[bucket].slots:
             param = self.params[slot.spec.name]
-            param.data = self.flat[bucket][slot.start : slot.end].view(slot.spec.shape)
+            param.data = flat[slot.start : slot.end].view(slot.spec.shape)
             owner, attribute = self._owners[slot.spec.name]
             self._installed.append(
                 _Installed(owner, attribute, param, param.data_ptr(), param._version, slot.spec.name)

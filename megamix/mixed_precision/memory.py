@@ -44,7 +44,10 @@ class EngineMemory:
     exchange: int  # where the other ranks' parts of a bucket arrive
     tables: int  # borders of the pieces, learning rates
 
-    fp32_bucket: int  # the values of the largest bucket, when the engine is built and when full weights are asked for
+    # When the engine is built: masters and states, the half parameters that are there by then, those of the model's own
+    # FP32 weights that have not gone yet, and one bucket's values in FP32.
+    filling: int
+    fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
     trial: int  # of the compiler, when the engine is built
     reduce: int
     statistics: int
@@ -74,6 +77,7 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
         optimizer_states=owned * _FP32 * facts.num_states,
         exchange=sum(scratch.values()) * grad,
         tables=_INT64 * borders + _FP32 * facts.num_updates,
+        filling=owned * _FP32 * (1 + facts.num_states) + _filling(layout, facts.dtype),
         fp32_bucket=_FP32 * layout.largest_bucket,
         trial=0 if by_torch else trial,
         reduce=_FP32 * min(_SUM_CHUNK, largest_shard) if rounds else 0,
@@ -81,6 +85,18 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
         statistics=rows + by_torch * copies * _FP32 * min(grad_stats._CHUNK, largest_shard),
         update=by_torch * _FP32 * min(fused_update._CHUNK, largest_shard),
     )
+
+
+def _filling(layout: FlatLayout, dtype: torch.dtype) -> int:
+    waiting = _FP32 * sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
+    most = filled = 0
+    for bucket in layout.buckets:
+        # FP32 parameters take the bucket's values over as they are.
+        half = bucket.padded_numel * (dtype.itemsize if dtype != torch.float32 else 0)
+        most = max(most, filled + waiting + _FP32 * bucket.padded_numel + half)
+        filled += bucket.padded_numel * dtype.itemsize
+        waiting -= _FP32 * sum(slot.spec.numel for slot in bucket.slots)
+    return most
 
 
 def pieces_by_shard(layout: FlatLayout) -> list[int]:

@@ -73,10 +73,10 @@ class _Trace:
 def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _Trace:
     device = torch.device("cpu" if machine == "cpu" else "meta")
     found = _Trace()
-    with _without_memory(machine):
-        _place(part, dtype, device)
+    with without_memory(machine):
+        place(part, dtype, device)
         if machine == "gpu":
-            _use_gpu_kernels(part, compiled)
+            use_gpu_kernels(part, compiled)
         with LiveStorage(counts_meta=True) as tracker:
             held = [*part.parameters(), *part.buffers()]
             for tensor in held:
@@ -97,7 +97,7 @@ def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, comp
             peak()
             handle = part.get_submodule("blocks.0").register_forward_pre_hook(watch)
             for param in part.parameters():
-                param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
             loss, batch = run(part, device)
             handle.remove()
             found.kept, found.forward = tracker.live_bytes - base, peak()
@@ -107,7 +107,7 @@ def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, comp
     return found
 
 
-def _without_memory(machine: Machine) -> contextlib.AbstractContextManager[object]:
+def without_memory(machine: Machine) -> contextlib.AbstractContextManager[object]:
     """On a CPU as fake tensors, which say that they lie there, as the model's own operations ask; meta tensors count
     as a GPU's.
     """
@@ -118,11 +118,12 @@ def _without_memory(machine: Machine) -> contextlib.AbstractContextManager[objec
     return FakeTensorMode()
 
 
-def _drop_grad(param: Tensor) -> None:
-    param.grad = None  # as the engine does, once it has copied or added the gradient into its flat buffer
+def drop_grad(param: Tensor) -> None:
+    """As the engine does, once it has copied or added the gradient into its flat buffer."""
+    param.grad = None
 
 
-def _place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a module of the meta device parameters in half on `device`; shared ones stay shared."""
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in part.modules():
@@ -136,9 +137,10 @@ def _place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _use_gpu_kernels(part: nn.Module, compiled: bool) -> None:
+def use_gpu_kernels(part: nn.Module, compiled: bool) -> None:
+    """Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those."""
     for module in part.modules():
-        if isinstance(getattr(module, "ops", None), Ops):
+        if type(getattr(module, "ops", None)) is Ops:
             module.ops = CompiledGpuShapes() if compiled else GpuShapes()  # type: ignore[assignment]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megamix.comm.collectives import make_collectives
+from megamix.comm.collectives import ShapesAlone, make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.settings import Placement
@@ -49,6 +49,14 @@ def outline_part(
     """`build_model` without memory: the model on the meta device, `topology` of any rank, connected or not."""
     model, shapes = outline(config, topology, stages)
     return model, _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+
+
+def outline_ops(config: ModelConfig, topology: Topology, *, sequence_parallel: bool) -> Transformer:
+    """All blocks as a tensor-parallel rank computes them, on the meta device; nothing needs to be connected."""
+    model, _ = outline(config, topology)
+    if topology.tp.size > 1:
+        divide_layers(model, Border(ShapesAlone(topology.tp), sequence=sequence_parallel))
+    return model
 
 
 def _placements(

@@ -85,7 +85,7 @@ class Pipeline:
     ) -> None:
         # torch cuts them apart again. Every rank has them all; those in the middle use positions alone.
         tokens, targets, positions, _ = joined(batches)
-        self._weights = (batch.weight for batch in batches)
+        self._weights = iter([batch.weight for batch in batches])
         more |= {} if positions is None else {"positions": positions}
         more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds, dtype=torch.uint64)}
         call(tokens, target=targets, targets=targets, return_outputs=False, **more)

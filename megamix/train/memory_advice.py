@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megamix.config import Config, check_world_size
+from megamix.config.checks import check_config
 from megamix.train.memory_plan import MemoryPlan, plan_memory
 
 MOST_RANKS = 16384
+MOST_TP = 8  # more would cross machines of 8 GPUs in every layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,12 @@ def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
         (f'model.recompute = "full" and {words}', changed, size)
         for words, changed, size in _micro_batches(full, plan.dp_size)
     )
+    tp_size, pp_size = plan.tp_size, plan.pp_size
+    larger_tp = [tp_size * 2**doublings for doublings in range(1, 4) if tp_size * 2**doublings <= MOST_TP]
+    larger_pp = [pp_size * 2**doublings for doublings in range(1, 5)]
+    yield _meshes(config, plan, [(size, pp_size) for size in larger_tp])
+    yield _meshes(config, plan, [(tp_size, size) for size in larger_pp])
+    yield _meshes(config, plan, [(larger_tp[-1], size) for size in larger_pp if larger_tp])
 
 
 def _recompute(config: Config, dp_size: int) -> Changes:
@@ -59,17 +67,36 @@ def _micro_batches(config: Config, dp_size: int) -> Changes:
     size = config.training.micro_batch_size
     for smaller in (size // 2**halvings for halvings in range(1, size.bit_length())):
         changed = _with(config, "training", micro_batch_size=smaller)
-        if not check_world_size(changed, dp_size):
+        if _can_be(changed, dp_size):
             yield f"training.micro_batch_size = {smaller}", changed, dp_size
 
 
 def _ranks(config: Config, dp_size: int) -> Changes:
+    section = config.parallelism
     more = dp_size * 2
-    while more <= MOST_RANKS:
+    while more * section.tp_size * section.pp_size <= MOST_RANKS:
         changed = _with(config, "parallelism", dp_size=more)
-        if not check_world_size(changed, more):
+        if _can_be(changed, more):
             yield f"{more} data-parallel ranks", changed, more
         more *= 2
+
+
+def _meshes(config: Config, plan: MemoryPlan, sizes: list[tuple[int, int]]) -> Changes:
+    """The same ranks, with these for `tp_size` and `pp_size`."""
+    world = plan.dp_size * plan.tp_size * plan.pp_size
+    for tp_size, pp_size in sizes:
+        dp_size = world // (tp_size * pp_size)
+        changed = _with(config, "parallelism", dp_size=dp_size, tp_size=tp_size, pp_size=pp_size)
+        if dp_size * tp_size * pp_size == world and _can_be(changed, dp_size):
+            words = [f"tp_size = {tp_size}"] * (tp_size != plan.tp_size) + [f"pp_size = {pp_size}"] * (
+                pp_size != plan.pp_size
+            )
+            yield f"parallelism.{' and '.join(words)} on the same ranks", changed, dp_size
+
+
+def _can_be(config: Config, dp_size: int) -> bool:
+    world = dp_size * config.parallelism.tp_size * config.parallelism.pp_size
+    return not check_config(config) and not check_world_size(config, world)
 
 
 def _with(config: Config, section: str, **values: object) -> Config:

@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megamix.comm.topology import Topology
-from megamix.config import Config, grad_accum_steps
-from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
+from megamix.config import Config, ModelConfig, grad_accum_steps
+from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
-from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory, pieces_by_shard
+from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory
 from megamix.model.activations import Activations, Batch, Machine, Run, trace_activations
 from megamix.model.transformer import Transformer
-from megamix.parallel.build import outline_part
+from megamix.parallel.build import outline_ops, outline_part
+from megamix.parallel.stage_memory import (
+    PipelineFacts,
+    evaluation_buffers,
+    held_buffers,
+    pipeline_activations,
+    trace_stages,
+)
+from megamix.parallel.stages import StagePlan
 from megamix.train.build import build_optimizer, build_precision, plan_pipeline
 
 INT64, FP32 = 8, 4
 # Batches that the loader has ready, and the one being read (data/loader.py).
 LOADED_BATCHES = 5
+PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # not there when a job is built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes of the rank that needs the most: of its device, and of its host beside it.
 
+    Ranks of one pipeline stage hold alike, but for some bytes of tables; those of the one with the most are planned.
     Peaks are of tensors. What libraries take for themselves (a GPU's context, cuBLAS, NCCL; the interpreter) and
     what an allocator cannot use come on top.
     """
 
     machine: Machine
     dp_size: int
-    rank: int  # the one that needs the most
+    tp_size: int
+    pp_size: int
+    pp_rank: int  # the one that needs the most
     micro_batch_size: int
     grad_accum_steps: int
     parameters: int  # elements that this rank trains, without padding
@@ -58,26 +69,37 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
-    """Of the job that `config` describes on `dp_size` ranks.
+    """Of the job that `config` describes on `dp_size` ranks for each part of the model.
 
     Raises: ValueError if the global batch does not divide.
     """
-    accumulation = grad_accum_steps(config, dp_size)
-    part = _plan_part(config, Topology.place(0, dp_size=dp_size), machine)
-    activations = trace_activations(
-        partial(_build_part, config), _micro_batch(config), config.model.num_layers, part.facts.dtype, machine,
-        compiled=config.model.compile,
-    )  # fmt: skip
-    pieces = pieces_by_shard(part.layout)
+    return max(plan_ranks(config, dp_size, machine), key=lambda plan: plan.peak)
+
+
+def plan_ranks(config: Config, dp_size: int, machine: Machine) -> list[MemoryPlan]:
+    """Of each rank of the pipeline."""
+    return [_plan_rank(config, dp_size, pp_rank, machine) for pp_rank in range(config.parallelism.pp_size)]
+
+
+def _plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
+    section = config.parallelism
+    first = pp_rank * dp_size * section.tp_size
+    topology = Topology.place(first, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
+    part = _plan_part(config, topology, machine)
+    activations = _trace(config, part, topology, machine)
+    if part.pipeline is not None and config.data.valid is not None:
+        part.held[EVALUATION] = evaluation_buffers(part.stages, pp_rank, part.pipeline)
     return MemoryPlan(
         machine=machine,
         dp_size=dp_size,
-        rank=pieces.index(max(pieces)),
+        tp_size=section.tp_size,
+        pp_size=section.pp_size,
+        pp_rank=pp_rank,
         micro_batch_size=config.training.micro_batch_size,
-        grad_accum_steps=accumulation,
+        grad_accum_steps=grad_accum_steps(config, dp_size),
         parameters=part.weights // FP32,
-        buckets=len(part.layout.buckets),
-        held=_held(part),
+        buckets=part.buckets,
+        held=part.held,
         in_step=_in_step(activations),
         phases=_phases(part, activations),
         host=_host(config, part),
@@ -85,25 +107,27 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 
 
 def held_memory(config: Config, topology: Topology, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """`held` and `host` of one rank of any mesh, which take no look at forward and backward."""
+    """`held` and `host` of one rank of any mesh, which take no look at forward and backward; before an evaluation."""
     part = _plan_part(config, topology, machine)
-    return _held(part), _host(config, part)
+    return part.held, _host(config, part)
 
 
 class _Part(NamedTuple):
     """A rank's part of the model, and the engine that will train it."""
 
-    layout: FlatLayout
     facts: EngineFacts
     engine: EngineMemory
+    buckets: int
     weights: int  # bytes in FP32, without padding
-    buffers: int
+    held: dict[str, int]
+    stages: list[StagePlan]  # of all ranks
+    pipeline: PipelineFacts | None
 
 
 def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
-    plain = config.model.model_copy(update={"compile": False})
+    stages = plan_pipeline(config)
     module, placements = outline_part(
-        plain, topology, plan_pipeline(config), sequence_parallel=config.parallelism.sequence_parallel
+        _plain(config), topology, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
     specs, _, axes, _ = describe_params(module, optimizer, topology, placements)
@@ -117,14 +141,54 @@ def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
         on_gpu=machine == "gpu",
         compiled=config.optimizer.compile,
     )
-    weights, buffers = FP32 * sum(spec.numel for spec in specs), sum(buffer.nbytes for buffer in module.buffers())
-    return _Part(layout, facts, engine_memory(layout, facts), weights, buffers)
+    engine = engine_memory(layout, facts)
+    held = {
+        "half parameters": engine.half_params,
+        "half gradients": engine.half_grads,
+        "FP32 masters": engine.master,
+        "optimizer states": engine.optimizer_states,
+        "exchange scratch": engine.exchange,
+        "model buffers": sum(buffer.nbytes for buffer in module.buffers()),
+        "tables": engine.tables,
+    }
+    pipeline = _pipeline_facts(config, topology, facts.dtype, machine) if stages else None
+    if pipeline is not None:
+        held[PIPELINE] = held_buffers(stages, topology.pp.rank, pipeline)
+    weights = FP32 * sum(spec.numel for spec in specs)
+    return _Part(facts, engine, len(layout.buckets), weights, held, stages, pipeline)
 
 
-def _build_part(config: Config, num_layers: int) -> nn.Module:
-    """A rank's part of the model with some of its blocks, on the meta device."""
-    with torch.device("meta"):
-        return Transformer(config.model.model_copy(update={"num_layers": num_layers, "compile": False}))
+def _pipeline_facts(config: Config, topology: Topology, dtype: torch.dtype, machine: Machine) -> PipelineFacts:
+    section, batch = config.parallelism, (config.training.micro_batch_size, config.model.seq_len)
+    parts = section.tp_size if section.sequence_parallel else 1
+    return PipelineFacts(
+        schedule=section.pp_schedule,
+        micro_batches=grad_accum_steps(config, topology.dp.size),
+        batch=batch,
+        hidden=(batch[0], batch[1] // parts, config.model.hidden_size),
+        dtype=dtype,
+        machine=machine,
+        compiled=config.model.compile,
+    )
+
+
+def _plain(config: Config) -> ModelConfig:
+    return config.model.model_copy(update={"compile": False})
+
+
+def _trace(config: Config, part: _Part, topology: Topology, machine: Machine) -> Activations:
+    tp = Topology.place(topology.tp.rank, tp_size=topology.tp.size)
+
+    def build(num_layers: int) -> Transformer:
+        model = _plain(config).model_copy(update={"num_layers": num_layers})
+        return outline_ops(model, tp, sequence_parallel=config.parallelism.sequence_parallel)
+
+    if part.pipeline is not None:
+        traced = trace_stages(build, part.stages, topology.pp.rank, part.pipeline)
+        return pipeline_activations(part.stages, topology.pp.rank, part.pipeline, traced)
+    return trace_activations(
+        build, _micro_batch(config), config.model.num_layers, part.facts.dtype, machine, compiled=config.model.compile
+    )
 
 
 def _micro_batch(config: Config) -> Run:
@@ -135,19 +199,6 @@ def _micro_batch(config: Config) -> Run:
         return part(*batch), batch
 
     return run
-
-
-def _held(part: _Part) -> dict[str, int]:
-    engine = part.engine
-    return {
-        "half parameters": engine.half_params,
-        "half gradients": engine.half_grads,
-        "FP32 masters": engine.master,
-        "optimizer states": engine.optimizer_states,
-        "exchange scratch": engine.exchange,
-        "model buffers": part.buffers,
-        "tables": engine.tables,
-    }
 
 
 def _in_step(activations: Activations) -> dict[str, int]:
@@ -162,11 +213,11 @@ def _in_step(activations: Activations) -> dict[str, int]:
 
 def _phases(part: _Part, activations: Activations) -> dict[str, int]:
     engine = part.engine
-    held = sum(_held(part).values())
-    # While buckets are filled the module's own FP32 weights are still there, and gradients not yet.
-    filling = held - engine.half_grads - engine.tables + part.weights + engine.fp32_bucket
+    held = sum(part.held.values())
+    later = sum(size for name, size in part.held.items() if name in LATER)
+    filling = engine.filling + engine.exchange + part.held["model buffers"]
     return {
-        "build": max(filling, held + engine.trial),
+        "build": max(filling, held - later + engine.trial),
         "forward": held + activations.forward,
         "backward": held + max(activations.backward, activations.backward_end, engine.reduce),
         "statistics": held + max(engine.statistics, engine.reduce),

@@ -25,18 +25,16 @@ def plan_lines(config: Config, world: int | None, memory: str | None, device: st
     Raises: ConfigError for what cannot be planned.
     """
     machine: Machine = "gpu" if device == "gpu" or (device is None and torch.cuda.is_available()) else "cpu"
-    dp_size = world or config.parallelism.dp_size or 1
-    problems = check_world_size(config, dp_size)
-    if config.parallelism.tp_size * config.parallelism.pp_size > 1:
-        problems.append(
-            "parallelism: tp_size and pp_size are not planned yet; write parallelism.tp_size=1 parallelism.pp_size=1"
-        )
-    if not 1 <= dp_size <= MOST_RANKS:
-        problems.append(f"--world: got {dp_size}, must be from 1 to {MOST_RANKS}; write --world 8")
+    section = config.parallelism
+    parts = section.tp_size * section.pp_size
+    world = world or (section.dp_size or 1) * parts
+    problems = check_world_size(config, world)
+    if not 1 <= world <= MOST_RANKS:
+        problems.append(f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}")
     limit = _limit(memory, machine, problems)
     if problems:
         raise ConfigError(problems, "plan")
-    plan = plan_memory(config, dp_size, machine)
+    plan = plan_memory(config, world // parts, machine)
     advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
     if as_json:
         return [json.dumps(_record(plan, limit, advice), indent=2)]
@@ -66,9 +64,17 @@ def _record(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> dict[s
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
     kind = "a GPU" if plan.machine == "gpu" else "a CPU"
+    sizes, of_stage = f"{plan.dp_size} rank(s)", ""
+    if plan.tp_size * plan.pp_size > 1:
+        sizes = (
+            f"{plan.dp_size * plan.tp_size * plan.pp_size} rank(s) "
+            f"(pp {plan.pp_size} x dp {plan.dp_size} x tp {plan.tp_size})"
+        )
+    if plan.pp_size > 1:
+        of_stage = f"; those of pp rank {plan.pp_rank}, which need the most"
     yield (
-        f"{plan.dp_size} rank(s), each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
-        f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}; rank {plan.rank} holds most"
+        f"{sizes}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
+        f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"
     )
     yield from _rows("held between steps", plan.held, plan.resident)
     yield from _rows("beside it in forward and backward", plan.in_step, sum(plan.in_step.values()))
@@ -109,6 +115,6 @@ def _what_else(plan: MemoryPlan, limit: int) -> str:
     if whole > limit:
         return (
             f"half parameters and gradients, {amount(whole)}, are on every data-parallel rank; the model must be cut "
-            "(tensor or pipeline parallel) or smaller"
+            "into more parts (parallelism.tp_size, pp_size, and ranks for them) or be smaller"
         )
     return "a smaller model, or a shorter model.seq_len"

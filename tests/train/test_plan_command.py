@@ -45,10 +45,24 @@ def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     assert plan_lines(changed, 8, "1.5GiB", "gpu", False)[-1].startswith("fits: ")
 
 
-def test_a_model_too_large_for_any_data_parallel_rank_is_called_so() -> None:
+def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits() -> None:
+    path, world = CONFIGS / "llama3.1-70b.toml", 1024
+    lines = plan_lines(load_config(path), world, "80GiB", "gpu", False)
+    cut = [line.strip().split(" on the same ranks: ") for line in lines if "on the same ranks" in line]
+    assert [words for words, verdict in cut if ", fits, " in verdict] == [
+        "parallelism.tp_size = 4", "parallelism.pp_size = 8", "parallelism.tp_size = 8 and pp_size = 2",
+    ]  # fmt: skip
+    overrides = ["parallelism.tp_size=8", "parallelism.pp_size=2"]
+    cut_lines = plan_lines(load_config(path, overrides), world, "80GiB", "gpu", False)
+    assert cut_lines[0].startswith("1024 rank(s) (pp 2 x dp 64 x tp 8), each on a GPU: ")
+    assert cut_lines[0].endswith("which need the most")
+    assert cut_lines[-1].startswith("fits: ")
+
+
+def test_where_no_change_is_enough_that_is_said() -> None:
     config = load_config(CONFIGS / "llama3.1-70b.toml")
-    last = plan_lines(config, 1024, "80GiB", "gpu", False)[-1]
-    assert "the model must be cut" in last
+    last = plan_lines(config, 1, "80GiB", "gpu", False)[-1]
+    assert "the model must be cut into more parts" in last
 
 
 def test_sixteen_thousand_ranks_need_no_ranks() -> None:
