@@ -8,12 +8,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.half_grads import Accumulation
 from megamix.mixed_precision.param_gather import ParamGather
+from megamix.parallel import build
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import Observation, observe
 
@@ -105,13 +108,24 @@ def norm_counted_per_rank() -> Iterator[None]:
 
 
 @contextmanager
-def wrong_divisor() -> Iterator[None]:
-    """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
-    right = ShardedEngine.backward
-    with mock.patch.object(
-        ShardedEngine, "backward", lambda self, loss, weight: right(self, loss / self.grad_accum_steps)
-    ):
+def _loss_times(factor: Callable[[Accumulation], Tensor | float]) -> Iterator[None]:
+    """Of what the plain loop and a pipeline's last stage back-propagate."""
+    right = Accumulation.scaled
+
+    def scaled(self, loss, weight, *, counts):
+        return right(self, loss, weight, counts=counts) * factor(self)
+
+    with mock.patch.object(Accumulation, "scaled", scaled):
         yield
+
+
+def wrong_divisor() -> object:
+    """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
+    return _loss_times(lambda accumulation: 1 / accumulation._steps)
+
+
+def scale_applied_twice() -> object:
+    return _loss_times(lambda accumulation: accumulation.scale_used)
 
 
 @contextmanager
@@ -120,23 +134,27 @@ def stale_gather() -> Iterator[None]:
     right = ParamGather.launch
 
     def launch(self, bucket: int) -> None:
-        if bucket == 0:
-            return
-        right(self, bucket)
+        shared = [index for index, own in enumerate(self._owners) if own.axis.size > 1]
+        if bucket != shared[0]:
+            right(self, bucket)
 
     with mock.patch.object(ParamGather, "launch", launch):
         yield
 
 
-@contextmanager
-def scale_applied_twice() -> Iterator[None]:
-    right = ShardedEngine.backward
-    twice = lambda self, loss, weight: right(self, loss * self.loss_scale.loss_scale)  # noqa: E731
-    with mock.patch.object(ShardedEngine, "backward", twice):
-        yield
+def tied_table_not_summed() -> object:
+    """Each end of a pipeline trains its own copy of the table."""
+    return mock.patch.object(build, "replace", lambda placement, owners: placement)
 
 
 BUGS: dict[str, Callable[[], object]] = {
     bug.__name__: bug
-    for bug in (gradients_not_reduced, norm_counted_per_rank, wrong_divisor, stale_gather, scale_applied_twice)
+    for bug in (
+        gradients_not_reduced,
+        norm_counted_per_rank,
+        wrong_divisor,
+        stale_gather,
+        scale_applied_twice,
+        tied_table_not_summed,
+    )
 }

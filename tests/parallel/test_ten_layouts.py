@@ -1,0 +1,163 @@
+"""Over every kind of mesh: what one rank's overflow leaves untouched on all, and checkpoints that any layout takes from
+any other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
+from megamix.comm.collectives import make_collectives
+from megamix.comm.topology import Topology
+from megamix.config import Config, grad_accum_steps
+from megamix.data.loader import Batch
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.replicas import check_replicas
+from megamix.parallel.build import build_model
+from megamix.parallel.passes import MicroBatch, Passes
+from megamix.train.build import build_engine, build_passes, plan_pipeline
+from megamix.verify.layouts import parse_layout
+from megamix.verify.observe import batches
+from tests.conftest import FULL
+from tests.parallel.layouts import Owned, assemble, states
+from tests.verify.jobs import make_config
+from tests.verify.test_layouts import LAYOUTS
+
+SAMPLE = ("dp2", "tp2", "pp2", "dp2tp2")
+# (saved by, loaded by): every axis left and taken up.
+TRAINED_ON = [
+    ("dp2", "tp2"), ("tp2", "pp2"), ("pp2", "dp2tp2"), ("dp2tp2", "dp2"), ("pp4", "dp2tp2pp2"), ("dp2tp2pp2", "tp4"),
+]  # fmt: skip
+MICRO_BATCHES = 8  # of a step, over all data-parallel ranks
+
+
+def _config(layout: str) -> Config:
+    """The same model and global batch for all."""
+    place = parse_layout(layout)
+    config = make_config("pp2", dtype="fp32", sequence_parallel=False)  # four blocks, a tied table
+    return place.apply(config, MICRO_BATCHES // place.size("dp"))
+
+
+def _build(config: Config) -> Passes:
+    section, stages, cpu = config.parallelism, plan_pipeline(config), torch.device("cpu")
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    torch.manual_seed(0)
+    model, placements = build_model(config.model, topology, cpu, stages, sequence_parallel=section.sequence_parallel)
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    return build_passes(config, engine, model, stages)
+
+
+def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
+    """(loss, whether it was skipped)."""
+    mine = batches(config, number, passes.engine.topology.dp.rank)
+    passes.backward(MicroBatch(Batch(tokens, targets, None, targets.numel())) for tokens, targets in mine)
+    result = passes.engine.step()
+    return float(result.loss), bool(result.found_inf)
+
+
+# An overflow on any rank.
+
+
+def _overflows(config: Config) -> list[str]:
+    """What went wrong with steps in which one rank after the other has an inf in one gradient."""
+    passes = _build(config)
+    engine = passes.engine
+    rank, wrong = engine.topology.world.rank, []
+    _step(config, passes, 0)
+    before, half = states(engine), [flat.clone() for flat in engine.half_params.flat]
+    params = [*engine.half_params.params.values()]
+    for victim in range(engine.topology.world.size):
+        inf = lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf)  # noqa: E731
+        handle = params[(3 * victim + 1) % len(params)].register_hook(inf) if rank == victim else None
+        _, skipped = _step(config, passes, 1)
+        if handle is not None:
+            handle.remove()
+        engine.param_gather.wait_all()
+        same = all(
+            torch.equal(one.values, other.values)
+            for kind, owned in states(engine).items()
+            for one, other in zip(before[kind], owned, strict=True)
+        ) and all(torch.equal(one, other) for one, other in zip(half, engine.half_params.flat, strict=True))
+        if not (skipped and same and int(engine.skipped_steps) == victim + 1 and int(engine.applied_updates) == 1):
+            wrong.append(f"rank {victim} overflows, rank {rank}: skipped {skipped}, unchanged {same}")
+    if _step(config, passes, 1)[1]:
+        wrong.append("the step after")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"] if FULL else ["fp16"])
+@pytest.mark.parametrize("sequence_parallel", [True, False] if FULL else [True])
+def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dtype: str, sequence_parallel) -> None:
+    config = make_config("dp2tp2pp2", dtype=dtype, sequence_parallel=sequence_parallel, accumulation=1)
+    assert run_ranks(_overflows, 8, config) == [[]] * 8
+
+
+# Checkpoints.
+
+
+class Loaded(NamedTuple):
+    """What one rank has of one checkpoint."""
+
+    states: dict[str, list[Owned]]
+    loss: float | None  # of the step that goes on from it, where one does
+
+
+def _together(engine: ShardedEngine) -> Together:
+    cpu = torch.device("cpu")
+    return Together(make_collectives(engine.topology.world, 0, torch.uint8, cpu), cpu)
+
+
+def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
+    """What this rank has saved after a step, and the loss of the next step."""
+    config = _config(layout)
+    passes = _build(config)
+    _step(config, passes, 0)
+    save(folder / layout, take_snapshot(passes.engine, RunRecord()), _together(passes.engine))
+    return states(passes.engine), _step(config, passes, 1)[0]
+
+
+def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
+    config = _config(layout)
+    passes = _build(config)
+    engine, together, found = passes.engine, _together(passes.engine), []
+    for source in sources:
+        checkpoint = newest_checkpoint(folder / source, together)
+        assert checkpoint is not None
+        load(checkpoint, engine, together)
+        check_replicas(engine)
+        mine = states(engine)
+        trains = (source, layout) in TRAINED_ON
+        found.append(Loaded(mine, _step(config, passes, 1)[0] if trains else None))
+    return found
+
+
+def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_path: Path) -> None:
+    layouts = [*(LAYOUTS if FULL else SAMPLE)]
+    sizes = {layout: parse_layout(layout).world_size for layout in layouts}
+    saved = {layout: run_ranks(_save, sizes[layout], layout, tmp_path) for layout in layouts}
+    trained_on = []
+    for layout in layouts:
+        sources = [source for source in layouts if source != layout]
+        by_rank = run_ranks(_load_each, sizes[layout], layout, tmp_path, sources)
+        for source, *ranks in zip(sources, *by_rank, strict=True):
+            for kind in saved[source][0][0]:
+                want, _ = assemble([owned[kind] for owned, _ in saved[source]])
+                have, shared = assemble([rank.states[kind] for rank in ranks])
+                assert not shared
+                assert have.keys() == want.keys()
+                assert all(torch.equal(have[name], want[name]) for name in want), (source, layout, kind)
+            losses = {rank.loss for rank in ranks}
+            if losses != {None}:
+                trained_on.append((source, layout))
+                (loss,) = losses
+                assert loss == pytest.approx(saved[source][0][1], rel=1e-6)  # FP32, summed in another order
+    assert {*trained_on} == {pair for pair in TRAINED_ON if {*pair} <= {*layouts}}
