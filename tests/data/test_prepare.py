@@ -1,12 +1,17 @@
 import hashlib
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megamix.data import prepare as prepare_module
+from megamix.data import prepare_tokenizer
 from megamix.data.corpus import input_corpus
+from megamix.data.piece import Split
+from megamix.data.plan import make_plan
 from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
 from megamix.data.prepare_tokenizer import TokenizerChoice
 from megamix.data.token_file import TokenFile
@@ -57,6 +62,23 @@ def test_every_document_lands_whole_in_exactly_one_part(text_dir: Path, tmp_path
     train, valid = documents(output / "train", tokenizer), documents(output / "valid", tokenizer)
     assert sorted(train + valid) == sorted(path.read_text() for path in text_dir.iterdir())
     assert 4 <= len(valid) <= 16  # 40 draws at 0.25
+
+
+def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenly(
+    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(text_dir, tmp_path / "whole", piece_bytes=2**11)
+    assert "learned from" not in whole.summary()
+    monkeypatch.setattr(prepare_module, "TRAIN_BYTES", 2**13)
+    monkeypatch.setattr(prepare_tokenizer, "TRAIN_BYTES", 2**13)
+    part = prepare(text_dir, tmp_path / "part", piece_bytes=2**11)
+    assert "learned from 0.0078125 MiB spread over the corpus" in part.summary()
+    plan = make_plan(input_corpus([str(text_dir)]), 2**11)
+    texts = list(prepare_tokenizer._training_texts(plan, "text", Split(0.25, longest=2**20)))
+    assert 2**12 < sum(len(text.encode()) for text in texts) <= 2**13 < plan.num_bytes
+    found = [int(text[9:].partition(":")[0]) for text in texts]
+    assert max(found) > 30
+    assert max(now - before for before, now in pairwise(sorted(found))) < 10
 
 
 def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: Path) -> None:
