@@ -100,7 +100,6 @@ class Trainer:
         if self.engine.loss_scale.wants_probe:
             self._backward(GlobalBatch(plan.next_new()))
             self.engine.probe_loss_scale()
-            self.batches.prefetch(plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -132,7 +131,6 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
-        self.batches.prefetch(self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
@@ -150,6 +148,8 @@ class Trainer:
         for samples in self.batches.micro_batches(global_batch.samples):
             with clock.span("data"):
                 batch = self.batches.load(samples)
+            # Not before: the thread that reads would hold Python's lock, and this one wait for it instead of computing.
+            self.batches.prefetch(self.plan.next_new())
             if self.config.model.dropout:
                 self._seed_dropout(samples, global_batch.tries)
             with clock.span("forward_backward"):
