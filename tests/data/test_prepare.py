@@ -183,20 +183,34 @@ def test_which_documents_validate_depends_on_their_paths_alone(text_dir: Path, t
     assert [text for text in valid_after if not text.startswith("a new")] == valid_before
 
 
-def test_one_long_document_is_never_most_of_the_validation(text_dir: Path, tmp_path: Path) -> None:
+def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: Path, tmp_path: Path) -> None:
     prepare(text_dir, tmp_path / "a")
     chosen = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))[0]
     path = next(path for path in text_dir.iterdir() if path.read_text() == chosen)
-    path.write_text(chosen * 100)
-    prepare(text_dir, tmp_path / "b")
-    valid = documents(tmp_path / "b" / "valid", Tokenizer.load(tmp_path / "b" / "tokenizer.json"))
-    assert valid
-    assert chosen * 100 not in valid
+    for times, validates in ((4, True), (12, False)):  # of 40 documents a quarter validates
+        path.write_text(chosen * times)
+        prepare(text_dir, tmp_path / f"{times}")
+        valid = documents(tmp_path / f"{times}" / "valid", Tokenizer.load(tmp_path / f"{times}" / "tokenizer.json"))
+        assert valid
+        assert (chosen * times in valid) == validates
 
 
-def test_validation_gets_a_document_however_small_the_fraction(text_dir: Path, tmp_path: Path) -> None:
-    prepared = prepare(text_dir, tmp_path / "out", valid_fraction=1e-6)
-    assert prepared.manifest["parts"]["valid"]["num_documents"] == 1
+def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_from_any_piece(
+    text_dir: Path, tmp_path: Path
+) -> None:
+    def draw(path: Path) -> bytes:
+        return hashlib.sha256(path.name.encode()).digest()
+
+    lowest = min(text_dir.iterdir(), key=draw).read_text()
+    for piece_bytes in (1, 2**11, 2**30):
+        output = tmp_path / f"{piece_bytes}"
+        prepare(text_dir, output, valid_fraction=1e-6, piece_bytes=piece_bytes)
+        tokenizer = Tokenizer.load(output / "tokenizer.json")
+        assert documents(output / "valid", tokenizer) == [lowest]
+        rest = [path.read_text() for path in sorted(text_dir.iterdir()) if path.read_text() != lowest]
+        assert documents(output / "train", tokenizer) == rest
+    plan = make_plan(input_corpus([str(text_dir)]))
+    assert sorted(prepare_tokenizer._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
 
 
 def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
