@@ -14,7 +14,9 @@ from megamix.train.status import EndedEarlyError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, 2 for wrong input, or an early-ended run's own."""
+    """Run one verb. Exit status: 0, 1 for a damaged checkpoint or a layout that differs, 2 for wrong input, or that of
+    a run that ended early.
+    """
     arguments = _parser().parse_args(argv)
     try:
         status: int | None = arguments.run(arguments)
@@ -39,6 +41,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
     train.set_defaults(run=_train)
+
+    plan = verbs.add_parser("plan", help="the memory that each rank of a job will need, before anything is started")
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
+    plan.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
+    plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
+    plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
+    plan.add_argument("--json", action="store_true", help="every number, in bytes")
+    plan.set_defaults(run=_plan)
+
+    verify = verbs.add_parser("verify", help="does a layout of ranks train as one rank does? exit status 1 if not")
+    verify.add_argument("config", metavar="CONFIG", type=Path, help="TOML file; its data are not read")
+    verify.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    verify.set_defaults(run=_verify)
 
     _add_prepare(verbs.add_parser("prepare", help="make tokenizer and token files from text"))
 
@@ -119,6 +136,24 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.main import check, run
 
     (check if arguments.check else run)(config)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    config = load_config(arguments.config, arguments.overrides)
+    from megamix.train.plan_command import plan_lines
+
+    for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
+        print(line)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    config = load_config(arguments.config, arguments.overrides)
+    from megamix.verify.command import verify_lines
+
+    failed: list[str] = []
+    for line in verify_lines(config, arguments.layouts.split(","), failed):
+        print(line, flush=True)
+    return 1 if failed else 0
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

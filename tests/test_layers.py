@@ -11,20 +11,23 @@ LONGEST_FILE = 300  # lines
 
 LAYER = {
     "clock": 0,
+    "live_storage": 0,
     "config": 0,
     "comm": 1,
     "mixed_precision": 2,
     "data": 2,
     "checkpoint": 3,
     "model": 3,
-    "train": 4,
-    "bench": 5,
-    "hub": 5,
-    "cli": 6,
-    "__main__": 7,
-    "__init__": 7,  # the facade: re-exports, imported by nobody inside
+    "parallel": 4,
+    "train": 5,
+    "bench": 6,
+    "verify": 6,
+    "hub": 6,
+    "cli": 7,
+    "__main__": 8,
+    "__init__": 8,  # the facade: re-exports, imported by nobody inside
 }
-# Lower by number, yet strangers: only train brings the two together.
+# Lower by number, yet strangers: only parallel and train bring the two together.
 STRANGERS = {("model", "mixed_precision")}
 
 

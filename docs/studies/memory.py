@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded
 
@@ -69,7 +69,7 @@ def engine_bytes(case: Case, num_layers: int) -> Held:
             engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.float16)).float().mean())
             engine.step()
         engine.param_gather.wait_all()
-    scratch = engine.layout.largest_bucket * case.grad_dtype.itemsize if engine.layout.dp_size > 1 else 0
+    scratch = engine.layout.largest_bucket * case.grad_dtype.itemsize if engine.topology.world.size > 1 else 0
     return Held(num_layers * WIDTH**2, storage.live_bytes, scratch, storage.peak_bytes)
 
 

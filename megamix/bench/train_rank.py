@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.bench.engines import Engine, Work
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 
 
 @dataclass(frozen=True, slots=True)

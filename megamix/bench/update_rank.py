@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
@@ -44,21 +44,21 @@ class UpdateRank:
         self._optimizer = AdamW(lr=1e-4)
         with torch.device("meta"):
             model = Transformer(work.model)
-        specs, self._groups = describe_params(model, self._optimizer)
-        self.layout = build_layout(specs, dp_size=1)
+        specs, self._groups, _, _ = describe_params(model, self._optimizer, Topology(), {})
+        self.layout = build_layout(specs, [1])
         cpu = torch.device("cpu")
-        self._shard = MasterShard(self.layout, 0, 2, cpu)
+        self._shard = MasterShard(self.layout, [Collectives(Axis())] * len(self.layout.buckets), 2, cpu)
         self._half = [torch.zeros(bucket.padded_numel, dtype=work.dtype) for bucket in self.layout.buckets]
         self._grads = [self._draw(bucket.padded_numel) for bucket in self.layout.buckets]
         self._scalars = self._make_scalars()
 
         def choose(try_compiler: bool) -> tuple[Update, Callable[[Tensor], Tensor]]:
             buffers = self._half[0], self._grads[0]
-            return choose_update(self._optimizer, self._groups, *buffers, Collectives(Topology()), try_compiler)
+            return choose_update(self._optimizer, self._groups, *buffers, Collectives(Axis()), try_compiler)
 
         compiled, stats = choose(work.try_compiler)
         library, library_stats = choose(False)
-        pieces = PieceStats(self.layout, 0, cpu)
+        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)

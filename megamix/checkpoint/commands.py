@@ -93,7 +93,9 @@ def _row(path: Path) -> tuple[str, ...]:
     except (ValueError, OSError) as error:
         return path.name, "", _written(path), _size(path), "", f"damaged: {error}"
     written = _written(path / MANIFEST)
-    return path.name, str(manifest.applied_updates), written, _size(path), f"dp {manifest.layout.dp_size}", "complete"
+    sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
+    layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
+    return path.name, str(manifest.applied_updates), written, _size(path), layout, "complete"
 
 
 def _written(path: Path) -> str:

@@ -132,7 +132,7 @@ def _agree_on(problems: list[list[str]]) -> None:
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     """Why this checkpoint cannot become the engine's state; empty if it can."""
     saved = {param.name: param.shape for param in manifest.params}
-    own = {slot.spec.name: slot.spec.shape for bucket in engine.layout.buckets for slot in bucket.slots}
+    own = {spec.name: spec.full_shape for spec in engine.params}
     problems = [f"missing {name}" for name in own if name not in saved]
     problems += [f"unknown {name}" for name in saved if name not in own]
     problems += [

@@ -43,7 +43,9 @@ class LayoutRecord(Record):
     """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
 
     dp_size: Count
-    buckets: tuple[Count, ...]  # elements, with padding
+    tp_size: Count = 1
+    pp_size: Count = 1
+    buckets: tuple[Count, ...]  # elements, with padding, of the first rank
 
 
 class RunRecord(Record):
@@ -83,13 +85,14 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
         loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
         run=run,
         layout=LayoutRecord(
-            dp_size=engine.layout.dp_size, buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets)
+            dp_size=engine.topology.dp.size,
+            tp_size=engine.topology.tp.size,
+            pp_size=engine.topology.pp.size,
+            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
         ),
         states=states,
         params=tuple(
-            ParamRecord(name=slot.spec.name, shape=slot.spec.shape, aliases=slot.spec.aliases)
-            for bucket in engine.layout.buckets
-            for slot in bucket.slots
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
         ),
     )
 

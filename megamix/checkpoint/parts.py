@@ -34,14 +34,13 @@ def state_names(engine: ShardedEngine) -> tuple[str, ...]:
     return MASTER, *engine.optimizer.state_names
 
 
-def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor, block: Box) -> Iterator[Part]:
-    """Cut a flat range of a parameter's block into parts.
+def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor) -> Iterator[Part]:
+    """Cut a flat range of the block that the rank trains into parts of the full parameter.
 
-    `start`: the place in the block of the first of `flat`'s elements. `block`: the part of the full parameter that the
-    rank trains. Shapes: flat FP32 (n,) -> views of it.
+    `start`: the place in the block of the first of `flat`'s elements. Shapes: flat FP32 (n,) -> views of it.
     """
     done = 0
-    for box in boxes_of_range(start, start + flat.numel(), block):
+    for box in boxes_of_range(start, start + flat.numel(), Box(spec.offset, spec.shape)):
         yield Part(spec.name, state, box, flat[done : done + box.numel])
         done += box.numel
 
@@ -53,7 +52,6 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
     """
     parts: list[Part] = []
     for owned in engine.owned_ranges():
-        block = Box.whole(owned.spec.shape)
         for state, flat in zip(state_names(engine), owned.tensors, strict=True):
-            parts += parts_of_range(owned.spec, state, owned.start, flat, block)
+            parts += parts_of_range(owned.spec, state, owned.start, flat)
     return parts

@@ -5,13 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megamix.comm.collectives import Collectives, make_collectives
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis
 
 _USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
 _LENGTH = 8  # bytes
@@ -29,21 +30,19 @@ class Together:
 
     def __init__(self, collectives: Collectives, device: torch.device):
         self._collectives, self._device = collectives, device
-        self.rank, self.size = collectives.topology.dp_rank, collectives.topology.dp_size
+        self.rank, self.size = collectives.axis.rank, collectives.axis.size
 
     @staticmethod
-    def apart(topology: Topology, timeout_s: float) -> Together:
+    def apart(world: Axis, timeout_s: float) -> Together:
         """Over a group of its own, for use beside the engine's collectives. Every rank must call it.
 
         Units: `timeout_s` bounds the wait for the slowest rank's work; after it the group is of no more use.
         """
         group = None
-        if topology.dp_group is not None:
-            ranks = dist.get_process_group_ranks(topology.dp_group)
-            group = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), backend="gloo")
+        if world.group is not None:
+            group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
         host = torch.device("cpu")
-        own = Topology(topology.dp_size, topology.dp_rank, group)
-        return Together(make_collectives(own, 0, torch.uint8, host), host)
+        return Together(make_collectives(replace(world, group=group), 0, torch.uint8, host), host)
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
         """Every rank works; all get all the results, in rank order. They must be JSON.

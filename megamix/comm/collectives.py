@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis
 
 # torch 2.13 renames both and warns about the old names, which are the only ones before it.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -60,15 +60,15 @@ class _Works:
 
 
 class Collectives:
-    """One rank alone: every collective is the identity. The base of the backends below."""
+    """One rank alone: every collective is the identity. The base of the backends below, which work over one axis."""
 
-    def __init__(self, topology: Topology):
-        self.topology = topology
+    def __init__(self, axis: Axis):
+        self.axis = axis
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
         """Start summing `half_grads` over the ranks into this rank's part.
 
-        Shapes: half_grads (padded_numel,), grad_shard (padded_numel / dp_size,), a view of half_grads at this rank's
+        Shapes: half_grads (padded_numel,), grad_shard (padded_numel / size,), a view of half_grads at this rank's
         place.
         """
         return _Done()
@@ -79,7 +79,7 @@ class Collectives:
 
         `parts`: this rank's part as each rank has it, in rank order. They lie in a scratch buffer that the next
         exchange fills anew; `half_grads` has been sent by then and may be overwritten.
-        Shapes: half_grads (padded_numel,) -> parts (dp_size, padded_numel / dp_size), same dtype.
+        Shapes: half_grads (padded_numel,) -> parts (size, padded_numel / size), same dtype.
         """
         return _Works([], then=lambda: use(half_grads.unsqueeze(0)))
 
@@ -88,11 +88,22 @@ class Collectives:
         return _Done()
 
     def table(self, row: Tensor) -> Tensor:
-        """Every rank's row, in rank order. Shapes: row (n,) -> (dp_size, n). Small; awaited at once."""
+        """Every rank's row, in rank order. Shapes: row (n,) -> (size, n). Small; awaited at once."""
         return row.unsqueeze(0)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` on every rank with the first rank's."""
+    def gather(self, part: Tensor) -> Tensor:
+        """The same for activations, as large as they may be. Shapes: part (n,) -> (size, n)."""
+        flat = part.new_empty(self.axis.size, part.numel())
+        flat[self.axis.rank].copy_(part)
+        self.all_gather(flat.view(-1), flat[self.axis.rank]).wait()
+        return flat
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        """This rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
+        return parts[0]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with that of one, the first if not told otherwise."""
 
     def agree(self, ok: bool) -> bool:
         """True if every rank says so. Reads the device: for construction, never inside a step."""
@@ -102,42 +113,47 @@ class Collectives:
 class _ManyRanks(Collectives):
     """What both backends do alike."""
 
-    def __init__(self, topology: Topology, scratch: Tensor):
-        super().__init__(topology)
+    def __init__(self, axis: Axis, scratch: Tensor):
+        super().__init__(axis)
         self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
         self._exchanging: Pending = _Done()
 
     def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
         self._exchanging.wait()  # its parts are used before these come into their place
         parts = self.scratch[: half_grads.numel()]
-        work = dist.all_to_all_single(parts, half_grads, group=self.topology.dp_group, async_op=True)
-        by_rank = parts.view(self.topology.dp_size, -1)
+        work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
+        by_rank = parts.view(self.axis.size, -1)
         # On a GPU `wait` orders the current stream behind the exchange, and `use` works on that stream; the next
         # exchange starts behind it.
         self._exchanging = _Works([work], then=lambda: use(by_rank))
         return self._exchanging
 
-    def broadcast(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.topology.dp_group, group_src=0)
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, group=self.axis.group, group_src=source)
 
 
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
-        work = _reduce_scatter(grad_shard, half_grads, group=self.topology.dp_group, async_op=True)
+        work = _reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True)
         assert work is not None
         return _Works([work])
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
-        work = _all_gather(flat, shard, group=self.topology.dp_group, async_op=True)
+        work = _all_gather(flat, shard, group=self.axis.group, async_op=True)
         assert work is not None
         return _Works([work])
 
     def table(self, row: Tensor) -> Tensor:
-        table = row.new_empty(self.topology.dp_size, row.numel())
-        _all_gather(table, row, group=self.topology.dp_group)
+        table = row.new_empty(self.axis.size, row.numel())
+        _all_gather(table, row, group=self.axis.group)
         return table
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        out = parts.new_empty(parts.shape[1])
+        _reduce_scatter(out, parts, group=self.axis.group)
+        return out
 
     def agree(self, ok: bool) -> bool:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -159,12 +175,12 @@ class GlooCollectives(_ManyRanks):
         if (
             flat.device.type != "cpu"
         ):  # pragma: CUDA only (several ranks on one GPU; Gloo's send takes host memory alone)
-            work = _all_gather(flat, shard, group=self.topology.dp_group, async_op=True)
+            work = _all_gather(flat, shard, group=self.axis.group, async_op=True)
             assert work is not None
             return _Works([work])
         # Every part travels straight to its place: Gloo's own all-gather copies in and out of a buffer of its own,
         # 3.9 ms against 1.2 for 3 M half elements between two ranks.
-        size, rank, group = self.topology.dp_size, self.topology.dp_rank, self.topology.dp_group
+        size, rank, group = self.axis.size, self.axis.rank, self.axis.group
         parts = flat.view(size, -1)
         works: list[dist.Work | None] = []
         for distance in range(1, size):
@@ -175,9 +191,15 @@ class GlooCollectives(_ManyRanks):
         return _Works([work for work in works if work is not None])
 
     def table(self, row: Tensor) -> Tensor:
-        table = row.new_empty(self.topology.dp_size, row.numel())
-        _all_gather(table.view(-1), row, group=self.topology.dp_group)
+        table = row.new_empty(self.axis.size, row.numel())
+        _all_gather(table.view(-1), row, group=self.axis.group)
         return table
+
+    def sum_parts(self, parts: Tensor) -> Tensor:
+        arrived, out = torch.empty_like(parts), parts.new_empty(parts.shape[1])
+        dist.all_to_all_single(arrived, parts, group=self.axis.group)
+        sum_in_rank_order(arrived, out)
+        return out
 
     def agree(self, ok: bool) -> bool:
         return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
@@ -186,7 +208,7 @@ class GlooCollectives(_ManyRanks):
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
 
-    Shapes: parts half or FP32 (dp_size, shard_numel) -> out half or FP32 (shard_numel,).
+    Shapes: parts half or FP32 (ranks, shard_numel) -> out half or FP32 (shard_numel,).
     """
     rounded = out.dtype != torch.float32
     # Without an accumulator the whole is one piece on a GPU, where launches cost more than the cache saves.
@@ -203,15 +225,15 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 
 
 def make_collectives(
-    topology: Topology, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
+    axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
 ) -> Collectives:
-    """The collectives of this topology's backend.
+    """The collectives of this axis's backend.
 
     `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `exchange` will be called.
     """
-    if topology.dp_group is None:
-        return Collectives(topology)
+    if axis.group is None:
+        return Collectives(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
-    if topology.dp_group._get_backend(device).name() == "nccl":  # pragma: CUDA only
-        return NcclCollectives(topology, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
-    return GlooCollectives(topology, torch.zeros(scratch_numel, dtype=dtype, device=device))
+    if axis.group._get_backend(device).name() == "nccl":  # pragma: CUDA only
+        return NcclCollectives(axis, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
+    return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))

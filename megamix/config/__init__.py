@@ -3,7 +3,9 @@
 from megamix.config.checks import check_world_size, grad_accum_steps
 from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
 from megamix.config.load import config_from_dict, config_schema, load_config
-from megamix.config.model_section import ModelConfig, RopeScaling
+from megamix.config.mesh_checks import data_parallel_size
+from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
+from megamix.config.pipeline_checks import stages_per_rank
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -40,8 +42,11 @@ __all__ = [
     "config_from_dict",
     "config_schema",
     "config_to_toml",
+    "data_parallel_size",
+    "default_ffn_hidden_size",
     "grad_accum_steps",
     "load_config",
     "section_to_toml",
+    "stages_per_rank",
     "whole_weights",
 ]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
 from megamix.config.fields import SCALE_RANGES, ScaleRange
+from megamix.config.mesh_checks import data_parallel_size, mesh_problems, tensor_parallel_divides
+from megamix.config.pipeline_checks import PIPELINE_CHECKS, micro_batch_problems
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import value_text
 
@@ -55,14 +57,7 @@ def check_config(config: Config) -> list[str]:
 
 def check_world_size(config: Config, world_size: int) -> list[str]:
     """The problems that show once the number of ranks is known, one line each."""
-    dp_size = config.parallelism.dp_size
-    problems = []
-    if dp_size is not None and dp_size != world_size:
-        problems.append(
-            f"parallelism.dp_size: got {dp_size}, parallel sizes must multiply to the number of ranks: dp {dp_size} "
-            f"= {dp_size}, but {world_size} were started; write dp_size = {world_size} or start {dp_size}"
-        )
-    return [*problems, *_batch_problems(config, world_size)]
+    return [*mesh_problems(config, world_size), *_batch_problems(config, data_parallel_size(config, world_size))]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
@@ -210,6 +205,8 @@ def _batch_problems(config: Config, dp_size: int) -> Iterator[str]:
             f"{micro_batch_size} * dp_size {dp_size} = {share}; "
             f"write global_batch_size = {_multiples(global_batch_size, share)}"
         )
+    else:
+        yield from micro_batch_problems(config, dp_size)
 
 
 def _ranks_fill_batch(config: Config) -> Iterator[str]:
@@ -259,6 +256,8 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _scale_starts_in_room,
     _micro_batches_fill_batch,
     _ranks_fill_batch,
+    tensor_parallel_divides,
+    *PIPELINE_CHECKS,
     _validation_has_tokens,
     _one_validation_set,
     _profile_ends_in_time,

@@ -6,6 +6,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_va
 
 from megamix.config.fields import Section
 
+FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
+
 
 class RopeScaling(Section):
     """How rotary wavelengths are stretched, so that a model reads further than it was first trained to."""
@@ -82,3 +84,10 @@ class ModelConfig(Section):
     whole blocks; the same gradients."""
     compile: bool = False
     """Whether each block runs through torch.compile."""
+
+
+def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
+    """Where model.ffn_hidden_size is not set. SwiGLU's has as many weights as GELU's, three matrices for two."""
+    if activation == "swiglu":
+        return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return 4 * hidden_size

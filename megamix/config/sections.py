@@ -139,7 +139,20 @@ class ParallelismConfig(Section):
     """How the ranks share the work."""
 
     dp_size: PositiveInt | None = None
-    """Data-parallel ranks. Not set: all ranks."""
+    """Data-parallel ranks. Not set: those that tp_size and pp_size leave."""
+    tp_size: PositiveInt = 1
+    """Tensor-parallel ranks, neighbours that divide each layer among them; divides heads, ffn_hidden_size and
+    vocab_size."""
+    pp_size: PositiveInt = 1
+    """Pipeline-parallel ranks, each with some of the layers."""
+    pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
+    """The order in which a pipeline's ranks run forwards and backwards of a step's micro-batches. The zero-bubble ones
+    compute the gradients of weights apart, where a rank would wait otherwise."""
+    pp_stages_per_rank: PositiveInt | None = None
+    """Runs of neighbouring layers on each pipeline-parallel rank. Not set: 1 for 1f1b, 2 for the others."""
+    sequence_parallel: bool = True
+    """Whether tensor-parallel ranks divide the positions between layers, too, instead of holding them all; the same
+    traffic, less memory. Divides seq_len."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True

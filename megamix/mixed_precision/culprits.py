@@ -71,7 +71,7 @@ def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Seque
 
 
 def merge_peaks(table: Tensor, param_names: Sequence[str]) -> list[ParamPeak]:
-    """All ranks' `peaks_by_param` as one. Shapes: FP64 (dp_size, params, 2)."""
+    """All ranks' `peaks_by_param` as one. Shapes: FP64 (ranks, params, 2)."""
     sums, peaks = table[..., 0].sum(0).tolist(), table[..., 1].amax(0).tolist()  # both keep NaN and inf
     return [ParamPeak(*values) for values in zip(param_names, sums, peaks, strict=True)]
 
@@ -117,7 +117,7 @@ def pack_origins(local: Tensor) -> Tensor:
 
 
 def merge_origins(table: Tensor, param_names: Sequence[str]) -> Origins:
-    """All ranks' `pack_origins` as one. Shapes: FP64 (dp_size, 1 + 3 * 64)."""
+    """All ranks' `pack_origins` as one. Shapes: FP64 (ranks, 1 + 3 * 64)."""
     found, left_out = [], 0
     for rank, row in enumerate(table.long()):
         number = int(row[0])

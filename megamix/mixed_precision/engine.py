@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.fingerprint import fingerprint, require_equal
 from megamix.mixed_precision.flat_layout import Run, build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
-from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
+from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
-from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
+from megamix.mixed_precision.half_grads import Accumulation, HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
-from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
+from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
 from megamix.mixed_precision.optimizers import Optimizer, lr_of
 from megamix.mixed_precision.param_gather import ParamGather
@@ -56,58 +57,58 @@ class ShardedEngine:
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
         device = single_device(model)
-        grad_dtype = precision.grad_dtype or precision.dtype
+        grad_dtype = precision.own_grad_dtype
 
-        topology = Topology.current(sharding.dp_group)
-        specs, groups = describe_params(model, optimizer)
-        self.param_names = [spec.name for spec in specs]  # in registration order
-        self.layout = build_layout(specs, topology.dp_size, sharding.bucket_size)
-        sum_dtype = precision.sum_dtype(topology.dp_size)
-        self.collectives = make_collectives(
-            topology, self.layout.largest_bucket, grad_dtype, device, exchanges=sum_dtype != grad_dtype
-        )
+        topology = self.topology = sharding.topology or Topology.current()
+        specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
+        self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
+        self._own_names = frozenset(spec.name for spec in specs)
+        self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
+        self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
+        self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
+        by_axis = connect_owners(self.layout, axes, precision, device)
+        self.owners = [by_axis[bucket.owners] for bucket in self.layout.buckets]
         self.clock = Clock(device)
         self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
-        settings = fingerprint(self._fingerprint, optimizer, clip_grad, grad_accum_steps, grad_dtype, sum_dtype)
+        settings = (optimizer, clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype)
         require_equal(self.collectives, device, settings)
+        for number, own in enumerate(by_axis):
+            require_equal(own, device, [bucket for bucket in self.layout.buckets if bucket.owners == number])
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
-        self.master_shard = MasterShard(self.layout, topology.dp_rank, len(optimizer.state_names), device)
+        self.master_shard = MasterShard(self.layout, self.owners, len(optimizer.state_names), device)
         for bucket, flat in enumerate(self.half_params.flat):
             full = self.half_params.full_precision(bucket)
-            self.collectives.broadcast(full)
+            self.owners[bucket].broadcast(full)
             self.master_shard.take(bucket, full)
             flat.copy_(full)
             self.half_params.install(bucket)
         trained = [self.half_params.params[spec.name] for spec in specs]
         for tensor in cast_frozen(model, trained, precision.dtype):
-            self.collectives.broadcast(tensor)
+            by_axis[0].broadcast(tensor)
 
         self.loss_scale = precision.loss_scale or StaticLossScale()
         self.loss_scale.to(device)
         self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(
-            model, sharding.units, self.layout, self.half_params.flat, self.collectives, sharding.overlap, self.clock
+            model, sharding.units, self.layout, self.half_params.flat, self.owners, sharding.overlap, self.clock
         )
-        grad_shards = make_grad_shards(self.half_grads.flat, topology, sum_dtype)
+        grad_shards = make_grad_shards(self.half_grads.flat, self.owners, precision)
         self._update, row_stats = choose_update(
             optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
         )  # fmt: skip
         self.grad_reduce = GradReduce(
-            self.half_grads.flat, grad_shards, row_stats, self.collectives, sharding.overlap, self.clock
+            self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
         )
-        self.piece_stats = PieceStats(self.layout, topology.dp_rank, device)
+        self.accumulation = Accumulation(self.half_grads, self.grad_reduce, self.loss_scale, grad_accum_steps)
+        self._shards = [own.axis.rank for own in self.owners]  # of each bucket, which one this rank owns
+        self.piece_stats = PieceStats(self.layout, self._shards, device)
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
-        self._scale_used = self.loss_scale.loss_scale.clone()
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
-        self._loss_sum = torch.zeros((), device=device)  # of this step's micro-batches, so far
-        self._weight_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._micro_batches = 0  # of this step, so far
-        self._examination: Examination | None = None  # of this step, if it was asked for
 
     @property
     def update_path(self) -> str:
@@ -125,44 +126,26 @@ class ShardedEngine:
         exact mean over all targets of all ranks. Where none counts anywhere they are zero.
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
         """
-        if self._micro_batches == self.grad_accum_steps:
-            raise RuntimeError(
-                f"backward() was called {self.grad_accum_steps} times already (grad_accum_steps); call step() now"
-            )
         check_loss(loss, weight)
+        last = self.accumulation.done == self.grad_accum_steps - 1
+        completes = self._own_names if last else ()
+        with self.accumulate(), self.accumulation.backward_pass(self.accumulation.done, completes):
+            self.accumulation.scaled(loss, weight, counts=self.topology.tells_loss).backward()  # type: ignore[no-untyped-call]
+
+    def accumulate(self, micro_batches: int = 1) -> AbstractContextManager[None]:
+        """Within it, losses and gradients of the step's next micro-batches may come to `accumulation`: for a pipeline's
+        schedule, which runs all of a step at once. `backward` does all of this for one.
+        """
         self.half_params.check()
-        if self._micro_batches == 0:
-            self._scale_used.copy_(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
-            self._loss_sum.zero_()
-            self._weight_sum.zero_()
-        last = self._micro_batches == self.grad_accum_steps - 1
-        look = None if self._examination is None else self._examination.look(self._micro_batches)
-        self.half_grads.open(self.grad_reduce.bucket_full if last else None, look)
-        try:
-            (loss.float() * self._scale_used).backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
-            self.half_grads.discard()
-            self.grad_reduce.reset()
-            self._examination, self._micro_batches = None, 0
-            raise
-        finally:
-            self.half_grads.close()
-        self._loss_sum += loss.detach().view(())
-        self._weight_sum += weight
-        self._micro_batches += 1
-        if last:
-            self.half_grads.fill_missing()
-            self.grad_reduce.launch_rest()
+        return self.accumulation.expect(micro_batches)
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
-        if self._micro_batches:
-            raise RuntimeError(
-                f"examine_next_step() after {self._micro_batches} backward() calls of a step; call it before the first"
-            )
-        rank, device = self.collectives.topology.dp_rank, self._scale_used.device
-        self._examination = Examination(self.layout, rank, self.param_names, self.grad_accum_steps, device)
+        if done := self.accumulation.done:
+            raise RuntimeError(f"examine_next_step() after {done} backward() calls of a step; call it before the first")
+        self.accumulation.examination = Examination(
+            self.layout, self._shards, self.param_names, self.grad_accum_steps, self.accumulation.scale_used.device
+        )
 
     def step(self) -> StepResult:
         """Agree, update and send out; the host never waits for the device.
@@ -171,11 +154,11 @@ class ShardedEngine:
         """
         grad_shards, by_piece, stats = self._sum_and_agree("step()")
         with self.clock.span("update"):
-            if self._examination is not None:
-                self._examination.count(grad_shards)
+            if self.accumulation.examination is not None:
+                self.accumulation.examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
-            divisor = self._scale_used.double() * stats.weight_sum
+            divisor = self.accumulation.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
             multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
             update = self.applied_updates + 1
@@ -185,13 +168,13 @@ class ShardedEngine:
             with self.clock.span("update"):
                 self._update_bucket(bucket, grad_shards[bucket], scalars)
             self.param_gather.launch(bucket)
-        examination, self._examination = self._examination, None
+        examination, self.accumulation.examination = self.accumulation.examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self.accumulation.scale_used)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self._scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
+            self.accumulation.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
         )  # fmt: skip
 
     def probe_loss_scale(self) -> None:
@@ -200,30 +183,30 @@ class ShardedEngine:
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
         _, _, stats = self._sum_and_agree("probe_loss_scale()")
-        self.loss_scale.update_(stats.found_inf, stats.max_abs, self._scale_used)
+        self.loss_scale.update_(stats.found_inf, stats.max_abs, self.accumulation.scale_used)
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
-        if self._micro_batches != self.grad_accum_steps:
-            raise RuntimeError(
-                f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {self._micro_batches}"
-            )
+        if (done := self.accumulation.done) != self.grad_accum_steps:
+            raise RuntimeError(f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {done}")
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(by_piece, self._loss_sum, self._weight_sum, self.stop_request, self.collectives)
+            stats = agree(
+                by_piece, self.accumulation.loss_sum, self.accumulation.weight_sum, self.stop_request, self.collectives
+            )
         self.grad_reduce.reset()
-        self._micro_batches = 0
+        self.accumulation.done = 0
         return grad_shards, by_piece, stats
 
     def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
         master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
         half_shard = self.param_gather.half_shards[bucket]
         cuts: Iterable[tuple[Run, Update]] = ((run, self._update) for run in self.master_shard.runs[bucket])
-        if self._examination is not None:
-            cuts = self._examination.watched(self._update, bucket)
+        if self.accumulation.examination is not None:
+            cuts = self.accumulation.examination.watched(self._update, bucket)
         for run, update in cuts:
             part = slice(run.start, run.end)
             run_states = tuple(state[part] for state in states)
@@ -232,7 +215,7 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(self.module, self.half_params, self.master_shard, self.collectives)
+        return full_weights(self.module, self.half_params, self.master_shard, self.params, self._tp, self._pp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
@@ -241,14 +224,14 @@ class ShardedEngine:
         Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
         """
         self._require_between_steps("load_weights()")
-        load_weights(state_dict, self.module, self.half_params, self.master_shard)
+        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.params)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""
         self._require_between_steps("state_dict()")
         return {
             "layout": self._fingerprint,
-            "dp_rank": self.collectives.topology.dp_rank,
+            "rank": self.topology.world.rank,
             "master": [master.clone() for master in self.master_shard.master],
             "states": [tuple(state.clone() for state in states) for states in self.master_shard.states],
             "applied_updates": self.applied_updates.clone(),
@@ -262,10 +245,10 @@ class ShardedEngine:
         Raises: ValueError if the layout, the optimizer's settings or the rank differ.
         """
         self._require_between_steps("load_state_dict()")
-        rank = self.collectives.topology.dp_rank
-        if (state["layout"], state["dp_rank"]) != (self._fingerprint, rank):
+        rank = self.topology.world.rank
+        if (state["layout"], state["rank"]) != (self._fingerprint, rank):
             raise ValueError(
-                f"this state is rank {state['dp_rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
+                f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
                 f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, optimizer settings"
             )
         self.master_shard.restore(state["master"], state["states"])
@@ -285,9 +268,9 @@ class ShardedEngine:
         self.param_gather.publish(self.master_shard.master)
 
     def _require_between_steps(self, call: str) -> None:
-        if self._micro_batches:
+        if self.accumulation.done:
             raise RuntimeError(
-                f"{call} after {self._micro_batches} backward() calls of a step; call it right after step()"
+                f"{call} after {self.accumulation.done} backward() calls of a step; call it right after step()"
             )
         self.half_params.check()
         self.param_gather.wait_all()

@@ -35,14 +35,17 @@ class Examination:
     """
 
     def __init__(
-        self, layout: FlatLayout, rank: int, param_names: Sequence[str], micro_batches: int, device: torch.device
-    ):
-        """`param_names`: in registration order, which is that of `local` and, by first appearance, of `layers`."""
+        self, layout: FlatLayout, shards: Sequence[int], param_names: Sequence[str], micro_batches: int,
+        device: torch.device,
+    ):  # fmt: skip
+        """`shards`: which one of each bucket is this rank's. `param_names`: in registration order, which is that of
+        `local` and, by first appearance, of `layers`.
+        """
         self.param_names, self.layers = tuple(param_names), layers_of(param_names)
         self._param_index = {name: index for index, name in enumerate(self.param_names)}
         self._layer_index = {name: self.layers.index(layer_of(name)) for name in self.param_names}
         self._groups = {slot.spec.name: slot.spec.group for bucket in layout.buckets for slot in bucket.slots}
-        self._pieces = [bucket.shard_pieces(rank, layout.dp_size) for bucket in layout.buckets]
+        self._pieces = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
         self.local = torch.zeros(micro_batches, len(self.param_names), 3, dtype=torch.float64, device=device)
         self.exponents = torch.zeros(len(self.layers), _EXPONENTS, dtype=torch.int64, device=device)
         self.zeros = torch.zeros(len(self.layers), dtype=torch.int64, device=device)
@@ -61,7 +64,7 @@ class Examination:
         return look_at
 
     def count(self, grad_shards: Sequence[Tensor]) -> None:
-        """Count this rank's part of the reduced gradient. Shapes: half or FP32 (padded_numel / dp_size,) per bucket."""
+        """Count this rank's part of the reduced gradient. Shapes: half or FP32 (shard_numel,) per bucket."""
         for grad_shard, pieces in zip(grad_shards, self._pieces, strict=True):
             for piece in pieces:
                 layer = self._layer_index[piece.name]

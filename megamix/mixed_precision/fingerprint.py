@@ -14,12 +14,13 @@ def fingerprint(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
-def require_equal(collectives: Collectives, device: torch.device, settings: str) -> None:
+def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:
     """Raises: ValueError on every rank if one has another fingerprint. Every rank must call it."""
-    mine = torch.tensor([int(settings[:15], 16)], device=device)
-    different = (collectives.table(mine) != mine).nonzero()[:, 0].tolist()
+    mine = torch.tensor([int(fingerprint(*values)[:15], 16)], device=device)
+    axis = collectives.axis
+    different = [axis.ranks[place] for place in (collectives.table(mine) != mine).nonzero()[:, 0].tolist()]
     if different:
         raise ValueError(
-            f"rank {collectives.topology.dp_rank} and ranks {different} hold different models or settings: parameter "
+            f"rank {axis.ranks[axis.rank]} and ranks {different} hold different models or settings: parameter "
             "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
         )

@@ -5,8 +5,8 @@ talking.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 # Every parameter and every shard starts on a multiple of 64 elements: 128 bytes in half precision, so that vector
 # loads are aligned (a compiled kernel copies misaligned inputs first), and one row of the statistics, so that no row
@@ -18,16 +18,36 @@ ROW = 64
 class ParamSpec:
     """What the engine knows of one trainable parameter. A shared parameter has one spec; `name` is the first
     registered one.
+
+    A rank trains a block of the parameter, which may be all of it. Every rank that trains the same block owns a share
+    of its FP32 truth, so no element has two owners, and none is counted or saved twice.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the block
     group: int  # index of its optimizer group
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the block in the full parameter
+    owners: int = 0  # which ranks train this block: a number in the `owners` that the layout is built for
+    # False: another owner has this same gradient, which is summed once. Not printed, since owners compare what is.
+    counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...], group: int, aliases: tuple[str, ...] = ()) -> ParamSpec:
+        """Of a parameter that every rank trains in full."""
+        return ParamSpec(
+            name=name, shape=shape, group=group, full_shape=shape, offset=(0,) * len(shape), aliases=aliases
+        )
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def block(self) -> tuple[slice, ...]:
+        """Of the full parameter, what this rank trains."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +86,48 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A flat buffer's plan: parameters of one group stand together, each on a row border; the end is padded for the
-    ranks.
+    ranks that own a shard each.
     """
 
     slots: tuple[Slot, ...]
     runs: tuple[Run, ...]
     padded_numel: int
+    num_shards: int
 
-    def shard_runs(self, rank: int, dp_size: int) -> tuple[Run, ...]:
-        """The runs of the part that `rank` owns, counted from the start of that part: at most one per group."""
-        shard_numel = self.padded_numel // dp_size
-        first, last = rank * shard_numel, (rank + 1) * shard_numel
+    @property
+    def owners(self) -> int:
+        """Which ranks own a shard each: `ParamSpec.owners` of all its parameters."""
+        return self.slots[0].spec.owners
+
+    @property
+    def shard_numel(self) -> int:
+        return self.padded_numel // self.num_shards
+
+    def shard_runs(self, shard: int) -> tuple[Run, ...]:
+        """The runs of a shard, counted from its start: at most one per group."""
+        first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         clipped = (Run(run.group, max(run.start, first) - first, min(run.end, last) - first) for run in self.runs)
         return tuple(run for run in clipped if run.start < run.end)
 
-    def shard_pieces(self, rank: int, dp_size: int) -> tuple[Piece, ...]:
-        """The parameters in the part that `rank` owns, in order and without gaps."""
-        shard_numel = self.padded_numel // dp_size
-        first, last = rank * shard_numel, (rank + 1) * shard_numel
-        ends = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
+    def owned(self, shard: int) -> Iterator[tuple[ParamSpec, int, slice]]:
+        """Of each parameter in a shard: the number of its first element there, and where its elements lie in the shard,
+        without the padding.
+        """
+        first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        for slot in self.slots:
+            start, end = max(slot.start, first), min(slot.end, last)
+            if start < end:
+                yield slot.spec, start - slot.start, slice(start - first, end - first)
+
+    def padded_ends(self) -> list[int]:
+        """Where each parameter's padding ends, which is where the next one starts."""
+        return [*(slot.start for slot in self.slots[1:]), self.padded_numel]
+
+    def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
+        """The parameters in a shard, in order and without gaps."""
+        first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         pieces = []
-        for slot, end in zip(self.slots, ends, strict=True):
+        for slot, end in zip(self.slots, self.padded_ends(), strict=True):
             start = max(slot.start, first)
             if start < min(end, last):
                 numel = max(0, min(slot.end, last) - start)
@@ -96,10 +137,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All buckets of a model, in the order in which backward fills them."""
+    """All buckets of what one rank trains, in the order in which backward fills them; those of fewer owners first."""
 
     buckets: tuple[Bucket, ...]
-    dp_size: int
 
     @property
     def padded_numel(self) -> int:
@@ -113,10 +153,11 @@ class FlatLayout:
         """Bytes that one rank holds between steps: half parameters and gradients whole, FP32 master and states by
         share.
 
-        With half gradients and Adam (two states) 4 + 12 / dp_size per padded element; NAG (one) 4 + 8 / dp_size,
-        without momentum (none) 4 + 4 / dp_size.
+        With half gradients and Adam (two states) 4 + 12 / num_shards per padded element; NAG (one) 4 + 8 / num_shards,
+        without momentum (none) 4 + 4 / num_shards.
         """
-        return self.padded_numel * (half_bytes + grad_bytes) + self.padded_numel // self.dp_size * 4 * (1 + num_states)
+        owned = sum(bucket.shard_numel for bucket in self.buckets)
+        return self.padded_numel * (half_bytes + grad_bytes) + owned * 4 * (1 + num_states)
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
@@ -125,31 +166,35 @@ def default_bucket_size(numel: int, dp_size: int) -> int:
     return min(max(40_000_000, 1_000_000 * dp_size), max(1_000_000, math.ceil(numel / 4)))
 
 
-def build_layout(specs: Sequence[ParamSpec], dp_size: int, bucket_size: int | None = None) -> FlatLayout:
+def build_layout(specs: Sequence[ParamSpec], owners: Sequence[int], bucket_size: int | None = None) -> FlatLayout:
     """Cut the parameters, in reverse registration order (about the order of their gradients), into buckets.
 
+    `owners`: how many ranks each of `ParamSpec.owners` means. A bucket is of one of them, and those of the first, the
+    data-parallel ranks, come first: they fill while backward runs. The few parameters that more ranks share come from
+    all layers, so their buckets are full at its end.
     A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
         raise ValueError("the model has no trainable parameter: every requires_grad is False")
     if bucket_size is None:
-        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), dp_size)
+        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), owners[0])
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}; None picks a size by itself")
     buckets: list[Bucket] = []
-    held: list[ParamSpec] = []
-    for spec in reversed(specs):
-        held.append(spec)
-        if sum(spec.numel for spec in held) >= bucket_size:
-            buckets.append(_bucket(held, dp_size))
-            held = []
-    if held:
-        buckets.append(_bucket(held, dp_size))
-    return FlatLayout(tuple(buckets), dp_size)
+    for number, num_shards in enumerate(owners):
+        held: list[ParamSpec] = []
+        for spec in reversed([spec for spec in specs if spec.owners == number]):
+            held.append(spec)
+            if sum(spec.numel for spec in held) >= bucket_size:
+                buckets.append(_bucket(held, num_shards))
+                held = []
+        if held:
+            buckets.append(_bucket(held, num_shards))
+    return FlatLayout(tuple(buckets))
 
 
-def _bucket(specs: list[ParamSpec], dp_size: int) -> Bucket:
+def _bucket(specs: list[ParamSpec], num_shards: int) -> Bucket:
     slots: list[Slot] = []
     runs: list[Run] = []
     end = 0
@@ -162,9 +207,9 @@ def _bucket(specs: list[ParamSpec], dp_size: int) -> Bucket:
             runs.append(Run(spec.group, start, end))
     # The padding belongs to the last run: its weights, gradients and states are zeros, and every optimizer keeps
     # them so.
-    padded_numel = _round_up(end, ROW * dp_size)
+    padded_numel = _round_up(end, ROW * num_shards)
     runs[-1] = Run(runs[-1].group, runs[-1].start, padded_numel)
-    return Bucket(tuple(slots), tuple(runs), padded_numel)
+    return Bucket(tuple(slots), tuple(runs), padded_numel, num_shards)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,25 +8,44 @@ import torch
 from torch import Tensor
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, Pending, sum_in_rank_order
-from megamix.comm.topology import Topology
+from megamix.comm.collectives import Collectives, Pending, make_collectives, sum_in_rank_order
+from megamix.comm.topology import Axis
+from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.settings import Precision
 
 # Elements that are summed before their statistics are taken. Their 8 MiB are still in cache then; of smaller pieces the
 # calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory saves. A multiple of ROW.
 _PIECE = 1 << 21
 
 
-def make_grad_shards(half_grads: Sequence[Tensor], topology: Topology, sum_dtype: torch.dtype) -> list[Tensor]:
-    """Where each bucket's sum over the ranks will lie: views into the gradient buffers, no memory is added.
+def connect_owners(
+    layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device
+) -> list[Collectives]:
+    """Of each axis of owners the collectives, with scratch for the largest of its buckets."""
+    found = []
+    for number, axis in enumerate(axes):
+        largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.owners == number), default=0)
+        exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
+        found.append(make_collectives(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
+    return found
+
+
+def make_grad_shards(half_grads: Sequence[Tensor], owners: Sequence[Collectives], precision: Precision) -> list[Tensor]:
+    """Where each bucket's sum over its owners will lie: views into the gradient buffers, no memory is added.
 
     A sum in the gradients' own dtype overwrites the rank's part of its bucket. An FP32 sum of half gradients takes the
-    start of the bucket, all of which has been sent by then: 4 bytes for each element of 1 / dp_size of a bucket with 2
-    bytes an element, so dp_size is at least 2.
-    Shapes: half_grads (padded_numel,) -> sum_dtype (padded_numel / dp_size,).
+    start of the bucket, all of which has been sent by then: 4 bytes for each element of a share of a bucket with 2
+    bytes an element, so it has at least 2 owners.
+    Shapes: half_grads (padded_numel,) -> `sum_dtype` (shard_numel,).
     """
-    if sum_dtype == half_grads[0].dtype:
-        return [flat.view(topology.dp_size, -1)[topology.dp_rank] for flat in half_grads]
-    return [flat.view(sum_dtype)[: flat.numel() // topology.dp_size] for flat in half_grads]
+    shards = []
+    for flat, own in zip(half_grads, owners, strict=True):
+        sum_dtype, axis = precision.sum_dtype(own.axis.size), own.axis
+        in_place = sum_dtype == flat.dtype
+        shards.append(
+            flat.view(axis.size, -1)[axis.rank] if in_place else flat.view(sum_dtype)[: flat.numel() // axis.size]
+        )
+    return shards
 
 
 class GradReduce:
@@ -38,10 +57,10 @@ class GradReduce:
 
     def __init__(
         self, half_grads: list[Tensor], grad_shards: list[Tensor], row_stats: Callable[[Tensor], Tensor],
-        collectives: Collectives, overlap: bool, clock: Clock,
+        owners: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_grads, self.grad_shards, self._row_stats = half_grads, grad_shards, row_stats
-        self._collectives, self._overlap, self._clock = collectives, overlap, clock
+        self._owners, self._overlap, self._clock = owners, overlap, clock
         self._full = [False] * len(half_grads)
         self._pending: list[Pending] = []
         self._rows: dict[int, Tensor] = {}  # statistics that were taken while their sum was made
@@ -62,7 +81,7 @@ class GradReduce:
                     self._pending[-1].wait()
 
     def wait(self, bucket: int) -> Tensor:
-        """This rank's part of a bucket, summed over the ranks: `sum_dtype` (padded_numel / dp_size,)."""
+        """This rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""
         with self._clock.span("exposed_reduce_scatter"):
             self._pending[bucket].wait()
         return self.grad_shards[bucket]
@@ -90,9 +109,9 @@ class GradReduce:
         # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
         with self._clock.span("exposed_reduce_scatter"):
             if grad_shard.dtype == half_grads.dtype:
-                pending = self._collectives.reduce_scatter(half_grads, grad_shard)
+                pending = self._owners[bucket].reduce_scatter(half_grads, grad_shard)
             else:
-                pending = self._collectives.exchange(half_grads, lambda parts: self._sum(bucket, parts))
+                pending = self._owners[bucket].exchange(half_grads, lambda parts: self._sum(bucket, parts))
             self._pending.append(pending)
 
     def _sum(self, bucket: int, parts: Tensor) -> None:

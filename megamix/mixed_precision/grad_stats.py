@@ -4,6 +4,7 @@ the whole model?
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,8 +42,9 @@ class PieceStats:
     `pieces`: the parts of parameters that this rank owns, bucket after bucket.
     """
 
-    def __init__(self, layout: FlatLayout, rank: int, device: torch.device):
-        by_bucket = [bucket.shard_pieces(rank, layout.dp_size) for bucket in layout.buckets]
+    def __init__(self, layout: FlatLayout, shards: Sequence[int], device: torch.device):
+        """`shards`: which one of each bucket is this rank's."""
+        by_bucket = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
         self.pieces: list[Piece] = [piece for pieces in by_bucket for piece in pieces]
         self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in by_bucket]
         self.row_borders = [
@@ -70,7 +72,7 @@ class PieceStats:
 class GradStats:
     """What every rank knows of this step's gradients, all of it still on the device."""
 
-    # FP64 (dp_size, 5): each rank's sum of squares, max abs (both scaled, summed), sums of losses and of their weights,
+    # FP64 (ranks, 5): each rank's sum of squares, max abs (both scaled, summed), sums of losses and of their weights,
     # stop request
     by_rank: Tensor
     sum_of_squares: Tensor  # FP64 (): of the same table by the same operation, so equal on every rank

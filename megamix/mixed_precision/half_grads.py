@@ -5,12 +5,16 @@ ready.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 
 log = logging.getLogger("megamix")
 
@@ -30,39 +34,50 @@ class HalfGrads:
         self._views: list[list[Tensor]] = []
         self._gaps: list[list[Tensor]] = []  # the padding behind each parameter
         self._names = [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
+        self._params, self._hooks = params, dict[str, Callable[[Tensor], None]]()
         for bucket_index, bucket in enumerate(layout.buckets):
             flat, views, gaps = self.flat[bucket_index], [], []
-            for index, (slot, whole) in enumerate(zip(bucket.slots, bucket.shard_pieces(0, 1), strict=True)):
+            for index, (slot, padded_end) in enumerate(zip(bucket.slots, bucket.padded_ends(), strict=True)):
                 views.append(flat[slot.start : slot.end].view(slot.spec.shape))
-                gaps.append(flat[slot.end : whole.end])
-                hook = self._make_hook(bucket_index, index)
+                gaps.append(flat[slot.end : padded_end])
+                hook = self._hooks[slot.spec.name] = self._make_hook(bucket_index, index, slot.spec.counts)
                 params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._views.append(views)
             self._gaps.append(gaps)
-        self._touched = [[False] * len(views) for views in self._views]  # in this step
-        self._ready = [[False] * len(views) for views in self._views]  # in the last micro-batch
-        self._missing: list[int] = []  # per bucket: how many are not ready yet
+        self.expect_step()
         self._warned: set[str] = set()
         self._inside_backward = False
-        self._on_full: Callable[[int], None] | None = None
+        self._completes: Collection[str] = ()
+        self._on_full: Callable[[int], None] = lambda bucket: None
         self._look: Callable[[str, Tensor], None] | None = None
 
-    def open(self, on_full: Callable[[int], None] | None, look: Callable[[str, Tensor], None] | None = None) -> None:
-        """Expect the gradients of one micro-batch; in the last one, call `on_full(bucket)` for each full bucket.
+    def expect_step(self) -> None:
+        """Forget what has arrived so far: the next gradient is a step's first."""
+        self._touched = [[False] * len(views) for views in self._views]
+        self._ready = [[False] * len(views) for views in self._views]  # whole: nothing more is to come in this step
+        self._missing = [len(views) for views in self._views]  # per bucket: how many are not ready yet
+
+    def open(
+        self, on_full: Callable[[int], None], completes: Collection[str],
+        look: Callable[[str, Tensor], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Expect the gradients of one backward pass. Those of the parameters in `completes` are whole with it; when all
+        of a bucket are, `on_full(bucket)` is called.
 
         In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
         """
         self._inside_backward, self._on_full, self._look = True, on_full, look
-        self._ready = [[False] * len(views) for views in self._views]
-        self._missing = [len(views) for views in self._views]
+        self._completes = completes
 
     def close(self) -> None:
-        """The micro-batch's backward has returned, or failed."""
-        self._inside_backward, self._on_full, self._look = False, None, None
+        """The pass has returned, or failed."""
+        self._inside_backward, self._look, self._completes = False, None, ()
 
-    def discard(self) -> None:
-        """Forget this step's gradients."""
-        self._touched = [[False] * len(views) for views in self._views]
+    def take(self, names: Iterable[str]) -> None:
+        """What the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
+        for name in names:
+            if self._params[name].grad is not None:
+                self._hooks[name](self._params[name])
 
     def fill_missing(self) -> None:
         """Backward is over: a parameter that got no gradient counts as zeros, and is named once in the log."""
@@ -73,13 +88,13 @@ class HalfGrads:
                     view.zero_()
                     gaps[index].zero_()
                     silent.append(names[index])
-                touched[index] = False
+        self.expect_step()
         new = [name for name in silent if name not in self._warned]
         if new:
             self._warned.update(new)
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
-    def _make_hook(self, bucket: int, index: int) -> Callable[[Tensor], None]:
+    def _make_hook(self, bucket: int, index: int, counts: bool) -> Callable[[Tensor], None]:
         def accumulate(param: Tensor) -> None:
             grad, param.grad = param.grad, None
             assert grad is not None
@@ -93,13 +108,15 @@ class HalfGrads:
                 raise RuntimeError(
                     f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones"
                 )
-            if self._ready[bucket][index] and self._missing[bucket] == 0 and self._on_full is not None:
+            if self._ready[bucket][index] and self._missing[bucket] == 0:
                 raise RuntimeError(
                     f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
                     "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
             if self._look is not None:
                 self._look(name, grad)
+            if not counts:
+                grad = grad * 0  # NaN where it is inf: an overflow counts wherever it is
             if self._touched[bucket][index]:
                 self._views[bucket][index].add_(grad)
             else:
@@ -107,13 +124,78 @@ class HalfGrads:
                 if self._gaps[bucket][index].numel():  # the last step's sum may lie there
                     self._gaps[bucket][index].zero_()
                 self._touched[bucket][index] = True
-            if not self._ready[bucket][index]:
+            if name in self._completes and not self._ready[bucket][index]:
                 self._ready[bucket][index] = True
                 self._missing[bucket] -= 1
-                if self._missing[bucket] == 0 and self._on_full is not None:
+                if self._missing[bucket] == 0:
                     self._on_full(bucket)
 
         return accumulate
+
+
+class Accumulation:
+    """A step on this rank until its last micro-batch is in: losses through `scaled`, gradients within `backward_pass`.
+
+    `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
+    losses so far that this rank counts, without the scale. `done`: micro-batches so far.
+    """
+
+    def __init__(self, half_grads: HalfGrads, grad_reduce: GradReduce, loss_scale: StaticLossScale, steps: int):
+        self._half_grads, self._grad_reduce, self._loss_scale = half_grads, grad_reduce, loss_scale
+        self._steps = steps
+        self.scale_used = loss_scale.loss_scale.clone()
+        self.loss_sum = torch.zeros_like(self.scale_used)
+        self.weight_sum = torch.zeros_like(self.scale_used, dtype=torch.float64)
+        self.done = 0
+        self.examination: Examination | None = None  # of this step, if it was asked for
+
+    @contextmanager
+    def expect(self, micro_batches: int) -> Iterator[None]:
+        """The step's next micro-batches; with the last one, what is left of the sums over the ranks begins."""
+        if self.done + micro_batches > self._steps:
+            raise RuntimeError(
+                f"backward() was called {self.done} times already, {micro_batches} more is too many for "
+                f"grad_accum_steps {self._steps}; call step() now"
+            )
+        if self.done == 0:
+            self.scale_used.copy_(self._loss_scale.loss_scale.clamp(min=SMALLEST_USED))
+            self.loss_sum.zero_()
+            self.weight_sum.zero_()
+        try:
+            yield
+        except BaseException:
+            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
+            self._half_grads.expect_step()
+            self._grad_reduce.reset()
+            self.examination, self.done = None, 0
+            raise
+        self.done += micro_batches
+        if self.done == self._steps:
+            self._half_grads.fill_missing()
+            self._grad_reduce.launch_rest()
+
+    def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
+        """What is to be back-propagated of a micro-batch's loss. `counts`: it goes into the step's loss; of the ranks
+        that compute one loss together, one counts it.
+        """
+        if counts:
+            self.loss_sum += loss.detach().view(())
+            self.weight_sum += weight
+        return loss.float() * self.scale_used
+
+    @contextmanager
+    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+        """One pass through the model, or through a stage of it: the ready hooks take its gradients.
+
+        `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
+        when all of it is.
+        """
+        look = None if self.examination is None else self.examination.look(micro_batch)
+        self._half_grads.open(self._grad_reduce.bucket_full, completes, look)
+        try:
+            yield
+        finally:
+            self._half_grads.close()
 
 
 def refuse_second_engine(model: nn.Module) -> None:

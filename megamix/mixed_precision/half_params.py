@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Group, Optimizer
+from megamix.mixed_precision.settings import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,11 @@ def single_device(model: nn.Module) -> torch.device:
     return devices.pop()
 
 
-def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamSpec], list[Group]]:
-    """(specs of the trainable parameters in registration order, the optimizer groups that their indices mean).
+def describe_params(
+    model: nn.Module, optimizer: Optimizer, topology: Topology, placements: Mapping[str, Placement]
+) -> tuple[list[ParamSpec], list[Group], list[Axis], list[ParamSpec]]:
+    """(specs of the trainable parameters in registration order, the optimizer groups and the axes of owners that their
+    indices mean, specs of the whole model). Every rank must call it.
 
     A shared parameter is described once, under its first name; frozen and empty parameters are not described.
     """
@@ -44,6 +50,7 @@ def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamS
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
     groups: dict[Group, int] = {}
+    axes = {topology.dp: 0}
     specs = []
     for param, (name, *aliases) in names.items():
         if not param.is_floating_point():
@@ -51,8 +58,24 @@ def describe_params(model: nn.Module, optimizer: Optimizer) -> tuple[list[ParamS
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
         group = groups.setdefault(optimizer.group_of(name, param.dim()), len(groups))
-        specs.append(ParamSpec(name=name, shape=tuple(param.shape), group=group, aliases=tuple(aliases)))
-    return specs, list(groups)
+        spec = ParamSpec.whole(name, tuple(param.shape), group, tuple(aliases))
+        if (at := placements.get(name)) is not None:
+            owners = axes.setdefault(at.owners, len(axes))
+            spec = replace(spec, full_shape=at.full_shape, offset=at.offset, owners=owners, counts=at.counts)
+        specs.append(spec)
+    return specs, list(groups), list(axes), _all_stages(specs, topology.pp)
+
+
+def _all_stages(specs: Sequence[ParamSpec], pp: Axis) -> list[ParamSpec]:
+    """Each parameter once, stage by stage. Of another stage's, names and full shapes alone mean something here."""
+    by_stage: list[Sequence[ParamSpec]] = [specs] * pp.size
+    if pp.group is not None:
+        dist.all_gather_object(by_stage, specs, group=pp.group)
+    found: dict[str, ParamSpec] = {}
+    for stage in by_stage:
+        for spec in stage:
+            found.setdefault(spec.name, spec)  # a parameter may be held by two stages
+    return list(found.values())
 
 
 class HalfParams:
@@ -71,10 +94,13 @@ class HalfParams:
         self._installed: list[_Installed] = []
 
     def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """One bucket's parameters (or `values` by name) in FP32, flat and padded: FP32 (padded_numel,)."""
+        """One bucket's parameters (or this rank's blocks of full `values` by name) in FP32, flat and padded: FP32
+        (padded_numel,).
+        """
         full = torch.zeros(self.flat[bucket].numel(), dtype=torch.float32, device=self.flat[bucket].device)
         for slot in self.layout.buckets[bucket].slots:
-            value = self.params[slot.spec.name] if values is None else values[slot.spec.name]
+            spec = slot.spec
+            value = self.params[spec.name] if values is None else values[spec.name][spec.block]
             full[slot.start : slot.end].copy_(value.detach().reshape(-1))
         return full
 

@@ -21,32 +21,30 @@ class OwnedRange(NamedTuple):
 
 
 class MasterShard:
-    """Per bucket: `master[k]` FP32 (padded_numel / dp_size,), and `states[k]`, one such tensor per optimizer state,
-    zeros at the start.
+    """Per bucket: `master[k]` FP32 (shard_numel,), and `states[k]`, one such tensor per optimizer state, zeros at the
+    start. `owners[k]`: the ranks that own a shard of bucket k each.
 
     `runs[k]`: the pieces of bucket k's shard that belong to one optimizer group each, counted from the shard's start.
     """
 
-    def __init__(self, layout: FlatLayout, rank: int, num_states: int, device: torch.device):
-        self._layout, self._rank, self._dp_size = layout, rank, layout.dp_size
-        shard_numels = [bucket.padded_numel // layout.dp_size for bucket in layout.buckets]
+    def __init__(self, layout: FlatLayout, owners: Sequence[Collectives], num_states: int, device: torch.device):
+        self._layout, self._owners = layout, owners
+        shard_numels = [bucket.shard_numel for bucket in layout.buckets]
         self.master = [torch.zeros(numel, device=device) for numel in shard_numels]
         self.states = [tuple(torch.zeros(numel, device=device) for _ in range(num_states)) for numel in shard_numels]
-        self.runs = [bucket.shard_runs(rank, layout.dp_size) for bucket in layout.buckets]
+        self.runs = [bucket.shard_runs(own.axis.rank) for bucket, own in zip(layout.buckets, owners, strict=True)]
 
     def take(self, bucket: int, full: Tensor) -> None:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
-        self.master[bucket].copy_(full.view(self._dp_size, -1)[self._rank])
+        axis = self._owners[bucket].axis
+        self.master[bucket].copy_(full.view(axis.size, -1)[axis.rank])
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Every element of a parameter that this rank owns, without the padding."""
-        for bucket, master, states in zip(self._layout.buckets, self.master, self.states, strict=True):
-            first = self._rank * master.numel()
-            for slot in bucket.slots:
-                start, end = max(slot.start, first), min(slot.end, first + master.numel())
-                if start < end:
-                    views = tuple(tensor[start - first : end - first] for tensor in (master, *states))
-                    yield OwnedRange(slot.spec, start - slot.start, views)
+        for index, bucket in enumerate(self._layout.buckets):
+            tensors = (self.master[index], *self.states[index])
+            for spec, start, part in bucket.owned(self._owners[index].axis.rank):
+                yield OwnedRange(spec, start, tuple(tensor[part] for tensor in tensors))
 
     def restore(self, master: Sequence[Tensor], states: Sequence[tuple[Tensor, ...]]) -> None:
         """Copy back the saved shards and optimizer states of all buckets."""
@@ -54,9 +52,10 @@ class MasterShard:
         for own, saved in zip(mine, [*master, *(state for bucket in states for state in bucket)], strict=True):
             own.copy_(saved)
 
-    def gather(self, bucket: int, collectives: Collectives) -> Tensor:
-        """A whole bucket's master weights, from every rank: FP32 (padded_numel,). Every rank must call it."""
-        full = self.master[bucket].new_empty(self._dp_size, self.master[bucket].numel())
-        full[self._rank].copy_(self.master[bucket])
-        collectives.all_gather(full.view(-1), full[self._rank]).wait()
+    def gather(self, bucket: int) -> Tensor:
+        """A whole bucket's master weights, from its owners: FP32 (padded_numel,). All of them must call it."""
+        axis = self._owners[bucket].axis
+        full = self.master[bucket].new_empty(axis.size, self.master[bucket].numel())
+        full[axis.rank].copy_(self.master[bucket])
+        self._owners[bucket].all_gather(full.view(-1), full[axis.rank]).wait()
         return full.view(-1)

@@ -24,24 +24,25 @@ class ParamGather:
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], layout: FlatLayout,
-        half_params: list[Tensor], collectives: Collectives, overlap: bool, clock: Clock,
+        half_params: list[Tensor], owners: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
-        self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        size, rank = collectives.topology.dp_size, collectives.topology.dp_rank
-        self.half_shards = [flat.view(size, -1)[rank] for flat in half_params]
+        self._half_params, self._owners, self._overlap, self._clock = half_params, owners, overlap, clock
+        self.half_shards = [
+            flat.view(own.axis.size, -1)[own.axis.rank] for flat, own in zip(half_params, owners, strict=True)
+        ]
         self._pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        if collectives.topology.dp_group is not None:
+        if any(own.axis.size > 1 for own in owners):
             for module, buckets in needs:
                 module.register_forward_pre_hook(self._make_hook(buckets))
 
     def launch(self, bucket: int) -> None:
         """This rank's shard of `bucket` is up to date: send it, receive the others'."""
         assert bucket not in self._pending
-        self._pending[bucket] = self._collectives.all_gather(self._half_params[bucket], self.half_shards[bucket])
+        self._pending[bucket] = self._owners[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
         if not self._overlap:
             self._wait([bucket])
 

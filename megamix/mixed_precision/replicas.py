@@ -15,6 +15,8 @@ from megamix.mixed_precision.flat_layout import ROW
 
 _CHUNK = 1 << 18  # elements: on a CPU the second pass finds what the first left in cache
 _CHUNK_GPU = 1 << 24  # a GPU's launches cost more than its cache saves; bounds the memory of a check
+_SHOWN = 8  # of what differs
+_TEXT = 4096  # bytes
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, made odd, as a signed number
 
 
@@ -25,21 +27,34 @@ class DamagedError(Exception):
 def check_replicas(engine: ShardedEngine) -> None:
     """Compare every rank's half parameters with the masters. Every rank must call it, after the same step.
 
-    One pass over the half parameters and this rank's masters, one gather of (buckets + 1) numbers of 8 bytes from every
-    rank, one read of the device.
+    One pass over the half parameters and this rank's masters, one gather of a number of 8 bytes for each bucket from
+    its owners, one of a byte from every rank, one read of the device.
     Raises: DamagedError on all ranks alike, after a closer look at every element.
     """
     engine.half_params.check()
     engine.param_gather.wait_all()
-    dtype, size = engine.half_params.dtype, engine.layout.dp_size
-    copies = torch.stack([shard_hashes(flat, size, dtype) for flat in engine.half_params.flat])
-    own = torch.cat([shard_hashes(master, 1, dtype) for master in engine.master_shard.master])
-    table = engine.collectives.table(torch.cat([own, _fold(copies)]))
-    masters = table[:, :-1].T  # (buckets, ranks), as the copies
-    agrees = (table[:, -1] == _fold(masters)).tolist()
-    if not all(agrees):
-        ranks = [rank for rank, ok in enumerate(agrees) if not ok]
+    agree = torch.stack([_copies_agree(engine, buckets) for buckets in _buckets_by_owners(engine)]).all()
+    by_rank = engine.collectives.table(agree.view(1).to(torch.uint8))[:, 0].bool().tolist()
+    if not all(by_rank):
+        ranks = [rank for rank, ok in enumerate(by_rank) if not ok]
         raise DamagedError(f"memory does not hold what was written: {_describe(engine, ranks)}")
+
+
+def _buckets_by_owners(engine: ShardedEngine) -> list[list[int]]:
+    """The buckets of the same owners together, in the same order on all of these."""
+    found: dict[int, list[int]] = {}
+    for index, bucket in enumerate(engine.layout.buckets):
+        found.setdefault(bucket.owners, []).append(index)
+    return list(found.values())
+
+
+def _copies_agree(engine: ShardedEngine, buckets: list[int]) -> Tensor:
+    """Whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call it."""
+    owners, dtype = engine.owners[buckets[0]], engine.half_params.dtype
+    copies = [shard_hashes(engine.half_params.flat[index], owners.axis.size, dtype) for index in buckets]
+    own = torch.cat([shard_hashes(engine.master_shard.master[index], 1, dtype) for index in buckets])
+    masters = owners.table(own).T  # (buckets, ranks), as the copies
+    return (torch.stack(copies) == masters).all()
 
 
 def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
@@ -64,11 +79,6 @@ def _row_hashes(words: Tensor, keys: Tensor) -> Tensor:
     return folded.view(-1, keys.numel()).mul_(keys).sum(1)
 
 
-def _fold(hashes: Tensor) -> Tensor:
-    """One number for all. Shapes: INT64 of any shape -> (1,)."""
-    return (hashes.flatten() * _odd_keys(hashes.numel(), hashes.device)).sum().view(1)
-
-
 def _odd_keys(count: int, device: torch.device) -> Tensor:
     """Odd numbers without a pattern: INT64 (count,). Odd, because the product of an even one drops a word's top bit."""
     mixed = torch.arange(1, count + 1, device=device) * _MIX
@@ -77,24 +87,35 @@ def _odd_keys(count: int, device: torch.device) -> Tensor:
 
 def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
-    size, dtype = engine.layout.dp_size, engine.half_params.dtype
+    found = [line for buckets in _buckets_by_owners(engine) for line in _differences(engine, buckets)]
+    # A rank knows only of what it owns a share of, and the first one speaks.
+    text = "\n".join(found[:_SHOWN]).encode()[:_TEXT].ljust(_TEXT)
+    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(engine.applied_updates.device)
+    texts = [bytes(line).decode(errors="replace").strip() for line in engine.collectives.table(row).tolist()]
+    lines = list(dict.fromkeys(line for text in texts for line in text.splitlines()))
+    shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
+    return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
+
+
+def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
+    """A phrase for each wrong copy or master of these buckets. Their owners must all call it."""
+    owners, dtype = engine.owners[buckets[0]], engine.half_params.dtype
+    size, bits = owners.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
     pieces, differs = [], []
-    for index, bucket in enumerate(engine.layout.buckets):
-        bits = torch.int32 if dtype.itemsize == 4 else torch.int16
-        master = engine.master_shard.gather(index, engine.collectives).to(dtype).view(bits)
+    for index in buckets:
+        master = engine.master_shard.gather(index).to(dtype).view(bits)
         unequal = (master != engine.half_params.flat[index].view(bits)).view(size, -1)
         for owner in range(size):
-            for piece in bucket.shard_pieces(owner, size):
+            for piece in engine.layout.buckets[index].shard_pieces(owner):
                 pieces.append((owner, piece.name))
                 differs.append(unequal[owner, piece.start : piece.end].any())
-    by_rank = engine.collectives.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
-    found = []
+    by_rank = owners.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
+    numbers, found = owners.axis.ranks, []
     for index, (owner, name) in enumerate(pieces):
         wrong = [rank for rank in range(size) if by_rank[rank][index]]
         if len(wrong) == size:  # alone, a rank cannot tell which of its two copies it is
             which = f"the master of {name}" if size > 1 else f"{name} (half parameter or master)"
-            found.append(f"rank {owner}: {which}")
+            found.append(f"rank {numbers[owner]}: {which}")
         else:
-            found += [f"rank {rank}: the half parameter {name}" for rank in wrong]
-    shown = "; ".join(found[:8]) or "no element differs at a second look"
-    return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
+            found += [f"rank {numbers[rank]}: the half parameter {name}" for rank in wrong]
+    return found

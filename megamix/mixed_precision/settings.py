@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.loss_scale import StaticLossScale
 
@@ -28,10 +28,29 @@ class Precision:
     loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
     reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
 
-    def sum_dtype(self, dp_size: int) -> torch.dtype:
+    @property
+    def own_grad_dtype(self) -> torch.dtype:
+        """In which each rank's micro-batches are summed."""
+        return self.grad_dtype or self.dtype
+
+    def sum_dtype(self, num_owners: int) -> torch.dtype:
         """What holds a sum over the ranks until the update reads it. A rank alone has nothing to sum."""
-        wide = self.reduce_dtype == "half_fp32_sum" and dp_size > 1
-        return torch.float32 if wide else self.grad_dtype or self.dtype
+        wide = self.reduce_dtype == "half_fp32_sum" and num_owners > 1
+        return torch.float32 if wide else self.own_grad_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter of this rank's module stands in the model that all ranks train together."""
+
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of this rank's block in it
+    owners: Axis  # the ranks that hold this same block
+    counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
+
+    def block(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Of the full parameter, this rank's block, which has that shape."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +60,11 @@ class Sharding:
     units: Sequence[
         nn.Module
     ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
-    dp_group: dist.ProcessGroup | None = None  # None: all ranks, or this process alone
+    topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
+    # By parameter name, frozen ones too; what is not named is whole on every data-parallel rank.
+    placements: Mapping[str, Placement] = field(default_factory=dict)
 
 
 class StepResult(NamedTuple):

@@ -95,7 +95,7 @@ def _parts(x: Tensor) -> Iterator[slice]:
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """one @ other, on a GPU left in FP32."""
-    if one.device.type == "cuda" and one.dtype != torch.float32:  # pragma: CUDA only
+    if one.device.type != "cpu" and one.dtype != torch.float32:
         return torch.mm(one, other, out_dtype=torch.float32)
     return one @ other
 

@@ -38,7 +38,7 @@ def generate(
         raise ValueError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}: pass for example 0.95")
     seq_len = model.config.seq_len
     room = min(tokens.shape[1] + max_new_tokens, seq_len)
-    cache = KeyValueCache(model.config, tokens.shape[0], room, model.embedding.weight)
+    cache = KeyValueCache(model.config.num_layers, room)
     ends = tokens.new_tensor(end_tokens)
     ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
     with _eager(model):

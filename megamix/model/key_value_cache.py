@@ -3,22 +3,26 @@
 import torch
 from torch import Tensor
 
-from megamix.config import ModelConfig
-from megamix.model import sizes
 from megamix.model.documents import Documents
 
 
 class BlockCache:
-    """Keys and values of one block, (B, room, kv_heads, head_dim), allocated once."""
+    """Keys and values of one block, (B, room, kv_heads, head_dim), allocated once: by the first ones, which tell how
+    many heads this process computes.
+    """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self._keys, self._values, self.length = keys, values, 0
+    def __init__(self, room: int) -> None:
+        self._room, self.length = room, 0
+        self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of the next T positions; all so far.
 
         Shapes: (B, T, kv_heads, head_dim) -> views (B, length, kv_heads, head_dim).
         """
+        if not self.length:
+            batch, _, *head = key.shape
+            self._keys, self._values = (key.new_empty(batch, self._room, *head) for _ in range(2))
         end = self.length + key.shape[1]
         self._keys[:, self.length : end], self._values[:, self.length : end] = key, value
         self.length = end
@@ -26,12 +30,10 @@ class BlockCache:
 
 
 class KeyValueCache:
-    """Those of all blocks, for `batch` texts of up to `room` tokens each."""
+    """Those of all blocks, for texts of up to `room` tokens each."""
 
-    def __init__(self, config: ModelConfig, batch: int, room: int, like: Tensor) -> None:
-        """`like`: a parameter of the model, for dtype and device."""
-        shape = (batch, room, sizes.num_kv_heads(config), sizes.head_dim(config))
-        self.blocks = [BlockCache(like.new_empty(shape), like.new_empty(shape)) for _ in range(config.num_layers)]
+    def __init__(self, num_layers: int, room: int) -> None:
+        self.blocks = [BlockCache(room) for _ in range(num_layers)]
 
     @property
     def length(self) -> int:

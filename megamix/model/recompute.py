@@ -49,10 +49,11 @@ def computed_again(enabled: bool, *results: tuple[Tensor, Recipe]) -> Iterator[N
     if not enabled or torch.compiler.is_compiling():
         yield
         return
-    again = {result.untyped_storage().data_ptr(): _Again(recipe) for result, recipe in results}
+    # By the storage itself and not its data's address, which tensors without memory do not have (activations.py).
+    again = {result.untyped_storage()._cdata: _Again(recipe) for result, recipe in results}
 
     def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
-        stand_in = again.get(x.untyped_storage().data_ptr())
+        stand_in = again.get(x.untyped_storage()._cdata)
         if stand_in is None:
             return x
         stand_in.num_keepers += 1

@@ -4,9 +4,7 @@ Raises: ValueError where sizes do not divide. A configuration file is checked as
 for a ModelConfig made by hand.
 """
 
-from megamix.config import ModelConfig
-
-FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
+from megamix.config import ModelConfig, default_ffn_hidden_size
 
 
 def head_dim(config: ModelConfig) -> int:
@@ -44,12 +42,10 @@ def num_kv_heads(config: ModelConfig) -> int:
 
 
 def ffn_hidden_size(config: ModelConfig) -> int:
-    """Inner width of the feed-forward part; SwiGLU's default has as many weights as GELU's, three matrices for two."""
+    """Inner width of the feed-forward part."""
     if config.ffn_hidden_size is not None:
         return config.ffn_hidden_size
-    if config.activation != "swiglu":
-        return 4 * config.hidden_size
-    return -(-8 * config.hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return default_ffn_hidden_size(config.activation, config.hidden_size)
 
 
 def qkv_bias(config: ModelConfig) -> bool:

@@ -151,20 +151,27 @@ class Transformer(nn.Module):
         With scaled_init the weights that end a branch get init_std / sqrt(2 * num_layers) (GPT-2, Radford et al. 2019,
         section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
         """
+        self.tie()
+        for name, parameter in self.named_parameters():
+            self.draw(name, parameter)
+
+    def tie(self) -> None:
+        """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""
         if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight  # here, since to_empty() unties what was made on the meta device
+            self.head.weight = self.embedding.weight
+
+    def draw(self, name: str, parameter: Tensor) -> None:
+        """Draw the initial values of one full parameter."""
         # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
         branches = 2 * self.config.num_layers if self.config.scaled_init else 1
-        branch_std = self.config.init_std / math.sqrt(branches)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1)
-            elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
-                parameter.normal_(0, branch_std)
-            else:
-                parameter.normal_(0, self.config.init_std)
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif name.endswith("norm.weight"):
+            parameter.fill_(1)
+        elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
+            parameter.normal_(0, self.config.init_std / math.sqrt(branches))
+        else:
+            parameter.normal_(0, self.config.init_std)
 
     def compile_blocks(self) -> None:
         """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
@@ -182,6 +189,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        layers: range | None = None,
     ) -> Tensor:
         """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
         targets but IGNORE, divided by B * T.
@@ -189,10 +197,14 @@ class Transformer(nn.Module):
         positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
         document begins; attention never crosses from one into another.
         cache: tokens follow those that it has seen, as one document; logits of the last one alone.
+        layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
+        given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
+        targets are to be given then, which tell T where ranks divide the positions of these.
         Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
         Raises: ValueError if T exceeds seq_len.
         """
-        num_positions = tokens.shape[-1] + (0 if cache is None else cache.length)
+        layers = range(self.config.num_layers) if layers is None else layers
+        num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
         if num_positions > self.config.seq_len:
             raise ValueError(
                 f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
@@ -203,20 +215,24 @@ class Transformer(nn.Module):
             positions, documents = cache.places(tokens), cache.seen(tokens)
         elif positions is not None:
             documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
-        x = self.embedding(tokens)
-        if self.position_embedding is not None:
-            places = torch.arange(num_positions, device=tokens.device) if positions is None else positions
-            x = x + self.position_embedding(places)
-        if self.config.dropout and self.training:
-            x = self.ops.dropout(x, self.config.dropout)
+        x = tokens if layers.start else self._embed(tokens, positions)
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
-        for number, block in enumerate(self.blocks):
-            x = self._run(block, x, rotary, documents, None if cache is None else cache.blocks[number])
+        for layer in layers:
+            x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])
+        if layers.stop < self.config.num_layers:
+            return x
         x = self.norm(x if cache is None else x[:, -1:])
         if targets is not None:
             return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
         logits: Tensor = self.head(x)
         return logits
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.position_embedding is not None:
+            places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x = x + self.position_embedding(places)
+        return self.ops.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
 
     def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
         if self.config.recompute != "full":

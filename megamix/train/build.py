@@ -1,18 +1,23 @@
 """From configuration sections to the objects they describe; each object gets only its own section."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from megamix.config import Config, OptimizerConfig, PrecisionConfig
+from megamix.comm.topology import Topology
+from megamix.config import Config, OptimizerConfig, PrecisionConfig, stages_per_rank
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
 from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.settings import Placement, Precision, Sharding
+from megamix.model.transformer import Transformer
+from megamix.parallel.passes import OneByOne, Passes
+from megamix.parallel.pipeline_parallel import V_SHAPED, Border, Pipeline
+from megamix.parallel.stages import StagePlan, plan_stages
 from megamix.train.lr_schedule import lr_table
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,9 +65,38 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
 
 
-def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int) -> ShardedEngine:
+def build_precision(section: PrecisionConfig) -> Precision:
+    dtype = DTYPES[section.dtype]
+    grad_dtype = dtype if section.grad_dtype == "half" else torch.float32
+    return Precision(dtype, grad_dtype, build_loss_scale(section), section.reduce_dtype)
+
+
+def plan_pipeline(config: Config) -> list[StagePlan]:
+    """The stages of all ranks; none without a pipeline."""
+    section = config.parallelism
+    if section.pp_size == 1:
+        return []
+    v_shaped = section.pp_schedule in V_SHAPED
+    return plan_stages(config.model, section.pp_size, stages_per_rank(section), v_shaped=v_shaped)
+
+
+def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stages: Sequence[StagePlan]) -> Passes:
+    """How a step's micro-batches pass through this rank's part of the model."""
+    if not stages:
+        return OneByOne(engine)
+    topology = engine.topology
+    batch = (config.training.micro_batch_size, config.model.seq_len)
+    parts = topology.tp.size if config.parallelism.sequence_parallel else 1
+    own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
+    border = Border(topology.pp, len(stages), batch, parts)
+    return Pipeline(engine, model, own, config.parallelism.pp_schedule, border)
+
+
+def build_engine(
+    config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
+    topology: Topology | None = None, placements: Mapping[str, Placement] | None = None,
+) -> ShardedEngine:  # fmt: skip
     """The engine of a job. Every rank must call it."""
-    dtype = DTYPES[config.precision.dtype]
     table = lr_table(
         optimizer_lr=config.optimizer.lr,
         min_lr=config.optimizer.min_lr,
@@ -74,13 +108,14 @@ def build_engine(config: Config, model: nn.Module, units: Sequence[nn.Module], g
     return ShardedEngine(
         model,
         build_optimizer(config.optimizer, table),
-        Precision(
-            dtype,
-            dtype if config.precision.grad_dtype == "half" else torch.float32,
-            build_loss_scale(config.precision),
-            config.precision.reduce_dtype,
+        build_precision(config.precision),
+        Sharding(
+            units=units,
+            topology=topology,
+            bucket_size=config.parallelism.bucket_size,
+            overlap=config.parallelism.overlap,
+            placements=placements or {},
         ),
-        Sharding(units=units, bucket_size=config.parallelism.bucket_size, overlap=config.parallelism.overlap),
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,
         compile_update=config.optimizer.compile,

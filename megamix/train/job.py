@@ -20,8 +20,10 @@ from megamix.data.loader import BatchLoader
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
+from megamix.parallel.build import build_model
+from megamix.parallel.stages import describe_stages
 from megamix.train import run_folder
-from megamix.train.build import DTYPES, build_engine
+from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
@@ -53,28 +55,29 @@ def run_job(config: Config) -> float | None:
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
-    topology = start_ranks(device, config.parallelism.timeout_s + 1.0)
+    section = config.parallelism
+    topology = start_ranks(device, section.timeout_s + 1.0, pp_size=section.pp_size, tp_size=section.tp_size)
     status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
     try:
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
-            start = find_start(config, Together(make_collectives(topology, 0, torch.uint8, device), device))
+            start = find_start(config, Together(make_collectives(topology.world, 0, torch.uint8, device), device))
             # Whoever dies in building or loading has started as well.
             begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
             _on_first_rank(begin, topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
-        if topology.dp_group is not None:
+        if topology.world.group is not None:
             dist.destroy_process_group()
 
 
 def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.device) -> None:
     """Work on the run's folder; the first rank's refusal is every rank's."""
-    if topology.dp_group is not None:
+    if topology.world.group is not None:
         dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
     refusal: ConfigError | StuckError | None = None
-    if topology.dp_rank == 0:
+    if topology.world.rank == 0:
         try:
             work()
         except OSError as error:
@@ -82,7 +85,7 @@ def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.d
         except (ConfigError, StuckError) as error:
             refusal = error
     row = torch.tensor([refusal is not None, isinstance(refusal, StuckError)], dtype=torch.int32, device=device)
-    refused, stuck = make_collectives(topology, 0, torch.uint8, device).table(row)[0].tolist()
+    refused, stuck = make_collectives(topology.world, 0, torch.uint8, device).table(row)[0].tolist()
     if refused:  # alike on every rank, so that all end with one exit status
         elsewhere = "the first rank says why"
         raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
@@ -111,9 +114,9 @@ def _run(
 ) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
     roll = None
-    if topology.dp_group is not None:
-        roll = RollCall(side_store(topology), topology.dp_rank, topology.dp_size)
-    together = Together.apart(topology, SAVE_TIMEOUT_S)
+    if topology.world.group is not None:
+        roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
+    together = Together.apart(topology.world, SAVE_TIMEOUT_S)
     try:
         with Watchdog(roll, config.parallelism.timeout_s, status, leave, launcher) as watchdog:
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
@@ -128,7 +131,7 @@ def _run(
     except EndedEarlyError:
         raise
     except BaseException as error:
-        if topology.dp_rank == 0:
+        if topology.world.rank == 0:
             notes = getattr(error, "__notes__", [])  # the watchdog's verdict
             status.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
         raise
@@ -142,11 +145,17 @@ def _train(
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(config.training.seed)
-    first = topology.dp_rank == 0
-    model = Transformer(config.model).to(device)
-    engine = build_engine(config, model, [*model.blocks], grad_accum_steps(config, topology.dp_size))
+    first = topology.world.rank == 0
+    stages = plan_pipeline(config)
+    model, placements = build_model(
+        config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
+    )
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
     console = Console(config.training.steps, speaks=first)
     console.line(_describe(config, engine, device))
+    if stages:
+        console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
     start = load_start(start, config, engine)
     if start.checkpoint is not None:
         console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
@@ -167,9 +176,10 @@ def _train(
             engine.clock,
             config.training.global_batch_size * config.model.seq_len,
             config.training.steps,
-            _mfu_per_token_rate(config, topology.dp_size, device),
+            _mfu_per_token_rate(config, topology.world.size, device),
         )
-        trainer = Trainer(config, engine, loader, validation, report, console, writer)
+        passes = build_passes(config, engine, model, stages)
+        trainer = Trainer(config, passes, loader, validation, report, console, writer)
         trainer.begin(start.progress, checkpoints)
         status.update = lambda: trainer.plan.applied
         watchdog.place = partial(_place, trainer)
@@ -203,24 +213,33 @@ def _write_results(
     config: Config, model: Transformer, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None
 ) -> None:
     """What a run that finished or gave up leaves for use elsewhere. Every rank must call it."""
-    folder = Path(config.checkpoint.folder)
+    folder, topology = Path(config.checkpoint.folder), engine.topology
     with engine.clock.span("weights"):
         weights = engine.full_weights()
-        if engine.collectives.topology.dp_rank != 0:
-            return
-        run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
-        console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+        if topology.world.rank == 0:
+            run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
+            console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
     if gave_up is not None:
-        run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+        if topology.world.rank == 0:
+            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
     elif config.data.tokenizer is not None:
-        _write_sample(config, model, config.data.tokenizer, console)
+        first = topology.world.rank == 0
+        if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
+            model = Transformer(config.model)
+            model.load_state_dict(weights)
+            model.to(engine.half_params.dtype)
+        if first or (topology.pp.size == 1 and topology.dp.rank == 0):  # those that divide layers compute together
+            _write_sample(config, model, config.data.tokenizer, console if first else None)
 
 
-def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console) -> None:
+def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console | None) -> None:
+    """`console`: the first rank's, which writes; the others' is None."""
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+    model.eval()  # else units would drop out
     text = sample_text(model, Path(tokenizer), PROMPT, Sampling(max_new_tokens=128, seed=config.training.seed))
-    run_folder.write_text(path, text)
-    console.line(f"sample of text ({path}):\n{text}")
+    if console is not None:
+        run_folder.write_text(path, text)
+        console.line(f"sample of text ({path}):\n{text}")
 
 
 def _place(trainer: Trainer) -> Place:
@@ -231,16 +250,16 @@ def _place(trainer: Trainer) -> Place:
     return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
 
 
-def _mfu_per_token_rate(config: Config, dp_size: int, device: torch.device) -> float | None:
+def _mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
     """What one token per second adds to the share of the devices' peak; None where no peak is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = dense_peak(name, DTYPES[config.precision.dtype])
-    return None if peak is None else flops_per_token(config.model) / (peak * dp_size)
+    return None if peak is None else flops_per_token(config.model) / (peak * world_size)
 
 
 def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:
     """One line that says what runs where, so that a log explains itself."""
-    topology = engine.collectives.topology
+    topology = engine.topology
     machine = "CPU, Gloo"
     if device.type == "cuda":  # pragma: CUDA only
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
@@ -250,7 +269,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         engine.half_params.dtype.itemsize, engine.half_grads.flat[0].dtype.itemsize, len(engine.optimizer.state_names)
     )
     return (
-        f"megamix | {topology.dp_size} rank(s) on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
+        f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
         f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {resident / 2**20:.1f} MiB a rank | "
         f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
         f"accumulation {engine.grad_accum_steps} | update {engine.update_path}"

@@ -53,7 +53,7 @@ def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -
 
 
 def merge_layers(by_rank: Tensor, layers: tuple[str, ...]) -> dict[str, LayerPrecision]:
-    """All ranks' `count_layers` as one. Shapes: FP64 (dp_size, layers, columns)."""
+    """All ranks' `count_layers` as one. Shapes: FP64 (ranks, layers, columns)."""
     totals, peaks = by_rank[..., :-1].sum(0).tolist(), by_rank[..., -1].amax(0).tolist()
     return {layer: _layer(total, peak) for layer, total, peak in zip(layers, totals, peaks, strict=True)}
 

@@ -17,8 +17,8 @@ class RankBatches:
         return micro_batches(
             batch,
             micro_batch_size=self._micro_batch_size,
-            dp_rank=self._topology.dp_rank,
-            dp_size=self._topology.dp_size,
+            dp_rank=self._topology.dp.rank,
+            dp_size=self._topology.dp.size,
         )
 
     def prefetch(self, batch: Samples) -> None:

@@ -14,13 +14,14 @@ import torch
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
-from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
+from megamix.parallel.passes import MicroBatch, Passes
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
+from megamix.train.memory_check import AT_UPDATE, memory_line
 from megamix.train.metrics import METRICS, MetricsWriter, format_line
 from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import SET_ASIDE, OverflowLog
@@ -40,16 +41,17 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        engine: ShardedEngine,
+        passes: Passes,
         loader: BatchLoader,
         validation: BatchLoader | None,
         report: IntervalReport,
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
     ):
-        self.config, self.engine = config, engine
-        self.batches = RankBatches(loader, engine.collectives.topology, config.training.micro_batch_size)
-        self.validation = None if validation is None else Validation(config, engine, validation)
+        self.config, self.passes = config, passes
+        engine = self.engine = passes.engine
+        self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
+        self.validation = None if validation is None else Validation(config, passes, validation)
         self.report, self.console, self.writer = report, console, writer
         self.device = engine.half_params.flat[0].device
         self.plan = self._plan(None)
@@ -98,7 +100,7 @@ class Trainer:
         self.engine.module.train()
         self.batches.prefetch(plan.next_new())
         if self.engine.loss_scale.wants_probe:
-            self._backward(GlobalBatch(plan.next_new()))
+            self.passes.backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
         for stop in self._stops():
             while True:
@@ -134,7 +136,7 @@ class Trainer:
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
-            self._backward(attempt.batch)
+            self.passes.backward(self._load(attempt.batch))
             result = self.engine.step()
         self.readout.write(attempt.number, result)
         if result.examination is not None:
@@ -143,17 +145,13 @@ class Trainer:
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine)
 
-    def _backward(self, global_batch: GlobalBatch) -> None:
-        clock = self.engine.clock
+    def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self.batches.micro_batches(global_batch.samples):
-            with clock.span("data"):
+            with self.engine.clock.span("data"):
                 batch = self.batches.load(samples)
             # Not before: the thread that reads would hold Python's lock, and this one wait for it instead of computing.
             self.batches.prefetch(self.plan.next_new())
-            if self.config.model.dropout:
-                self._seed_dropout(samples, global_batch.tries)
-            with clock.span("forward_backward"):
-                self.engine.backward(self.engine(*batch.inputs), batch.weight)
+            yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:
         """Read what became of the oldest attempt in flight: the loop's one wait for the device."""
@@ -171,6 +169,8 @@ class Trainer:
         self.overflows.note(attempt, outcome, fate, self.plan.applied, examination)
         if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
             self._log(self.plan.applied, outcome)
+        if fate is Fate.APPLIED and self.plan.applied == AT_UPDATE and self.writer is not None:
+            self.console.line(memory_line(self.config, self.engine))
         if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:
@@ -216,10 +216,14 @@ class Trainer:
         if self._stop_reason:
             raise self._leaves()
 
-    def _seed_dropout(self, samples: Samples, tries: int) -> None:
-        """The same units drop out on any number of ranks, after any restart, and others at another try."""
+    def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
+        """The same units drop out on any number of data-parallel ranks, after any restart, and others at another
+        try. None: none does.
+        """
+        if not self.config.model.dropout:
+            return None
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
-        torch.manual_seed(int(mix64(key[0], np.array([tries], dtype=np.uint64))[0]))
+        return int(mix64(key[0], np.array([tries], dtype=np.uint64))[0])
 
     def _is_logged(self, update: int) -> bool:
         """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
@@ -240,7 +244,7 @@ class Trainer:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self.engine.param_gather.wait_all()
             self._profiler.stop()
-            rank = self.engine.collectives.topology.dp_rank
+            rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
             self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")

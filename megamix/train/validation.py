@@ -9,16 +9,16 @@ import torch
 
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
-from megamix.mixed_precision.engine import ShardedEngine
+from megamix.parallel.passes import Passes
 from megamix.train.rank_batches import RankBatches
 
 
 class Validation:
     """The same batches at every call. Every rank has one."""
 
-    def __init__(self, config: Config, engine: ShardedEngine, loader: BatchLoader):
-        self._engine = engine
-        training, topology = config.training, engine.collectives.topology
+    def __init__(self, config: Config, passes: Passes, loader: BatchLoader):
+        self._passes = passes
+        training, topology = config.training, passes.engine.topology
         self._rank_batches = RankBatches(loader, topology, training.micro_batch_size)
         size = training.global_batch_size
         self._batches = [(range(first, first + size),) for first in range(0, training.eval_batches * size, size)]
@@ -28,20 +28,16 @@ class Validation:
 
         `before_each`: called before each batch; what it raises ends the validation.
         """
-        engine, batches = self._engine, self._batches
+        engine, batches = self._passes.engine, self._batches
         engine.module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=engine.applied_updates.device)  # of losses, of their weights
         self._rank_batches.prefetch(batches[0])
-        with torch.no_grad():
-            for number, batch in enumerate(batches, start=1):
-                before_each()
-                if number < len(batches):
-                    self._rank_batches.prefetch(batches[number])
-                for samples in self._rank_batches.micro_batches(batch):
-                    with engine.clock.span("validation"):
-                        part = self._rank_batches.load(samples)
-                        sums[0] += engine(*part.inputs)
-                        sums[1] += part.weight
+        for number, batch in enumerate(batches, start=1):
+            before_each()
+            if number < len(batches):
+                self._rank_batches.prefetch(batches[number])
+            with engine.clock.span("validation"):
+                sums += self._passes.evaluate(map(self._rank_batches.load, self._rank_batches.micro_batches(batch)))
         engine.module.train()
         loss_sum, weight_sum = engine.collectives.table(sums).sum(0).tolist()
         return loss_sum / weight_sum if weight_sum else math.nan

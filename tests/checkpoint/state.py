@@ -20,7 +20,7 @@ from megamix.checkpoint.saver import Saver
 from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import Collectives
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis
 from megamix.mixed_precision.optimizers import Optimizer
 from tests.distributed.models import make_model
 
@@ -40,7 +40,7 @@ def together_of(engine: ShardedEngine) -> Together:
 
 
 def alone() -> Together:
-    return Together(Collectives(Topology()), torch.device("cpu"))
+    return Together(Collectives(Axis()), torch.device("cpu"))
 
 
 def make_saver(folder: Path, together: Together, files: Files | None = None) -> Saver:

@@ -65,7 +65,7 @@ def test_other_optimizer_groups_load_it_too(tmp_path: Path) -> None:
 def _train(engine: ShardedEngine, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        loss = loss_of(engine, make_batch(step, engine.collectives.topology.dp_rank, 0))
+        loss = loss_of(engine, make_batch(step, engine.topology.dp.rank, 0))
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -117,10 +117,10 @@ def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
                 continue
             block = _block(shape, SPLIT_DIM.get(name), tp_rank, tp_size)
             cuts = [0, *sorted(rng.randint(0, block.numel) for _ in range(dp_size - 1)), block.numel]
-            spec = ParamSpec(name=name, shape=shape, group=0)
+            spec = ParamSpec(name=name, shape=block.size, group=0, full_shape=shape, offset=block.offset)
             for parts, (start, end) in zip(held, itertools.pairwise(cuts), strict=True):
                 for state in STATES:
-                    parts += parts_of_range(spec, state, start, torch.full((end - start,), torch.nan), block)
+                    parts += parts_of_range(spec, state, start, torch.full((end - start,), torch.nan))
         ranks += held
     return ranks
 

@@ -126,7 +126,7 @@ def _named(folder: Path, name: str) -> Checkpoint:
 def _fails_on_rank_1(folder: Path, beside: bool) -> list[str]:
     """What was told of a save that fails and of the one after it."""
     engine = make_engine()
-    together = Together.apart(engine.collectives.topology, timeout_s=60.0)
+    together = Together.apart(engine.topology.world, timeout_s=60.0)
     told: list[str] = []
 
     def full(name: str, arguments: tuple[Any, ...]) -> None:
@@ -158,13 +158,13 @@ def test_a_failure_is_told_alike_on_all_ranks_and_the_next_save_is_tried(run_ran
 def _uses_both_groups(folder: Path) -> list[float]:
     """Collectives of training while a save's own are under way: each pair finds its like."""
     engine = make_engine()
-    saver = make_saver(folder, Together.apart(engine.collectives.topology, timeout_s=60.0), Files())
+    saver = make_saver(folder, Together.apart(engine.topology.world, timeout_s=60.0), Files())
     sums = []
     for step in range(5):
         fill(engine, step)
         saver.start(engine, _record(step))
         for number in range(20):
-            mine = engine.applied_updates.new_tensor([number + engine.collectives.topology.dp_rank])
+            mine = engine.applied_updates.new_tensor([number + engine.topology.dp.rank])
             sums.append(float(engine.collectives.table(mine).sum()))
     saver.finish()
     return sums

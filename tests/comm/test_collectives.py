@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix.comm import collectives
 from megamix.comm.collectives import Collectives, GlooCollectives, make_collectives, sum_in_rank_order
-from megamix.comm.topology import Topology, local_device, start_ranks
+from megamix.comm.topology import Axis, Topology, local_device, start_ranks
 
 
 def _inputs(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -23,7 +23,7 @@ def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
     """Several reductions under way at once; the sums are those of one process, in rank order, bit for bit."""
     size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cpu")
-    ours = make_collectives(Topology.current(), max(numels) * size, dtype, device)
+    ours = make_collectives(Topology.current().world, max(numels) * size, dtype, device)
     assert isinstance(ours, GlooCollectives)
     pending, shards = [], []
     for numel in numels:
@@ -52,7 +52,7 @@ def test_reduce_scatter_sums_in_fp32_in_rank_order(run_ranks, size: int, dtype: 
 def _sum_of_two_finite_halves() -> Tensor:
     flat = torch.full((128,), 40_000.0, dtype=torch.float16)  # finite: FP16's largest number is 65,504
     shard = flat.view(2, -1)[dist.get_rank()]
-    ours = make_collectives(Topology.current(), 128, torch.float16, flat.device)
+    ours = make_collectives(Topology.current().world, 128, torch.float16, flat.device)
     ours.reduce_scatter(flat, shard).wait()
     return shard
 
@@ -78,7 +78,7 @@ def _exchange() -> bool:
     def sent(index: int, sender: int) -> Tensor:
         return _inputs(10 * index + sender, size * numel, torch.float16)
 
-    ours = make_collectives(Topology.current(), size * numel, torch.float16, torch.device("cpu"), exchanges=True)
+    ours = make_collectives(Topology.current().world, size * numel, torch.float16, torch.device("cpu"), exchanges=True)
     flats = [sent(index, rank) for index in range(2)]
     received: list[Tensor] = []
 
@@ -100,7 +100,7 @@ def test_an_exchange_brings_every_ranks_part_once(run_ranks, size: int) -> None:
 
 def _all_gather() -> bool:
     size, rank = dist.get_world_size(), dist.get_rank()
-    ours = make_collectives(Topology.current(), 64 * size, torch.float16, torch.device("cpu"))
+    ours = make_collectives(Topology.current().world, 64 * size, torch.float16, torch.device("cpu"))
     flats = [torch.full((size, 64), float("nan"), dtype=torch.float16) for _ in range(3)]
     pending = []
     for index, flat in enumerate(flats):
@@ -119,7 +119,7 @@ def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size:
 
 def _small_ones() -> tuple[Tensor, bool, bool, Tensor]:
     rank = dist.get_rank()
-    ours = make_collectives(Topology.current(), 64, torch.float16, torch.device("cpu"))
+    ours = make_collectives(Topology.current().world, 64, torch.float16, torch.device("cpu"))
     flags = torch.tensor([rank == 0, True])
     ours.broadcast(flags)
     table = ours.table(torch.tensor([rank, rank / 2], dtype=torch.float64))
@@ -135,7 +135,7 @@ def test_table_agreement_and_broadcast(run_ranks) -> None:
 
 
 def test_a_rank_alone_is_the_identity() -> None:
-    alone = make_collectives(Topology(), 64, torch.float16, torch.device("cpu"))
+    alone = make_collectives(Axis(), 64, torch.float16, torch.device("cpu"))
     assert type(alone) is Collectives
     flat = torch.arange(4.0)
     alone.reduce_scatter(flat, flat).wait()
@@ -151,12 +151,12 @@ def test_a_rank_alone_is_the_identity() -> None:
 
 def _group_of_one() -> bool:
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    return Topology.current(group).dp_size == 1 and _reduce_scatter_in(group)
+    return Topology.current(group).dp.size == 1 and _reduce_scatter_in(group)
 
 
 def _reduce_scatter_in(group: dist.ProcessGroup) -> bool:
     flat = torch.arange(64.0)
-    ours = make_collectives(Topology.current(group), 64, torch.float32, flat.device)
+    ours = make_collectives(Topology.current(group).world, 64, torch.float32, flat.device)
     ours.reduce_scatter(flat, flat).wait()
     ours.all_gather(flat, flat).wait()
     return isinstance(ours, GlooCollectives) and torch.equal(flat, torch.arange(64.0))

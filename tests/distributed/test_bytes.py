@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
@@ -29,9 +29,15 @@ def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, 
         engine.param_gather.wait_all()
         gc.collect()
     scale = engine.loss_scale
-    scalars = [engine.applied_updates, engine.skipped_steps, engine._lr_table, engine._scale_used, engine._loss_sum]
+    scalars = [
+        engine.applied_updates,
+        engine.skipped_steps,
+        engine._lr_table,
+        engine.accumulation.scale_used,
+        engine.accumulation.loss_sum,
+    ]
     scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
-    scalars += [engine._weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
+    scalars += [engine.accumulation.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
     named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
     grad_bytes = grad_dtype.itemsize
     resident = engine.layout.resident_bytes(2, grad_bytes, len(optimizer.state_names))

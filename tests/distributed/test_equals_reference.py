@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.comm.topology import Topology
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.reference import train_reference
@@ -101,12 +102,12 @@ def run_engine(
         model,
         OPTIMIZERS[case.optimizer],
         Precision(case.dtype, case.grad_dtype, scale, case.reduce_dtype),
-        Sharding([*model.blocks] if case.units else [], group, case.bucket_size, case.overlap),
+        Sharding([*model.blocks] if case.units else [], Topology.current(group), case.bucket_size, case.overlap),
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
     )
-    rank = engine.collectives.topology.dp_rank
+    rank = engine.topology.dp.rank
     losses, grad_norms = [], []
     for step in range(case.steps):
         step_losses = []
@@ -123,7 +124,7 @@ def run_engine(
 def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], grad_norms: list[float]) -> list[str]:
     """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's."""
     reference = train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
-    rank, dp_size = engine.collectives.topology.dp_rank, case.dp_size
+    rank, dp_size = engine.topology.dp.rank, case.dp_size
     wrong = []
     for index, bucket in enumerate(engine.layout.buckets):
         kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}

@@ -42,7 +42,7 @@ def _trained(dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
         model, AdamW(lr=0.02, eps=1e-3), Precision(dtype, loss_scale=scale), clip_grad=1.0,
         grad_accum_steps=MICRO_BATCHES, compile_update=False,
     )  # fmt: skip
-    rank, losses = engine.collectives.topology.dp_rank, []
+    rank, losses = engine.topology.dp.rank, []
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             tokens, targets = make_batch(step, rank, micro_batch)

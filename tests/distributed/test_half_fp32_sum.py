@@ -36,12 +36,12 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     """Per bucket: the largest error over its bound, that of the sum rounded to half, and whether the statistics are
     `row_stats` of the sum.
     """
-    topology, cpu = Topology.current(), torch.device("cpu")
-    size, rank = topology.dp_size, topology.dp_rank
+    axis, cpu = Topology.current().dp, torch.device("cpu")
+    size, rank = axis.size, axis.rank
     flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
-    shards = make_grad_shards(flats, topology, torch.float32)
-    wire = make_collectives(topology, size * max(numels), dtype, cpu, exchanges=True)
-    reduce = GradReduce(flats, shards, chunked_row_stats, wire, overlap=True, clock=Clock(cpu))
+    wires = [make_collectives(axis, size * max(numels), dtype, cpu, exchanges=True)] * len(flats)
+    shards = make_grad_shards(flats, wires, Precision(dtype, reduce_dtype="half_fp32_sum"))
+    reduce = GradReduce(flats, shards, chunked_row_stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch_rest()
     results = []
     for bucket, numel in enumerate(numels):

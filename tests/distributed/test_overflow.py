@@ -55,7 +55,7 @@ def _build(optimizer, dtype: torch.dtype, reduce_dtype: str = "half") -> tuple[S
 def _step(engine: ShardedEngine, injector: Injector, step: int):
     for micro_batch in range(ACCUM):
         injector.micro_batch = micro_batch
-        batch = make_batch(step, engine.collectives.topology.dp_rank, micro_batch)
+        batch = make_batch(step, engine.topology.dp.rank, micro_batch)
         engine.backward(loss_of(engine.module, batch))
     return engine.step()
 
@@ -72,7 +72,7 @@ def _inject_everywhere(
 ) -> tuple[int, list[str]]:
     """(injections made, what went wrong) over every rank x bucket x micro-batch x value."""
     engine, injector = _build(optimizer, dtype, reduce_dtype)
-    me, dp_size = engine.collectives.topology.dp_rank, engine.collectives.topology.dp_size
+    me, dp_size = engine.topology.dp.rank, engine.topology.dp.size
     wrong, count, step = [], 0, 0
     _step(engine, injector, step)
     ranks = [None] if all_ranks else range(dp_size)

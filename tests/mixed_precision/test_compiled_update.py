@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from megamix import NAG, AdamW
 from megamix.comm.collectives import Collectives, make_collectives
-from megamix.comm.topology import Topology
+from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, StepScalars, choose_update, gated_update
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
@@ -40,7 +40,7 @@ def kind(request):
     zeros = torch.zeros(64, dtype=dtype)
     torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
     before = counters["stats"]["unique_graphs"]
-    update, stats = choose_update(optimizer, GROUPS, zeros, zeros, Collectives(Topology()), try_compiler=True)
+    update, stats = choose_update(optimizer, GROUPS, zeros, zeros, Collectives(Axis()), try_compiler=True)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
     )  # else nothing was compiled, and these tests would prove nothing
@@ -172,7 +172,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     kept, fused_update._try_out = fused_update._try_out, try_out
     try:
         zeros = torch.zeros(64, dtype=torch.float16)
-        collectives = make_collectives(Topology.current(), 64, torch.float16, zeros.device)
+        collectives = make_collectives(Topology.current().world, 64, torch.float16, zeros.device)
         update, _ = choose_update(AdamW(lr=0.1), GROUPS, zeros, zeros, collectives, try_compiler=True)
     finally:
         fused_update._try_out = kept
@@ -185,7 +185,7 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     zeros = torch.zeros(64, dtype=torch.float16)
     plain_sgd = NAG(lr=0.1, momentum=0.0)
-    update, _ = choose_update(plain_sgd, GROUPS, zeros, zeros, Collectives(Topology()), try_compiler=True)
+    update, _ = choose_update(plain_sgd, GROUPS, zeros, zeros, Collectives(Axis()), try_compiler=True)
     assert isinstance(update, CompiledUpdate)
 
 

@@ -14,9 +14,9 @@ from megamix.mixed_precision.flat_layout import ROW, FlatLayout, ParamSpec, buil
 def _random_layout(seed: int) -> tuple[list[ParamSpec], FlatLayout]:
     rng = random.Random(seed)
     shapes = [tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 30))]
-    specs = [ParamSpec(name=f"p{i}", shape=shape, group=rng.randrange(3)) for i, shape in enumerate(shapes)]
+    specs = [ParamSpec.whole(name=f"p{i}", shape=shape, group=rng.randrange(3)) for i, shape in enumerate(shapes)]
     return specs, build_layout(
-        specs, dp_size=rng.choice([1, 2, 3, 4, 7, 8]), bucket_size=rng.choice([1, 999, 20_000, None])
+        specs, owners=[rng.choice([1, 2, 3, 4, 7, 8])], bucket_size=rng.choice([1, 999, 20_000, None])
     )
 
 
@@ -26,7 +26,7 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
     slots = [slot for bucket in layout.buckets for slot in bucket.slots]
     assert sorted(slot.spec.name for slot in slots) == sorted(spec.name for spec in specs)
     for bucket in layout.buckets:
-        assert bucket.padded_numel % (ROW * layout.dp_size) == 0
+        assert bucket.padded_numel % (ROW * bucket.num_shards) == 0
         assert all(slot.start % ROW == 0 for slot in bucket.slots)
         ends = [0, *(slot.end for slot in bucket.slots)]
         assert all(end <= slot.start for end, slot in zip(ends, bucket.slots, strict=False))
@@ -41,9 +41,9 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
             assert slot.end <= run.end
         # The ranks' pieces tile their shards and, put end to end, give every element the last parameter that starts
         # at or before it.
-        for rank in range(layout.dp_size):
-            shard_numel = bucket.padded_numel // layout.dp_size
-            pieces = bucket.shard_pieces(rank, layout.dp_size)
+        for rank in range(bucket.num_shards):
+            shard_numel = bucket.shard_numel
+            pieces = bucket.shard_pieces(rank)
             assert [piece.start for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
             assert pieces[-1].end == shard_numel
             for piece in pieces:
@@ -55,10 +55,10 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
                 real = [slot.start <= rank * shard_numel + e < slot.end for e in range(piece.start, piece.end)]
                 assert real == [True] * piece.numel + [False] * (piece.end - piece.start - piece.numel)
         # The ranks' runs, put end to end, are the bucket's elements in order, with their groups.
-        shard_numel = bucket.padded_numel // layout.dp_size
+        shard_numel = bucket.shard_numel
         owned = [0] * bucket.padded_numel
-        for rank in range(layout.dp_size):
-            for run in bucket.shard_runs(rank, layout.dp_size):
+        for rank in range(bucket.num_shards):
+            for run in bucket.shard_runs(rank):
                 assert run.start % ROW == 0
                 for element in range(run.start, run.end):
                     (whole,) = [r for r in bucket.runs if r.start <= rank * shard_numel + element < r.end]
@@ -68,14 +68,14 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
 
 
 def test_buckets_are_filled_in_the_order_of_backward() -> None:
-    specs = [ParamSpec(name=name, shape=(100,), group=0) for name in "abcde"]
-    layout = build_layout(specs, dp_size=1, bucket_size=200)
+    specs = [ParamSpec.whole(name=name, shape=(100,), group=0) for name in "abcde"]
+    layout = build_layout(specs, [1], bucket_size=200)
     assert [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets] == [["e", "d"], ["c", "b"], ["a"]]
 
 
 def test_parameters_of_a_group_stand_together() -> None:
-    specs = [ParamSpec(name=name, shape=(10,), group=group) for name, group in zip("abcd", (0, 1, 0, 1), strict=True)]
-    (bucket,) = build_layout(specs, dp_size=2, bucket_size=1000).buckets
+    specs = [ParamSpec.whole(name, (10,), group) for name, group in zip("abcd", (0, 1, 0, 1), strict=True)]
+    (bucket,) = build_layout(specs, [2], bucket_size=1000).buckets
     assert [slot.spec.name for slot in bucket.slots] == ["c", "a", "d", "b"]
     assert [(run.group, run.start, run.end) for run in bucket.runs] == [(0, 0, 128), (1, 128, 256)]
 
@@ -95,7 +95,7 @@ def test_default_bucket_size(numel: int, dp_size: int, want: int) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    layout = build_layout([ParamSpec(name="w", shape=(100, 100), group=0)], dp_size=2, bucket_size=None)
+    layout = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2], bucket_size=None)
     padded = 10_112  # 10,000 rounded up to a multiple of 128
     assert layout.padded_numel == layout.largest_bucket == padded
     assert layout.resident_bytes(half_bytes=2, grad_bytes=2, num_states=2) == padded * (4 + 12 // 2)
@@ -104,6 +104,6 @@ def test_bytes_by_hand() -> None:
 
 def test_nothing_to_train_and_a_wrong_bucket_size_are_refused() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
-        build_layout([], dp_size=1)
+        build_layout([], [1])
     with pytest.raises(ValueError, match="bucket_size must be at least 1 element, got 0"):
-        build_layout([ParamSpec(name="w", shape=(3,), group=0)], dp_size=1, bucket_size=0)
+        build_layout([ParamSpec.whole(name="w", shape=(3,), group=0)], [1], bucket_size=0)

@@ -115,7 +115,7 @@ def _engine(scale: DynamicLossScale | HeadroomLossScale, model: nn.Module | None
 
 def _backward(engine: ShardedEngine, step: int, times: float = 1.0) -> None:
     for micro_batch in range(engine.grad_accum_steps):
-        batch = make_batch(step, engine.collectives.topology.dp_rank, micro_batch)
+        batch = make_batch(step, engine.topology.dp.rank, micro_batch)
         engine.backward(loss_of(engine.module, batch) * times)
 
 

@@ -45,7 +45,7 @@ def _flip(values: Tensor, element: int, bit: int) -> None:
 def _damage_and_check(dtype: torch.dtype, seeds: range) -> list[tuple[str, str]]:
     """For each seed (what was damaged, what was said), and after it the same of a check with the damage undone."""
     engine = _trained(dtype)
-    rank, size = engine.collectives.topology.dp_rank, engine.layout.dp_size
+    rank, size = engine.topology.dp.rank, engine.topology.dp.size
     outcomes = []
     for seed in seeds:
         rng = random.Random(seed)
@@ -69,7 +69,7 @@ def _damage_and_check(dtype: torch.dtype, seeds: range) -> list[tuple[str, str]]
 
 def _bit_of_the_cast(engine: ShardedEngine, bucket: int, element: int, rng: random.Random) -> int:
     """A bit of a master that its cast does not drop."""
-    value = engine.master_shard.gather(bucket, engine.collectives)[element].view(1)
+    value = engine.master_shard.gather(bucket)[element].view(1)
     while True:
         flipped, bit = value.clone(), rng.randrange(32)
         _flip(flipped, 0, bit)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.bench.live_storage import LiveStorage
 from megamix.config import ModelConfig
+from megamix.live_storage import LiveStorage
 from megamix.model.activation_bytes import kept_bytes_per_token
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer

@@ -20,7 +20,7 @@ from megamix.config import Config, config_to_toml
 from megamix.train import job, watchdog
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.conftest import FULL
-from tests.ranks import _CONTEXT, DEADLINE_S
+from tests.ranks import CONTEXT, DEADLINE_S
 
 
 def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:
@@ -30,12 +30,12 @@ def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callabl
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    def start_ranks(device: torch.device, timeout_s: float) -> Topology:
+    def start_ranks(device: torch.device, timeout_s: float, **sizes: int) -> Topology:
         store = dist.TCPStore("127.0.0.1", port)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
         )
-        return Topology.current()
+        return Topology.connect(**sizes, timeout_s=timeout_s)
 
     take = BatchPlan.take
 
@@ -64,7 +64,7 @@ class FreshRanks:
         # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = [
-            _CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
             for rank in range(size)
         ]
         for process in self.processes:

@@ -60,7 +60,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
 def run_on_ranks(config: Config) -> float | None:
     """`run_job` on ranks whose process group is up already, or alone."""
     with (
-        mock.patch.object(job, "start_ranks", lambda device, timeout_s: Topology.current()),
+        mock.patch.object(job, "start_ranks", lambda device, timeout_s, **sizes: Topology.connect(**sizes)),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)
@@ -121,8 +121,8 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
     def poisoned(engine: ShardedEngine, loss: Any, weight: float = 1.0) -> None:
         number, batch = record.attempts[-1]
         bad = number in bad_attempts or any(sample in part for sample in bad_samples for part in batch.samples)
-        topology = engine.collectives.topology
-        mine = number % topology.dp_size == topology.dp_rank
+        topology = engine.topology
+        mine = number % topology.dp.size == topology.dp.rank
         backward(engine, loss * float("inf") if bad and mine else loss, weight)
 
     with mock.patch.object(ShardedEngine, "backward", poisoned):

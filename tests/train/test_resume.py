@@ -96,7 +96,7 @@ def _run_until(config: Config, victim: int, at_call: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train_and_die(trainer: Trainer, leave: LeaveRequest) -> float | None:
-        if victim != trainer.engine.collectives.topology.dp_rank:
+        if victim != trainer.engine.topology.dp.rank:
             return train(trainer, leave)
         with counted_calls(die):
             return train(trainer, leave)

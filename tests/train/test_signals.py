@@ -104,7 +104,7 @@ def _asked(config: Config, where: str, victim: int, at: int, *numbers: int) -> A
         def ask(call: int) -> None:
             nonlocal calls, begun
             calls = call + 1
-            if call == at and victim == trainer.engine.collectives.topology.dp_rank:
+            if call == at and victim == trainer.engine.topology.dp.rank:
                 begun = trainer.plan.launched
                 for number in numbers:
                     os.kill(os.getpid(), number)
@@ -222,7 +222,7 @@ def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
     take = BatchPlan.take
 
     def take_and_be_asked(plan: BatchPlan) -> Attempt:
-        if plan.launched == SAVE_INTERVAL + 2 and Topology.current().dp_rank == 1:
+        if plan.launched == SAVE_INTERVAL + 2 and Topology.current().dp.rank == 1:
             request.ask(signal.SIGTERM)
         return take(plan)
 

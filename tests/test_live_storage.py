@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megamix.bench.live_storage import LiveStorage
+from megamix.live_storage import LiveStorage
 
 KB = 250  # FP32 elements
 

@@ -18,11 +18,13 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts the storages that operations return or touch, until each is freed.
 
     Sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows every
-    operation down, so time is never measured under it.
+    operation down, so time is never measured under it. `counts_meta`: tensors of the meta device count as if they had
+    memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_meta: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_meta = counts_meta
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -36,9 +38,12 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.device.type != "meta":
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and self._has_memory(leaf):
                 self._count(leaf.untyped_storage())
         return result
+
+    def _has_memory(self, tensor: Tensor) -> bool:
+        return self._counts_meta or tensor.device.type != "meta"
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -1,0 +1,205 @@
+"""The memory of forward and backward beside parameters and gradients, counted without any: the model's own code runs
+on tensors that have a shape and a dtype and no memory.
+
+No formula to fall behind the code: what an operation keeps, what recompute drops, and every tensor that lives in
+between is seen as it happens. Only one and two blocks are run, since every block is alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megamix.live_storage import LiveStorage
+from megamix.model.documents import Documents
+from megamix.model.ops import Ops
+from megamix.model.wide import apply
+
+Machine = Literal["cpu", "gpu"]
+Batch = tuple[Tensor, ...]
+Run = Callable[[nn.Module, torch.device], tuple[Tensor, Batch]]
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of one micro-batch on one rank, beside parameters, buffers and flat gradients."""
+
+    blocks: int  # what all blocks keep from forward to backward
+    others: int  # what the rest (embedding, norm, head and loss) keeps
+    forward: int  # the most that lives at once until the loss is there
+    backward: int  # until the last block's backward has ended, what is kept included
+    backward_end: int  # in the rest of backward, when nothing of the blocks is kept any more
+
+
+def trace_activations(
+    build: Callable[[int], nn.Module],
+    run: Run,
+    num_blocks: int,
+    dtype: torch.dtype,
+    machine: Machine,
+    *,
+    compiled: bool = False,
+) -> Activations:
+    """Trace a rank's part of the model.
+
+    `build(n)`: the part on the meta device with n of its `blocks`. `run(part, device)`: its forward on a micro-batch
+    made there: the loss, or what the next stage gets, and the batch, which a job holds until backward has ended.
+    `compiled`: blocks run through torch.compile; on a CPU they are
+    counted as if they did not, which is an upper bound.
+    """
+    one, two = (_trace(build(blocks), run, dtype, machine, compiled) for blocks in (1, 2))
+    block = two.kept - one.kept
+    further = block * (num_blocks - 1)  # alive whenever forward or the last block's backward needs the most
+    blocks = block * num_blocks
+    return Activations(
+        blocks, one.kept + further - blocks, one.forward + further, one.backward + further, one.backward_end
+    )
+
+
+@dataclass(slots=True)
+class _Trace:
+    kept: int = 0
+    forward: int = 0
+    backward: int = 0
+    backward_end: int = 0
+
+
+def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _Trace:
+    device = torch.device("cpu" if machine == "cpu" else "meta")
+    found = _Trace()
+    with _without_memory(machine):
+        _place(part, dtype, device)
+        if machine == "gpu":
+            _use_gpu_kernels(part, compiled)
+        with LiveStorage(counts_meta=True) as tracker:
+            held = [*part.parameters(), *part.buffers()]
+            for tensor in held:
+                tensor.detach()  # counted as soon as touched
+            base = tracker.live_bytes
+
+            def peak() -> int:
+                highest: int = tracker.peak_bytes - base
+                tracker.peak_bytes = tracker.live_bytes
+                return highest
+
+            def blocks_are_done(grad: Tensor) -> None:
+                found.backward = max(found.backward, peak())
+
+            def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+                args[0].register_hook(blocks_are_done)  # type: ignore[no-untyped-call]
+
+            peak()
+            handle = part.get_submodule("blocks.0").register_forward_pre_hook(watch)
+            for param in part.parameters():
+                param.register_post_accumulate_grad_hook(_drop_grad)  # type: ignore[no-untyped-call]
+            loss, batch = run(part, device)
+            handle.remove()
+            found.kept, found.forward = tracker.live_bytes - base, peak()
+            loss.backward(torch.empty_like(loss))  # type: ignore[no-untyped-call]
+            found.backward_end = peak()
+            del batch
+    return found
+
+
+def _without_memory(machine: Machine) -> contextlib.AbstractContextManager[object]:
+    """On a CPU as fake tensors, which say that they lie there, as the model's own operations ask; meta tensors count
+    as a GPU's.
+    """
+    if machine == "gpu":
+        return contextlib.nullcontext()
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
+
+    return FakeTensorMode()
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None  # as the engine does, once it has copied or added the gradient into its flat buffer
+
+
+def _place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Give a module of the meta device parameters in half on `device`; shared ones stay shared."""
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in part.modules():
+        for name, param in module._parameters.items():
+            if param is not None and param not in placed:
+                # Tensors made here and not moved here: nn.Module.to() cannot swap those that a tracker refers to.
+                placed[param] = nn.Parameter(torch.empty(param.shape, dtype=dtype, device=device), param.requires_grad)
+            module._parameters[name] = None if param is None else placed[param]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def _use_gpu_kernels(part: nn.Module, compiled: bool) -> None:
+    for module in part.modules():
+        if isinstance(getattr(module, "ops", None), Ops):
+            module.ops = CompiledGpuShapes() if compiled else GpuShapes()  # type: ignore[assignment]
+
+
+class GpuShapes(Ops):
+    """The fused kernels that torch calls on a GPU, as far as memory goes: what they keep and what scratch they take.
+
+    On the meta device torch would take these operations apart. What it keeps of the others is the same anywhere.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if query.dtype == torch.float32:  # as Ops does
+            group = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32.
+        return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
+
+
+class CompiledGpuShapes(GpuShapes):
+    """What torch.compile fuses as well: elementwise operations keep their inputs and nothing in between."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return apply(_Kernel, (0,), 0, gate, up)
+
+    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
+        return apply(_Kernel, (0,), 0, x)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply(_Turned, x)
+
+
+class _Turned(torch.autograd.Function):
+    """Rotary positions in one kernel: the way back needs the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad)
+
+
+class _Kernel(torch.autograd.Function):
+    """A fused kernel: keeps inputs, output and an FP32 statistic, makes a gradient like each input."""
+
+    @staticmethod
+    def forward(ctx: Any, statistic: tuple[int, ...], scratch_bytes: int, *inputs: Tensor) -> Tensor:
+        out = torch.empty_like(inputs[0])
+        kept = out if len(inputs) == 3 else None  # attention's backward reads its output, a norm's does not
+        ctx.save_for_backward(*inputs, inputs[0].new_empty(statistic, dtype=torch.float32), kept)
+        ctx.num_inputs, ctx.scratch_bytes = len(inputs), scratch_bytes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: ctx.num_inputs]
+        scratch = grad.new_empty(ctx.scratch_bytes, dtype=torch.uint8)
+        grads = tuple(torch.empty_like(x) for x in inputs)
+        del scratch
+        return None, None, *grads

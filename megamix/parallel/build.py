@@ -1,0 +1,84 @@
+"""The model of a job on this rank, with the initial weights that one process would draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from megamix.comm.collectives import make_collectives
+from megamix.comm.topology import Topology
+from megamix.config import ModelConfig
+from megamix.mixed_precision.settings import Placement
+from megamix.model.layers import Linear
+from megamix.model.transformer import Transformer
+from megamix.parallel.borders import Border
+from megamix.parallel.placements import place_params
+from megamix.parallel.stages import StagePlan, keep_layers
+from megamix.parallel.tensor_parallel import divide_layers, take_blocks
+
+TABLE = "embedding.weight"  # the first name of a tied table
+
+Shapes = dict[str, tuple[int, ...]]  # of full parameters, by name, in registration order
+
+
+def build_model(
+    config: ModelConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
+    sequence_parallel: bool,
+) -> tuple[Transformer, dict[str, Placement]]:  # fmt: skip
+    """This rank's part of the model, and where all parameters stand in the whole. Every rank must call it.
+
+    torch.manual_seed decides the weights, the same ones on any mesh. `stages`: of the pipeline, if there is one.
+    """
+    if topology.tp.size == topology.pp.size == 1:
+        return Transformer(config).to(device), {}
+    model, shapes = outline(config, topology, stages)
+    placements = _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+    if topology.tp.size > 1:
+        tp = make_collectives(topology.tp, 0, torch.uint8, device)
+        divide_layers(model, Border(tp, sequence=sequence_parallel))
+    model.to_empty(device=device)
+    draw_weights(model, shapes, placements)
+    return model, placements
+
+
+def outline_part(
+    config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+) -> tuple[Transformer, dict[str, Placement]]:
+    """`build_model` without memory: the model on the meta device, `topology` of any rank, connected or not."""
+    model, shapes = outline(config, topology, stages)
+    return model, _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+
+
+def _placements(
+    config: ModelConfig, shapes: Shapes, topology: Topology, stages: Sequence[StagePlan], *, sequence_parallel: bool
+) -> dict[str, Placement]:
+    placements = place_params(shapes, topology, sequence_parallel=sequence_parallel)
+    if config.tie_embeddings and stages and stages[0].rank != stages[-1].rank:
+        placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
+    return placements
+
+
+def outline(config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = ()) -> tuple[Transformer, Shapes]:
+    """This rank's parameters without memory for them, on the meta device, and the shapes of all full ones."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    if stages:
+        keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
+    take_blocks(model, topology.tp.size)
+    return model, shapes
+
+
+@torch.no_grad()
+def draw_weights(model: Transformer, shapes: Shapes, placements: Mapping[str, Placement]) -> None:
+    """Draw every full parameter of the whole model, one after the other, and keep this rank's blocks of its own."""
+    if isinstance(model.head, Linear):  # else this rank has neither end of the model
+        model.tie()
+    own = dict(model.named_parameters())
+    for name, shape in shapes.items():
+        full = torch.empty(shape)
+        model.draw(name, full)
+        if name in own:
+            own[name].copy_(full[placements[name].block(own[name].shape)])

@@ -1,0 +1,96 @@
+"""The verb `verify`: each layout in turn on ranks that this command starts, and a table of what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megamix.config import Config, ConfigError, check_world_size
+from megamix.config.checks import check_config
+from megamix.train.build import build_optimizer
+from megamix.verify.judge import Verdict, judge
+from megamix.verify.layouts import Layout, parse_layout
+from megamix.verify.observe import observe
+from megamix.verify.rank_pool import RankPool
+
+UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
+OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
+ACCUMULATION = 2  # so that micro-batches are summed and divided by as well
+DEADLINE_S = 1800.0
+# Columns of the table, and the checks that each one counts.
+COLUMNS = {
+    "loss": ("loss",),
+    "gradients": ("gradient",),
+    "norm": ("norm", "largest"),
+    "weights": ("weight", "initial weight"),
+    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity"),
+}
+
+
+def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Iterator[str]:
+    """What to print, as it becomes known; the layouts that differ are added to `failed`.
+
+    Raises: ConfigError for layouts that cannot be verified.
+    """
+    layouts = _layouts(config, names)
+    yield _row("layout", "attempts", "skipped", *COLUMNS, "")
+    pools: dict[int, RankPool] = {}
+    try:
+        for layout in layouts:
+            pool = pools.get(layout.world_size)
+            if pool is None:  # ranks of one number serve all its layouts
+                on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
+                pool = pools[layout.world_size] = RankPool(layout.world_size, on_gpus=on_gpus)
+            verdict = verify_layout(config, layout, pool)
+            yield _row(
+                layout.name, str(verdict.attempts), str(verdict.skipped), *_shares(verdict),
+                "differs" if verdict.differences else "passes",
+            )  # fmt: skip
+            if verdict.differences:
+                failed.append(layout.name)
+                yield f"  first: {verdict.first}"
+                more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
+                yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
+    finally:
+        for pool in pools.values():
+            pool.close()
+    yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
+
+
+def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
+    """Run one layout on its ranks and judge it."""
+    here = _here(config, layout)
+    ranks = pool.run(observe, (here, UPDATES, OVERFLOW_AT), DEADLINE_S)
+    optimizer = build_optimizer(here.optimizer, [here.optimizer.lr])
+    return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), OVERFLOW_AT)
+
+
+def _here(config: Config, layout: Layout) -> Config:
+    return layout.apply(config, ACCUMULATION * layout.size("pp"))  # every schedule takes twice its stages
+
+
+def _layouts(config: Config, names: Sequence[str]) -> list[Layout]:
+    problems, layouts = [], []
+    for name in names:
+        try:
+            layouts.append(parse_layout(name))
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            here = _here(config, layouts[-1])
+            found = dict.fromkeys([*check_config(here), *check_world_size(here, layouts[-1].world_size)])
+            problems += [f"{name}: {problem}" for problem in found]
+    if problems:
+        raise ConfigError(problems, "verify")
+    return layouts
+
+
+def _shares(verdict: Verdict) -> Iterator[str]:
+    for checks in COLUMNS.values():
+        shares = [verdict.worst[check] for check in checks if check in verdict.worst]
+        yield f"{max(shares):.3f}" if shares else "-"
+
+
+def _row(*cells: str) -> str:
+    return f"{cells[0]:<14}" + "".join(f"{cell:>10}" for cell in cells[1:-1]) + f"  {cells[-1]}".rstrip()

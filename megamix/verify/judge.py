@@ -1,0 +1,235 @@
+"""Every comparison of a layout with one rank, each within a bound that is derived beside it.
+
+Each step is judged by itself, from the weights and states that the layout itself had before it: what one step gets
+wrong is not carried into the next one, and no bound has to grow with the steps. A run whose every step is right is
+right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megamix.config import Config
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.train.build import DTYPES
+from megamix.verify.assemble import Whole, assemble, equal_bits
+from megamix.verify.observe import GRADIENT, MASTER, Fragment, Observation, batches
+from megamix.verify.reference import MicroBatches, Reference, Step, exact_update
+
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
+U32 = 2.0**-24
+# A layout adds the same products in another order, and each order rounds as one rank does: some give a largest error
+# twice that of another one. What is wrong by a factor of two is wrong by hundreds of them.
+NOISE = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that is further from one rank's than its bound."""
+
+    attempt: int
+    check: str
+    where: str  # a parameter, or what else was compared
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        return (
+            f"attempt {self.attempt}: {self.check} of {self.where} is off by {self.error:.3g}, bound {self.bound:.3g}"
+        )
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of one layout."""
+
+    attempts: int = 0
+    skipped: int = 0
+    worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def first(self) -> Difference | None:
+        return self.differences[0] if self.differences else None
+
+    def note(self, attempt: int, check: str, where: str, error: float, bound: float) -> None:
+        share = 0.0 if error == 0 else error / bound if bound else math.inf
+        if not math.isfinite(error):
+            share = math.inf
+        self.worst[check] = max(self.worst.get(check, 0.0), share)
+        if share > 1:
+            self.differences.append(Difference(attempt, check, where, error, bound))
+
+    def equal(self, attempt: int, check: str, where: str, got: Tensor, want: Tensor) -> None:
+        """Bit for bit, in FP32."""
+        gap = 0.0 if equal_bits(got, want) else float((got.double() - want.double()).abs().max())
+        self.note(attempt, check, where, gap, 0.0)
+
+
+def judge(
+    config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, overflow_at: int | None
+) -> Verdict:
+    """`config` of the layout; `ranks`: what each rank observed, in rank order; `overflow_at`: the attempt in which one
+    rank's gradient was made infinite.
+    """
+    verdict = Verdict(attempts=len(ranks[0].attempts))
+    reference = Reference(config, device)
+    before = assemble([rank.start for rank in ranks])
+    _ownership(verdict, -1, before)
+    for name, initial in reference.initial.items():
+        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], initial.cpu())
+    _copies(verdict, -1, [rank.start_copies for rank in ranks], before, DTYPES[config.precision.dtype])
+    for number in range(verdict.attempts):
+        seen = [rank.attempts[number] for rank in ranks]
+        after = assemble([attempt.owned for attempt in seen])
+        _ownership(verdict, number, after)
+        step = _Judged(config, optimizer, number, before, after, [attempt.scalars for attempt in seen])
+        step.scalars(verdict)
+        if number == overflow_at:
+            verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
+        if step.found_inf:
+            verdict.skipped += 1
+            step.nothing_changed(verdict)
+            if number != overflow_at:
+                step.overflow(verdict, reference)
+        else:
+            step.gradients(verdict, reference)
+            step.norm(verdict)
+            step.update(verdict)
+        _copies(verdict, number, [attempt.copies for attempt in seen], after, DTYPES[config.precision.dtype])
+        before = after
+    return verdict
+
+
+def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
+    for name, problem in whole.problems:
+        verdict.worst["copies"] = math.inf
+        verdict.differences.append(Difference(number, f"copies ({problem})", name, math.inf, 0.0))
+
+
+def _copies(
+    verdict: Verdict, number: int, ranks: Sequence[Sequence[Fragment]], whole: Whole, dtype: torch.dtype
+) -> None:
+    """What every rank's next forward reads is the cast of the masters, bit for bit: else a gather is stale."""
+    for rank, fragments in enumerate(ranks):
+        for part in fragments:
+            block = tuple(slice(low, low + size) for low, size in zip(part.offset, part.shape, strict=True))
+            want = whole.tensors[MASTER, part.param][block].to(dtype).float()
+            got = torch.from_numpy(part.values).view(part.shape)
+            verdict.equal(number, "half copy", f"{part.param} on rank {rank}", got, want)
+
+
+class _Judged:
+    """One attempt."""
+
+    def __init__(
+        self, config: Config, optimizer: Optimizer, number: int, before: Whole, after: Whole,
+        scalars: Sequence[dict[str, float]],
+    ):  # fmt: skip
+        self.config, self.optimizer, self.number = config, optimizer, number
+        self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
+        self.dtype = DTYPES[config.precision.dtype]
+        self.found_inf = bool(self.of["found_inf"])
+        dp_size = config.parallelism.dp_size or 1
+        self.batches: MicroBatches = [batch for rank in range(dp_size) for batch in batches(config, number, rank)]
+        self.divisor = self.of["loss_scale"] * len(self.batches)
+
+    def scalars(self, verdict: Verdict) -> None:
+        """Every rank has the same, and calls an overflow exactly what is one."""
+        for rank, other in enumerate(self.by_rank):
+            for name, value in other.items():
+                same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
+                verdict.note(self.number, "agreement", f"{name} on rank {rank}", float(not same), 0.0)
+        finite = all(bool(grad.isfinite().all()) for grad in self.after.of(GRADIENT).values())
+        verdict.note(self.number, "overflow flag", "all gradients", float(finite == self.found_inf), 0.0)
+
+    def nothing_changed(self, verdict: Verdict) -> None:
+        for (state, name), tensor in self.before.tensors.items():
+            if state != GRADIENT:
+                verdict.equal(self.number, f"{state} after an overflow", name, self.after.tensors[state, name], tensor)
+
+    def overflow(self, verdict: Verdict, reference: Reference) -> None:
+        """Where a layout overflows, one rank's gradient at the same scale comes near the end of its dtype."""
+        native = reference.native_step(self._weights(), self.batches, self.of["loss_scale"])
+        largest = max(float(grad.abs().max()) * self.divisor for grad in native.grads.values())
+        near = not largest < 0.5 * torch.finfo(self.dtype).max
+        verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: master.to(self.dtype) for name, master in self.before.of(MASTER).items()}
+
+    def gradients(self, verdict: Verdict, reference: Reference) -> None:
+        """The gradient against FP64 at the same weights.
+
+        Bound: NOISE times what rounding does on one rank, the largest over the parameter. And for the sums over
+        micro-batches and ranks, which one rank does not round, a rounding of the gradient's dtype for each of them,
+        of a partial sum that is at most the sum of magnitudes; scaled gradients below FP16's normal numbers round to
+        multiples of 2^-24.
+        """
+        weights = self._weights()
+        exact = reference.exact_step(weights, self.batches)
+        native = reference.native_step(weights, self.batches, self.of["loss_scale"])
+        half_sums = self.config.precision.grad_dtype == "half"
+        unit, roundings = UNIT[self.dtype] if half_sums else U32, len(self.batches) + 1
+        tiny = 2.0**-25 * roundings / self.divisor if self.dtype == torch.float16 else 0.0
+        for name, grad in self.after.of(GRADIENT).items():
+            want = exact.grads[name]
+            noise = float((native.grads[name] - want).abs().max())
+            error = float((grad.double() / self.divisor - want).abs().max())
+            bound = NOISE * noise + roundings * unit * exact.magnitudes[name] + tiny
+            verdict.note(self.number, "gradient", name, error, bound)
+        self._loss(verdict, exact, native)
+
+    def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
+        """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
+        noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        want = sum(exact.losses) / len(exact.losses)
+        bound = NOISE * noise + UNIT[self.dtype] * want
+        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - want), bound)
+
+    def norm(self, verdict: Verdict) -> None:
+        """The reported norm is that of the gathered gradient.
+
+        Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves
+        a relative error; and the report is rounded once.
+        """
+        squares = sum(float(grad.double().square().sum()) for grad in self.after.of(GRADIENT).values())
+        self.norm_scaled = math.sqrt(squares)
+        want = self.norm_scaled / self.divisor
+        verdict.note(self.number, "norm", "all gradients", abs(self.of["grad_norm"] - want), 34 * U32 * want)
+        largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
+        verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
+
+    def update(self, verdict: Verdict) -> None:
+        """Masters and states are the optimizer's equation in FP64, of the gathered gradient and of those before.
+
+        Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
+        unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most
+        about 4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG.
+        """
+        clip, norm = self.config.optimizer.clip_grad, self.norm_scaled / self.divisor
+        coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        names = (MASTER, *self.optimizer.state_names)
+        for name, scaled in self.after.of(GRADIENT).items():
+            grad = scaled.double() * (coefficient / self.divisor)
+            before = [self.before.tensors[state, name] for state in names]
+            lr, count = self.of["lr"], int(self.of["applied_updates"])
+            want = exact_update(self.optimizer, name, grad, before, lr, count)
+            for state, new, old in zip(names, want, before, strict=True):
+                error = float((self.after.tensors[state, name].double() - new).abs().max())
+                bound = 64 * U32 * max(_sizes(state, new, old, grad, lr))
+                verdict.note(self.number, "weight" if state == MASTER else state, name, error, bound)
+
+
+def _sizes(state: str, new: Tensor, old: Tensor, grad: Tensor, lr: float) -> Iterator[float]:
+    yield from (float(old.abs().max()), float(new.abs().max()))
+    largest = float(grad.abs().max())
+    if state == MASTER:
+        yield lr * max(8.0, largest)
+    else:
+        yield 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest

@@ -1,0 +1,167 @@
+"""On every rank of a layout: take steps, and write down all that can be compared with one rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamix.comm.topology import Topology
+from megamix.config import Config, grad_accum_steps
+from megamix.data.loader import Batch
+from megamix.data.sampler import micro_batches as cut_batch
+from megamix.data.synthetic import MarkovSource
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.settings import StepResult
+from megamix.parallel.build import build_model
+from megamix.parallel.passes import MicroBatch
+from megamix.train.build import build_engine, build_passes, plan_pipeline
+
+GRADIENT, MASTER = "gradient", "master"
+MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
+_BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements [start, start + n) of the block of a parameter that a rank trains, flattened: FP32 (n,)."""
+
+    param: str
+    state: str
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the block in the full parameter
+    shape: tuple[int, ...]  # of the block
+    start: int
+    values: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One step as one rank saw it. The gradient is the sum over ranks and micro-batches with the scale still in it."""
+
+    scalars: dict[str, float]
+    owned: list[Fragment]  # gradient, master and states, after the step
+    copies: list[Fragment]  # the half parameters that this rank's next forward would read
+
+
+@dataclass(slots=True)
+class Observation:
+    """A run on one rank."""
+
+    start: list[Fragment]  # masters and states before the first step
+    start_copies: list[Fragment]
+    attempts: list[Attempt] = field(default_factory=list)
+
+
+def observe(config: Config, updates: int, overflow_at: int | None) -> Observation:
+    """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite.
+
+    Every rank of the layout that `config` names must call it.
+    """
+    device = rank_device()
+    torch.manual_seed(config.training.seed)
+    section, stages = config.parallelism, plan_pipeline(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
+    model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
+    accumulation = grad_accum_steps(config, topology.dp.size)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    passes = build_passes(config, engine, model, stages)
+    poison = Poison(engine)
+    run = Observation(list(_states(engine)), list(_copies(engine)))
+    while len(run.attempts) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
+        attempt = len(run.attempts)
+        poison.active = attempt == overflow_at
+        micro_batches = batches(config, attempt, topology.dp.rank)
+        loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
+        passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+        result = engine.step()
+        owned = [*_gradients(engine), *_states(engine)]
+        run.attempts.append(Attempt(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
+    return run
+
+
+def rank_device() -> torch.device:
+    """What this rank computes on: the GPU that its pool has given it, or the CPU."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":  # pragma: CUDA only
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+class Poison:
+    """Makes one element of a gradient infinite, on the last rank alone, while active."""
+
+    def __init__(self, engine: ShardedEngine):
+        self.active = False
+        world = engine.topology.world
+        if world.rank == world.size - 1:
+            name = next(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots)
+            engine.half_params.params[name].register_hook(self._poison)  # type: ignore[no-untyped-call]
+
+    def _poison(self, grad: Tensor) -> Tensor:
+        if not self.active:
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[-1] = torch.inf
+        return grad
+
+
+def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The micro-batches of one rank: tokens and targets, INT64 (micro_batch_size, seq_len)."""
+    model, batch_size = config.model, config.training.global_batch_size
+    branching = min(model.vocab_size, _BRANCHING)
+    source = MarkovSource(
+        vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=config.training.seed
+    )
+    samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
+    size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
+    for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
+        rows = torch.from_numpy(source.read(part).tokens)
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _scalars(engine: ShardedEngine, result: StepResult) -> dict[str, float]:
+    return {
+        "loss": float(result.loss),
+        "found_inf": float(result.found_inf),
+        "grad_norm": float(result.grad_norm),
+        "max_abs": float(result.max_abs),
+        "loss_scale": float(result.loss_scale),
+        "lr": float(result.lr),
+        "next_loss_scale": float(engine.loss_scale.loss_scale),
+        "applied_updates": float(engine.applied_updates),
+        "skipped_steps": float(engine.skipped_steps),
+    }
+
+
+def _states(engine: ShardedEngine) -> Iterator[Fragment]:
+    for owned in engine.owned_ranges():
+        for state, values in zip((MASTER, *engine.optimizer.state_names), owned.tensors, strict=True):
+            yield _fragment(owned.spec, state, owned.start, values)
+
+
+def _gradients(engine: ShardedEngine) -> Iterator[Fragment]:
+    """The sums that the step has used: they stay where they were made until the next backward."""
+    buckets = {master.untyped_storage()._cdata: index for index, master in enumerate(engine.master_shard.master)}
+    for owned in engine.owned_ranges():
+        master = owned.tensors[0]  # a view of its bucket's shard, of which the gradient's has the same shape
+        bucket, start = buckets[master.untyped_storage()._cdata], master.storage_offset()
+        values = engine.grad_reduce.grad_shards[bucket][start : start + master.numel()]
+        yield _fragment(owned.spec, GRADIENT, owned.start, values)
+
+
+def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
+    engine.param_gather.wait_all()
+    for bucket in engine.layout.buckets:
+        for slot in bucket.slots:
+            yield _fragment(slot.spec, "copy", 0, engine.half_params.params[slot.spec.name].detach().reshape(-1))
+
+
+def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
+    on_host = values.detach().to("cpu", torch.float32, copy=True).numpy()
+    return Fragment(spec.name, state, spec.full_shape, spec.offset, spec.shape, start, on_host)

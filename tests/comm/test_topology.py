@@ -1,0 +1,95 @@
+"""The mesh: every rank has one place, axes meet the ranks that they should, and a bad size says which one works."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamix.comm.topology import Topology
+from megamix.config import check_world_size, config_from_dict
+from tests.test_config_errors import changed, problems_of
+
+MESHES = [(1, 1, 1), (1, 4, 1), (2, 2, 2), (3, 1, 2), (4, 3, 1), (1, 2, 8), (16, 64, 16)]
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_rank_has_one_place_with_tensor_parallel_ranks_as_neighbours(sizes: tuple[int, int, int]) -> None:
+    pp_size, dp_size, tp_size = sizes
+    places = itertools.product(range(pp_size), range(dp_size), range(tp_size))
+    for rank, (pp_rank, dp_rank, tp_rank) in enumerate(places):
+        here = Topology.place(rank, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+        assert (here.pp.rank, here.dp.rank, here.tp.rank) == (pp_rank, dp_rank, tp_rank)
+        assert (here.pp.size, here.dp.size, here.tp.size) == sizes
+        assert here.stage.size == dp_size * tp_size
+        for axis in (here.world, here.pp, here.dp, here.tp, here.stage):
+            assert axis.ranks[axis.rank] == rank
+    with pytest.raises(ValueError, match=f"from 0 to {rank}"):
+        Topology.place(rank + 1, pp_size=pp_size, dp_size=dp_size, tp_size=tp_size)
+
+
+def _sums(pp_size: int, tp_size: int) -> list[float]:
+    """Over each axis, of the ranks' numbers."""
+    here = Topology.connect(pp_size=pp_size, tp_size=tp_size)
+    sums = []
+    for axis in (here.pp, here.dp, here.tp, here.stage, here.world):
+        total = torch.tensor(float(dist.get_rank()))
+        if axis.group is not None:
+            dist.all_reduce(total, group=axis.group)
+        assert float(total) == sum(axis.ranks)
+        sums.append(float(total))
+    return sums
+
+
+def test_each_axis_connects_its_own_ranks(run_ranks) -> None:
+    # dp2 x tp2: 0 1 | 2 3 are tensor-parallel neighbours.
+    assert run_ranks(_sums, 4, 1, 2) == [[0, 2, 1, 6, 6], [1, 4, 1, 6, 6], [2, 2, 5, 6, 6], [3, 4, 5, 6, 6]]
+    # pp2 x dp2: a stage is 0 1 or 2 3.
+    assert run_ranks(_sums, 4, 2, 1) == [[2, 1, 0, 1, 6], [4, 1, 1, 1, 6], [2, 5, 2, 5, 6], [4, 5, 3, 5, 6]]
+
+
+def _connect_badly() -> str:
+    with pytest.raises(ValueError, match="tp_size 3 = 3 must divide the number of ranks, which is 4") as caught:
+        Topology.connect(tp_size=3)
+    return str(caught.value)
+
+
+def test_a_mesh_that_does_not_divide_the_world_is_refused(run_ranks) -> None:
+    assert len({*run_ranks(_connect_badly, 4)}) == 1
+
+
+def test_a_bad_mesh_names_one_that_works() -> None:
+    config = config_from_dict(changed(parallelism={"tp_size": 2}))
+    assert check_world_size(config, 4) == []
+    assert check_world_size(config, 3) == [
+        "parallelism.tp_size: got 2, tp_size 2 * pp_size 1 = 2 must divide the number of ranks, but 3 were started; "
+        "write tp_size = 1 and pp_size = 1, or start 2"
+    ]
+    config = config_from_dict(changed(parallelism={"tp_size": 2, "dp_size": 2}))
+    assert check_world_size(config, 8) == [
+        "parallelism.dp_size: got 2, parallel sizes must multiply to the number of ranks: pp 1 * dp 2 * tp 2 = 4, but "
+        "8 were started; write dp_size = 4 or start 4"
+    ]
+
+
+def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> None:
+    model = {
+        "hidden_size": 96,
+        "num_heads": 6,
+        "num_kv_heads": 3,
+        "vocab_size": 513,
+        "seq_len": 33,
+        "ffn_hidden_size": 192,
+    }
+    found = problems_of(changed(model=model, parallelism={"tp_size": 4}))
+    assert [problem.split(",")[1] for problem in found] == [
+        " must divide model.num_heads 6",
+        " must divide model.num_kv_heads 3",
+        " must divide model.vocab_size 513",
+        " must divide model.seq_len 33",
+    ]
+    assert all(problem.endswith("write tp_size = 3") for problem in found)
+    assert len(problems_of(changed(model=model, parallelism={"tp_size": 4, "sequence_parallel": False}))) == 3
+    config_from_dict(changed(model=model, parallelism={"tp_size": 3}))

@@ -1,0 +1,118 @@
+"""Small pipelines, and the engine with the whole model that they must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.comm.topology import Topology
+from megamix.config import ModelConfig
+from megamix.data.loader import Batch
+from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.model.transformer import Transformer
+from megamix.parallel.build import build_model
+from megamix.parallel.passes import MicroBatch
+from megamix.parallel.pipeline_parallel import V_SHAPED, Border, Pipeline
+from megamix.parallel.stages import plan_stages
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
+    "llama": {"num_kv_heads": 2, "scaled_init": False},
+}
+B, T, VOCAB = 2, 12, 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    schedule: str = "1f1b"
+    dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype | None = None
+    model: str = "llama"
+    tied: bool = False
+    rounds: int = 1  # micro-batches over pp_size
+    pp_size: int = 2
+    more: tuple[tuple[str, Any], ...] = ()  # of the model's configuration
+    packed: bool = False
+
+    @property
+    def micro_batches(self) -> int:
+        return self.rounds * self.pp_size
+
+    def config(self) -> ModelConfig:
+        sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 16, "num_layers": 9, "num_heads": 4}
+        return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
+
+
+def make_engine(
+    case: Case, model: Transformer, topology: Topology, placements: Any = None, copies: int = 1
+) -> ShardedEngine:
+    """`copies`: data-parallel ranks for which this process stands."""
+    scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
+    return ShardedEngine(
+        model,
+        AdamW(lr=0.01, eps=1e-2),  # of the gradients' size: a rounding of a tiny gradient is no whole step
+        Precision(case.dtype, case.grad_dtype, scale),
+        Sharding(units=[*model.blocks], topology=topology, bucket_size=4000, placements=placements or {}),
+        clip_grad=0.5,
+        grad_accum_steps=case.micro_batches * copies,
+        compile_update=False,
+    )
+
+
+def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
+    config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
+    stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
+    torch.manual_seed(5)
+    model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=sequence)
+    engine = make_engine(case, model, topology, placements)
+    own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
+    border = Border(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
+    return engine, Pipeline(engine, model, own, case.schedule, border)
+
+
+def make_whole(case: Case, topology: Topology) -> ShardedEngine:
+    """The whole model on each of this stage's data-parallel ranks."""
+    torch.manual_seed(5)
+    alone = Topology(world=topology.dp, dp=topology.dp, stage=topology.dp)
+    return make_engine(case, Transformer(case.config()), alone)
+
+
+def batches(case: Case, step: int, dp_rank: int) -> list[Batch]:
+    """A step's micro-batches, functions of where they belong."""
+    made = []
+    for number in range(case.micro_batches):
+        generator = torch.Generator().manual_seed(1000 * step + 50 * dp_rank + number)
+        tokens = torch.randint(VOCAB, (B, T + 1), generator=generator)
+        targets, positions = tokens[:, 1:].clone(), None
+        if case.packed:  # a document of 5 tokens, then one that goes on
+            positions = torch.cat([torch.arange(5), torch.arange(T - 5)]).expand(B, T).contiguous()
+            targets[:, 4] = -100
+        made.append(Batch(tokens[:, :-1].clone(), targets, positions, int((targets >= 0).sum())))
+    return made
+
+
+def micro_batches(case: Case, step: int, dp_rank: int, seeded: bool = False) -> list[MicroBatch]:
+    made = batches(case, step, dp_rank)
+    return [MicroBatch(batch, 7 * number if seeded else None) for number, batch in enumerate(made)]
+
+
+def by_name(engine: ShardedEngine, shards: list[Tensor]) -> dict[str, Tensor]:
+    """One tensor of each bucket's shard as the parameters of which it is. Every owner must call it."""
+    found = {}
+    for bucket, own, shard in zip(engine.layout.buckets, engine.owners, shards, strict=True):
+        flat = own.gather(shard).view(-1)
+        found |= {slot.spec.name: flat[slot.start : slot.end].clone() for slot in bucket.slots}
+    return found
+
+
+def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
+    """Master and moments, by name; and the half parameters as this rank has them."""
+    shards = engine.master_shard
+    kinds = [shards.master, *(list(kind) for kind in zip(*shards.states, strict=True))]
+    parts = [by_name(engine, kind) for kind in kinds]
+    half = {name: param.detach().float().flatten() for name, param in engine.half_params.params.items()}
+    return {name: [*(part[name] for part in parts), half[name]] for name in parts[0]}

@@ -1,0 +1,313 @@
+"""Every schedule of a pipeline trains as one process does: bit for bit where the order of summation is the same, and
+within a derived bound where a tied table is summed over its two ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.checkpoint.load import load, read_together
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.transformer import Block, Transformer
+from megamix.parallel.passes import OneByOne
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from tests.conftest import FULL
+from tests.distributed.pipelines import (
+    Case,
+    batches,
+    by_name,
+    make_engine,
+    make_pipeline,
+    make_whole,
+    micro_batches,
+    state_of,
+)  # fmt: skip
+
+STEPS = 3
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = ((FP32, None), (BF16, None), (FP16, None), (FP16, FP32))
+
+
+def _picks(count: int, pp_size: int = 2) -> list[Case]:
+    """Untied cases in which every value of every setting appears, then further ones at random."""
+    product = [
+        Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, pp_size=pp_size)
+        for schedule, (dtype, grad_dtype), model, rounds in itertools.product(
+            SCHEDULES, DTYPES, ("gpt", "llama"), (1, 2)
+        )
+        if pp_size == 2 or schedule in ("1f1b", "zbv_zero_bubble")  # 9 layers, and 8 stages need one each
+    ]
+    random.Random(3).shuffle(product)
+    covering, seen = [], set()
+    for case in product:
+        new = {("schedule", case.schedule), ("dtype", case.dtype, case.grad_dtype, case.schedule[:5])} - seen
+        if new | ({("model", case.model, case.rounds)} - seen):
+            seen |= new | {("model", case.model, case.rounds)}
+            covering.append(case)
+    return covering + [case for case in product if case not in covering][: max(0, count - len(covering))]
+
+
+def _differences(case: Case, topology: Topology) -> list[str]:
+    """What is not bitwise the same after some steps on this rank's part."""
+    engine, pipeline = make_pipeline(case, topology)
+    whole = make_whole(case, topology)
+    plain, dp_rank, wrong = OneByOne(whole), topology.dp.rank, []
+    for step in range(STEPS):
+        pipeline.backward(micro_batches(case, step, dp_rank))
+        plain.backward(micro_batches(case, step, dp_rank))
+        got, want = engine.step(), whole.step()
+        for field in ("loss", "grad_norm", "max_abs", "found_inf"):
+            if not torch.equal(getattr(got, field), getattr(want, field)):
+                wrong.append(f"step {step}: {field} {getattr(got, field)} instead of {getattr(want, field)}")
+    sums = engine.collectives.table(pipeline.evaluate(batches(case, 9, dp_rank))).sum(0)
+    if not torch.equal(sums, whole.collectives.table(plain.evaluate(batches(case, 9, dp_rank))).sum(0)):
+        wrong.append("the loss of an evaluation")
+    reference = state_of(whole)
+    for name, tensors in state_of(engine).items():
+        for kind, one, other in zip(("master", "exp_avg", "exp_avg_sq", "half"), tensors, reference[name], strict=True):
+            if not torch.equal(one, other):
+                wrong.append(f"{kind} of {name}")
+    weights, expected = engine.full_weights(), whole.full_weights()
+    wrong += [f"full weight {name}" for name, want in expected.items() if not torch.equal(weights[name], want)]
+    return wrong
+
+
+def _all_differences(cases: list[Case]) -> list[str]:
+    topology = Topology.connect(pp_size=cases[0].pp_size)
+    return [f"{case}: {line}" for case in cases for line in _differences(case, topology)[:3]]
+
+
+def test_every_schedule_equals_one_process(run_ranks) -> None:
+    assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0)) == [[], []]
+
+
+def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks) -> None:
+    cases = [case for case in _picks(1000) if case.dtype != FP32 or FULL]
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3]) == [[]] * 4
+
+
+def test_four_stages_and_eight_equal_one_process(run_ranks) -> None:
+    cases = _picks(1000, pp_size=4)
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3]) == [[]] * 4
+
+
+def test_recompute_packed_documents_and_their_weights_equal_one_process(run_ranks) -> None:
+    cases = [
+        Case(schedule=schedule, dtype=FP16, packed=True, more=(("recompute", recompute),), rounds=2)
+        for schedule, recompute in (("1f1b", "full"), ("zbv_zero_bubble", "full"), ("interleaved_1f1b", "selective"))
+    ]
+    assert run_ranks(_all_differences, 2, cases) == [[], []]
+
+
+# A tied table is held by both ends of the pipeline, or by the one rank of a V that has both.
+
+
+def _table_bound(case: Case, dp_size: int) -> Tensor:
+    """How far two orders of summation of a tied table's gradient may be apart, element by element.
+
+    Each of the 2 n parts (n micro-batches, looked up and multiplied) on each of dp_size ranks passes fewer than
+    2 n + 2 dp_size roundings on its way into the sum, in either order, each of at most u times what is summed so far;
+    times 2 for two sums. One process adds the two uses of a micro-batch in half, whatever it adds those up in.
+    Roundings within a part are the same ones.
+    """
+    sums = torch.zeros(())
+    for dp_rank in range(dp_size):
+        torch.manual_seed(5)
+        model = Transformer(case.config()).to(case.dtype)
+        model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+        for batch in batches(case, 0, dp_rank):
+            (model(*batch.inputs) * 2.0**8).backward()
+            for weight in (model.embedding.weight, model.head.weight):
+                sums = sums + weight.grad.double().abs()
+                weight.grad = None
+    unit = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}[case.dtype]
+    smallest = 2.0**-24 if case.dtype == FP16 else 0.0
+    roundings = 2 * (2 * case.micro_batches + 2 * dp_size)
+    return (roundings * (unit * sums + smallest)).flatten()
+
+
+def _tied(case: Case) -> list[str]:
+    topology = Topology.connect(pp_size=case.pp_size)
+    engine, pipeline = make_pipeline(case, topology)
+    whole = make_whole(case, topology)
+    wrong = []
+    pipeline.backward(micro_batches(case, 0, topology.dp.rank))
+    OneByOne(whole).backward(micro_batches(case, 0, topology.dp.rank))
+    grads, expected = _summed(engine), _summed(whole)
+    for name, grad in grads.items():
+        if name == "embedding.weight":
+            if ((grad - expected[name]).abs() > _table_bound(case, topology.dp.size)).any():
+                wrong.append(f"{name} is {(grad - expected[name]).abs().max()} off")
+        elif not torch.equal(grad, expected[name]):
+            wrong.append(name)
+    engine.step()
+    for step in range(1, STEPS):
+        pipeline.backward(micro_batches(case, step, topology.dp.rank))
+        engine.step()
+    engine.param_gather.wait_all()
+    own = state_of(engine).get("embedding.weight", [torch.zeros(0)])[-1]
+    texts = engine.collectives.table(torch.tensor([own.double().sum(), float(own.numel() > 0)]))
+    held = texts[texts[:, 1] > 0]
+    if not (held == held[0]).all():
+        wrong.append("the copies of the table differ")
+    return wrong
+
+
+def _summed(engine: ShardedEngine) -> dict[str, Tensor]:
+    """The reduced gradients, by name, the scale in them."""
+    shards = [engine.grad_reduce.wait(bucket).double() for bucket in range(len(engine.layout.buckets))]
+    return by_name(engine, shards)
+
+
+def _all_tied(cases: list[Case]) -> list[str]:
+    return [f"{case}: {line}" for case in cases for line in _tied(case)]
+
+
+def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> None:
+    cases = [
+        Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, tied=True)
+        for (schedule, (dtype, grad_dtype)), (model, rounds) in zip(
+            zip(SCHEDULES, DTYPES, strict=True), itertools.product(("gpt", "llama"), (1, 2)), strict=True
+        )
+    ]
+    assert run_ranks(_all_tied, 2, cases) == [[], []]
+    assert run_ranks(_all_tied, 4, cases[2:3]) == [[]] * 4
+
+
+# With every other way of dividing a model.
+
+
+def _on_a_full_mesh(cases: list[Case]) -> list[str]:
+    """What is too far from one process that takes all micro-batches."""
+    topology = Topology.connect(pp_size=2, tp_size=2)
+    wrong = []
+    for number, case in enumerate(cases):
+        engine, pipeline = make_pipeline(case, topology, sequence=number % 2 == 0)
+        torch.manual_seed(5)
+        whole = make_engine(case, Transformer(case.config()), Topology(), copies=2)
+        for step in range(2):
+            pipeline.backward(micro_batches(case, step, topology.dp.rank))
+            OneByOne(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+            got, want = engine.step(), whole.step()
+            for one, other in ((got.loss, want.loss), (got.grad_norm, want.grad_norm)):
+                if abs(one / other - 1) > 64 * 2.0**-24:
+                    wrong.append(f"{case}, step {step}: {one} instead of {other}")
+        loss, weight = engine.collectives.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
+        evaluated = [OneByOne(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)]
+        expected = sum(evaluated)
+        if abs(loss / weight - float(expected[0] / expected[1])) > 1e-5:
+            wrong.append(f"{case}: {loss / weight} instead of {expected[0] / expected[1]} in an evaluation")
+        weights, reference = engine.full_weights(), whole.full_weights()
+        # Sums over tensor-parallel ranks, of data-parallel ones and of a tied table are taken in other orders.
+        bound = 64 * 2.0**-24 * max(float(weight.abs().max()) for weight in reference.values())
+        wrong += [
+            f"{case}: {name} is {(weights[name] - weight).abs().max()} off"
+            for name, weight in reference.items()
+            if (weights[name] - weight).abs().max() > bound
+        ]
+    return wrong
+
+
+def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -> None:
+    cases = [
+        Case(tied=True, model="gpt"),
+        Case(schedule="zbv_zero_bubble"),
+        Case(schedule="interleaved_1f1b", tied=True),
+    ]
+    assert run_ranks(_on_a_full_mesh, 8, cases) == [[]] * 8
+
+
+# Checkpoints.
+
+
+def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
+    """What the target has not taken over bit for bit, of what this rank trains in both."""
+    together = Together(source.collectives, torch.device("cpu"))
+    checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
+    load(checkpoint, target, together)
+    target.param_gather.wait_all()
+    one, other = state_of(source), state_of(target)
+    common = one.keys() & other.keys()
+    equal = all(torch.equal(a, b) for name in common for a, b in zip(one[name], other[name], strict=True))
+    return [] if equal and common else [f"{len(common)} parameters, equal: {equal}"]
+
+
+def _moves(folder: Path) -> list[str]:
+    """From a pipeline to data-parallel ranks, a step there, and on to a pipeline of another schedule."""
+    case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
+    first, pipeline = make_pipeline(case, topology)
+    for step in range(2):
+        pipeline.backward(micro_batches(case, step, 0))
+        first.step()
+    torch.manual_seed(6)
+    second = make_engine(case, Transformer(case.config()), Topology.current())
+    wrong = _move(first, second, folder / "first")
+    OneByOne(second).backward(micro_batches(case, 3, topology.pp.rank))
+    second.step()
+    torch.manual_seed(7)
+    third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
+    return wrong + _move(second, third, folder / "second")
+
+
+def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path) -> None:
+    assert run_ranks(_moves, 2, tmp_path) == [[], []]
+
+
+# Overflow on any stage.
+
+
+class _Poison(torch.autograd.Function):
+    """What passes, passes; its gradient becomes inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("inf")
+
+
+def _overflows(schedule: str) -> list[str]:
+    """What went wrong with steps in which one stage alone overflows, or one and those before it."""
+    topology = Topology.connect(pp_size=2)
+    case = Case(schedule=schedule, dtype=FP16, tied=True, rounds=2)
+    engine, pipeline = make_pipeline(case, topology)
+    wrong = []
+    for step, layer in enumerate((0, 4, 8)):
+        before = [tensor for kinds in state_of(engine).values() for tensor in kinds]
+        block, handles = engine.module.blocks[layer], []
+        if isinstance(block, Block) and schedule == "1f1b":
+            handles.append(block.attention.out.weight.register_hook(lambda grad: grad * float("inf")))
+        elif isinstance(block, Block):  # a split backward fires no such hook
+            handles.append(block.attention.out.register_forward_pre_hook(lambda _, args: (_Poison.apply(args[0]),)))
+        pipeline.backward(micro_batches(case, step, topology.dp.rank))
+        for handle in handles:
+            handle.remove()
+        if not engine.step().found_inf:
+            wrong.append(f"layer {layer}: nobody told this rank")
+        after = [tensor for kinds in state_of(engine).values() for tensor in kinds]
+        if not all(torch.equal(one, other) for one, other in zip(before, after, strict=True)):
+            wrong.append(f"layer {layer}: something changed")
+        if float(engine.loss_scale.loss_scale) != 2.0 ** (7 - step):
+            wrong.append(f"layer {layer}: the scale is {float(engine.loss_scale.loss_scale)}")
+    pipeline.backward(micro_batches(case, 5, topology.dp.rank))
+    if engine.step().found_inf:
+        wrong.append("the step after")
+    return wrong
+
+
+def test_an_overflow_on_any_stage_changes_nothing_on_any(run_ranks) -> None:
+    assert run_ranks(_overflows, 2, "1f1b") == [[], []]
+    assert run_ranks(_overflows, 4, "zbv_zero_bubble") == [[]] * 4

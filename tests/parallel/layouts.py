@@ -1,0 +1,212 @@
+"""A few steps of a small model on any mesh, and what differs from one process: for tests of layouts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.comm.topology import Topology
+from megamix.config import ModelConfig
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.model.transformer import Transformer
+from megamix.parallel.build import build_model
+
+VOCAB, SEQ_LEN, BATCH, STEPS = 64, 16, 2, 2
+ROUNDINGS = 32  # see first_difference
+GPT = {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True}
+LLAMA = {"num_kv_heads": 2, "ffn_hidden_size": 64, "qk_norm": True}
+# An eps of the gradients' size: where both moments are far below it, as of a gradient that is zero but for rounding,
+# AdamW would turn a rounding into a whole step.
+OPTIMIZER = AdamW(lr=0.01, eps=1e-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One layout of one model; `alone` is what it must equal."""
+
+    model: str = "gpt"
+    tied: bool = True
+    dtype: torch.dtype = torch.float32
+    dp_size: int = 1
+    tp_size: int = 1
+    sequence_parallel: bool = True
+    grad_accum_steps: int = 1
+    dropout: float = 0.0
+    recompute: str = "none"
+    reduce_dtype: str | None = None
+    clip_grad: float = 0.05
+    bucket_size: int | None = 3000  # several buckets of either kind
+
+    def __str__(self) -> str:
+        changed = {key: value for key, value in asdict(self).items() if value != getattr(Case, key)}
+        return " ".join(f"{key}={value}" for key, value in changed.items())
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_size * self.tp_size
+
+    @property
+    def alone(self) -> Case:
+        """The same samples in one process, in the same micro-batches."""
+        accumulation = self.grad_accum_steps * self.dp_size
+        return replace(self, dp_size=1, tp_size=1, grad_accum_steps=accumulation, bucket_size=None)
+
+    def config(self) -> ModelConfig:
+        kind: dict[str, Any] = GPT if self.model == "gpt" else LLAMA
+        return ModelConfig(
+            vocab_size=VOCAB, seq_len=SEQ_LEN, hidden_size=48, num_layers=2, num_heads=4, tie_embeddings=self.tied,
+            dropout=self.dropout, recompute=self.recompute, **kind,
+        )  # fmt: skip
+
+
+class Owned(NamedTuple):
+    """A run of elements that one rank owns, and what it is of."""
+
+    spec: ParamSpec
+    start: int
+    values: Tensor
+
+
+@dataclass
+class Outcome:
+    """Of one rank: what all ranks know, and what it owns of everything else, by what it is."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    owned: dict[str, list[Owned]] = field(default_factory=dict)
+
+
+def build(case: Case) -> tuple[Transformer, ShardedEngine]:
+    torch.manual_seed(0)
+    topology = Topology.connect(tp_size=case.tp_size)
+    cpu = torch.device("cpu")
+    model, placements = build_model(case.config(), topology, cpu, sequence_parallel=case.sequence_parallel)
+    scale = StaticLossScale(2.0**10) if case.dtype == torch.float16 else None
+    sharding = Sharding([*model.blocks], topology, case.bucket_size, placements=placements)
+    engine = ShardedEngine(
+        model, OPTIMIZER, Precision(case.dtype, loss_scale=scale, reduce_dtype=case.reduce_dtype), sharding,
+        clip_grad=case.clip_grad, grad_accum_steps=case.grad_accum_steps, compile_update=False,
+    )  # fmt: skip
+    return model, engine
+
+
+def backward(case: Case, engine: ShardedEngine, step: int) -> None:
+    """All micro-batches of one step."""
+    for micro_batch in range(case.grad_accum_steps):
+        number = engine.topology.dp.rank * case.grad_accum_steps + micro_batch  # the same samples on any mesh
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        tokens = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=generator)
+        torch.manual_seed(number)  # of dropout
+        engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+
+
+def train(case: Case, steps: int = STEPS) -> Outcome:
+    """On this rank."""
+    _, engine = build(case)
+    outcome = Outcome()
+    for step in range(steps):
+        backward(case, engine, step)
+        result = engine.step()
+        outcome.losses.append(result.loss.item())
+        outcome.grad_norms.append(result.grad_norm.item())
+        outcome.skipped.append(bool(result.found_inf))
+        if step == 0:  # later ones belong to other weights
+            outcome.owned |= gradients(engine)
+    outcome.owned |= states(engine)
+    return outcome
+
+
+def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
+    """Of the last step, summed, without the loss scale, before clipping."""
+    scale = engine.loss_scale.loss_scale * engine.grad_accum_steps * engine.topology.dp.size
+    found = []
+    for bucket, own, shard in zip(engine.layout.buckets, engine.owners, engine.grad_reduce.grad_shards, strict=True):
+        for spec, start, part in bucket.owned(own.axis.rank):
+            found.append(Owned(spec, start, shard[part].float() / scale))
+    return {"gradient": found}
+
+
+def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
+    """Masters and moments."""
+    names = ("master", *engine.optimizer.state_names)
+    return {
+        name: [Owned(owned.spec, owned.start, owned.tensors[index].clone()) for owned in engine.owned_ranges()]
+        for index, name in enumerate(names)
+    }
+
+
+def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:
+    """(full tensors by name; those of which an element is not owned by exactly one rank)."""
+    full: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    for spec, start, values in (owned for rank in ranks for owned in rank):
+        for target, part in ((full, values), (owners, torch.ones_like(values))):
+            block = torch.zeros(spec.numel)
+            block[start : start + len(part)] = part
+            target.setdefault(spec.name, torch.zeros(spec.full_shape))[spec.block] += block.view(spec.shape)
+    return full, [name for name, count in owners.items() if not (count == 1).all()]
+
+
+def run(case: Case, run_ranks: Any) -> list[Outcome]:
+    return [train(case)] if case.world_size == 1 else run_ranks(train, case.world_size, case)
+
+
+def same_everywhere(outcomes: list[Outcome]) -> bool:
+    told = [(outcome.losses, outcome.grad_norms, outcome.skipped) for outcome in outcomes]
+    return all(other == told[0] for other in told)
+
+
+def world_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def first_difference(case: Case, outcomes: list[Outcome], alone: Outcome) -> str | None:
+    """What is not as in one process, by name and by how much, in the order of the step; None if nothing is.
+
+    Both round every value of the model's two blocks about 12 times on the way there and 12 on the way back, by up to u
+    of the dtype, and a divided layer rounds its partial sums once more. Errors of random sign add up to sqrt(2 * 48) u,
+    10 u, of a value's own size; three times that, for the worst of some 50,000 elements, is ROUNDINGS u of the largest
+    one. A gradient that is zero but for rounding has no other size to be measured by. Measured: up to 8 u.
+    """
+    bound = ROUNDINGS * torch.finfo(case.dtype).eps / 2
+    loss, norm = (lambda outcome: outcome.losses), (lambda outcome: outcome.grad_norms)
+    told = [_number("loss", 0, loss, outcomes[0], alone, bound)]
+    told += [_tensors(kind, outcomes, alone, bound * size) for kind, size in _sizes(case, alone)[:1]]
+    for step in range(STEPS):
+        told += [_number("grad_norm", step, norm, outcomes[0], alone, bound)]
+        told += [_number("loss", step, loss, outcomes[0], alone, bound)]
+    told += [_tensors(kind, outcomes, alone, bound * size) for kind, size in _sizes(case, alone)[1:]]
+    return next((line for line in told if line is not None), None)
+
+
+def _sizes(case: Case, alone: Outcome) -> list[tuple[str, float]]:
+    """Of every kind of tensor, what its errors are measured by, in the order of the step."""
+    largest = {kind: max(float(owned.values.abs().max()) for owned in parts) for kind, parts in alone.owned.items()}
+    # A square is off by twice as much. The update is at most lr / eps times the first moment, so a master that has been
+    # updated STEPS times is off by at most that factor times what its gradients were off.
+    moved = STEPS * OPTIMIZER.lr / OPTIMIZER.eps * case.clip_grad
+    first, second = largest["exp_avg"], largest["exp_avg_sq"]
+    return [("gradient", largest["gradient"]), ("exp_avg", first), ("exp_avg_sq", 2 * second), ("master", moved)]
+
+
+def _number(what: str, step: int, of: Any, outcome: Outcome, alone: Outcome, bound: float) -> str | None:
+    one, other = of(outcome)[step], of(alone)[step]
+    return None if abs(one - other) <= bound * abs(other) else f"{what} of step {step}: {one}, alone {other}"
+
+
+def _tensors(kind: str, outcomes: list[Outcome], alone: Outcome, limit: float) -> str | None:
+    found, shared = assemble([outcome.owned[kind] for outcome in outcomes])
+    if shared:
+        return f"{kind}: not owned once: {shared}"
+    want, _ = assemble([alone.owned[kind]])
+    for name, values in want.items():
+        gap = float((found[name] - values).abs().max())
+        if not gap <= limit:
+            return f"{kind} of {name}: {gap:.2e} apart, {limit:.2e} allowed"
+    return None

@@ -1,0 +1,54 @@
+"""A whole job on tensor-parallel ranks: it ends where one process does, and leaves the same behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from megamix.train.job import run_job
+from tests.train.jobs import run_on_ranks, tiny_job, write_data
+
+
+def _job(folder: Path, run: str, tp_size: int, steps: int = 8):
+    return tiny_job(
+        folder,
+        model={"vocab_size": 280, "dropout": 0.1},
+        data={"tokenizer": str(folder / "data/tokenizer.json")},
+        precision={"dtype": "fp32"},
+        training={"steps": steps, "eval_interval": 4},
+        parallelism={"tp_size": tp_size},
+        lr_schedule={"decay_style": "constant"},  # of whatever number of steps
+        checkpoint={"folder": str(folder / run), "save_interval": 4, "verify_interval": 2},
+        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 4},
+    )
+
+
+def _lines(folder: Path, name: str) -> list[str]:
+    return (folder / name / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(run_ranks, tmp_path: Path, capsys) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    alone = run_job(_job(tmp_path, "alone", 1))
+    said = capsys.readouterr().out
+    assert "1 rank(s) on" in said
+    losses = run_ranks(run_on_ranks, 2, _job(tmp_path, "divided", 2))
+    assert losses[0] == losses[1] == pytest.approx(alone, abs=1e-5)
+    # Samples of a data-parallel axis of one: every step has the same ones, and dropout the same units.
+    assert len(_lines(tmp_path, "divided")) == len(_lines(tmp_path, "alone"))
+    one, other = (load_file(tmp_path / name / "weights.safetensors") for name in ("alone", "divided"))
+    assert one.keys() == other.keys()
+    # AdamW turns a gradient that is zero but for rounding into a whole step, so by the mean, far below a step of 0.01.
+    assert all(float((one[name] - other[name]).abs().mean()) < 1e-4 for name in one)
+    assert (tmp_path / "divided/sample.txt").read_text().startswith("def ")
+
+
+def test_a_run_goes_on_with_another_mesh(run_ranks, tmp_path: Path) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    went_through = run_job(_job(tmp_path, "through", 1))
+    run_ranks(run_on_ranks, 2, _job(tmp_path, "run", 2, steps=4))
+    went_on = run_ranks(run_on_ranks, 4, _job(tmp_path, "run", 2))
+    assert len({*went_on}) == 1
+    assert went_on[0] == pytest.approx(went_through, abs=1e-3)

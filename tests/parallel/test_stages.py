@@ -1,0 +1,103 @@
+"""Ranks that hold different layers agree on one flag, one norm and one checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
+from megamix.comm.collectives import make_collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.culprits import gather_peaks
+from megamix.mixed_precision.replicas import check_replicas
+from megamix.mixed_precision.settings import Placement
+from tests.parallel.layouts import assemble, states
+
+LAYERS = {"first": (5, 7), "tied": (11, 3), "last": (4, 9)}
+
+
+class Stage(nn.Module):
+    """Some layers; the loss is linear in each, so that their gradients are known."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            generator = torch.Generator().manual_seed(len(name))
+            self.register_parameter(name, nn.Parameter(torch.randn(LAYERS[name], generator=generator)))
+
+    def forward(self, factor: float) -> Tensor:
+        parts = [param.sum() * factor * (number + 1) for number, param in enumerate(self.parameters())]
+        return torch.stack(parts).sum()
+
+
+STAGES = (("first", "tied"), ("tied", "last"))
+
+
+def _build(pp_size: int) -> ShardedEngine:
+    """Two stages that hold one layer both, or all in one process with the sum of the gradients of both."""
+    topology = Topology.connect(pp_size=pp_size)
+    placements = {}
+    if pp_size == 2:  # both hold it, and each adds its gradient
+        placements["tied"] = Placement(LAYERS["tied"], (0, 0), topology.pp)
+    model = Stage(STAGES[topology.pp.rank] if pp_size == 2 else tuple(LAYERS))
+    sharding = Sharding(topology=topology, placements=placements)
+    return ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), sharding, 1.0, compile_update=False)
+
+
+def _step(engine: ShardedEngine, factor: float) -> tuple[float, bool, list[str]]:
+    """(norm, whether it was skipped, whose gradient was not finite)."""
+    engine.backward(engine(factor))
+    result = engine.step()
+    faults = [peak.name for peak in gather_peaks(engine, result.by_piece) if peak.fault is not None]
+    return float(result.grad_norm), bool(result.found_inf), faults
+
+
+def _train_and_save(folder: Path) -> tuple:
+    engine = _build(2)
+    one = _step(engine, 0.5)
+    before = states(engine)
+    # The second stage alone has an inf.
+    other = _step(engine, torch.inf if engine.topology.pp.rank else 0.5)
+    after = states(engine)
+    unchanged = all(
+        torch.equal(mine.values, later.values)
+        for kind in before
+        for mine, later in zip(before[kind], after[kind], strict=True)
+    )
+    check_replicas(engine)
+    cpu = torch.device("cpu")
+    together = Together(make_collectives(engine.topology.world, 0, torch.uint8, cpu), cpu)
+    save(folder, take_snapshot(engine, RunRecord()), together)
+    return one, other[1:], unchanged, engine.param_names, after
+
+
+def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) -> None:
+    ranks = run_ranks(_train_and_save, 2, tmp_path)
+    # Gradients: first 0.5; tied 0.5 * 2 in the first stage and 0.5 in the second; last 0.5 * 2.
+    squares = 0.25 * 35 + 1.5**2 * 33 + 1.0 * 36
+    for norm_and_flag, overflow, unchanged, names, _ in ranks:
+        assert norm_and_flag[0] == pytest.approx(squares**0.5, rel=1e-6)
+        assert norm_and_flag[1:] == (False, [])
+        assert overflow == (True, ["tied", "last"])
+        assert unchanged
+        assert names == ["first", "tied", "last"]
+    # Every element is owned once, the shared layer's by both stages, and any layout loads what they saved.
+    alone = _build(1)
+    cpu = torch.device("cpu")
+    together = Together(make_collectives(alone.topology.world, 0, torch.uint8, cpu), cpu)
+    checkpoint = newest_checkpoint(tmp_path, together)
+    assert checkpoint is not None
+    load(checkpoint, alone, together)
+    for kind, owned in states(alone).items():
+        have, _ = assemble([owned])
+        want, shared = assemble([rank[-1][kind] for rank in ranks])
+        assert not shared
+        assert all(torch.equal(have[name], want[name]) for name in LAYERS)

@@ -1,0 +1,202 @@
+"""Tensor and sequence parallel ranks train what one process trains; each part of the way there, broken, is found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.comm.topology import Topology
+from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.settings import Placement
+from megamix.model.ops import Ops
+from megamix.parallel import placements, tensor_parallel
+from megamix.parallel.borders import Border
+from tests.conftest import FULL
+from tests.parallel.layouts import (
+    SEQ_LEN,
+    VOCAB,
+    Case,
+    Outcome,
+    backward,
+    first_difference,
+    run,
+    same_everywhere,
+    states,
+    train,
+    world_rank,
+)
+from tests.parallel.layouts import build as build_case
+
+HALVES = (torch.float16, torch.bfloat16)
+CASES = [
+    Case(tp_size=2),
+    Case(tp_size=2, sequence_parallel=False, tied=False, grad_accum_steps=2, dtype=torch.float16),
+    Case(model="llama", tp_size=2, tied=False, dtype=torch.bfloat16, reduce_dtype="half_fp32_sum"),
+    Case(model="llama", tp_size=2, sequence_parallel=False, grad_accum_steps=2),
+    Case(tp_size=2, dropout=0.2),
+    Case(model="llama", tp_size=2, recompute="full", dropout=0.2, dtype=torch.float16),
+    Case(model="llama", tp_size=2, recompute="selective"),
+    Case(tp_size=4, dtype=torch.bfloat16, bucket_size=None),
+    Case(tp_size=4, sequence_parallel=False, tied=False, dropout=0.1),
+    Case(model="llama", dp_size=2, tp_size=2, dtype=torch.float16, grad_accum_steps=2),
+    Case(dp_size=2, tp_size=2, sequence_parallel=False, reduce_dtype="half_fp32_sum", dtype=torch.bfloat16),
+    Case(dp_size=2, tp_size=2, tied=False, grad_accum_steps=2, bucket_size=1),
+]
+ALL = [
+    Case(
+        model=model, tied=tied, dtype=dtype, dp_size=dp, tp_size=tp, sequence_parallel=sequence, grad_accum_steps=steps
+    )
+    for model in ("gpt", "llama")
+    for tied in (True, False)
+    for dtype in (torch.float32, *HALVES)
+    for dp, tp in ((1, 2), (1, 4), (2, 2))
+    for sequence in (True, False)
+    for steps in (1, 2)
+    if (model, tp) != ("llama", 4)  # of two key and value heads
+]
+
+
+@pytest.mark.parametrize("case", ALL if FULL else CASES, ids=str)
+def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run_ranks, case: Case) -> None:
+    outcomes = run(case, run_ranks)
+    assert same_everywhere(outcomes)
+    assert first_difference(case, outcomes, train(case.alone)) is None
+
+
+def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks) -> None:
+    # The sums over ranks are the same ones, whether a rank gets a part of their elements or all.
+    (divided, _), (whole, _) = (
+        run(Case(tp_size=2, dtype=torch.float16, sequence_parallel=sequence), run_ranks) for sequence in (True, False)
+    )
+    assert divided.losses[0] == whole.losses[0]
+
+
+# Planted bugs: each must be found, and by the name of what it breaks.
+
+
+def _placed(change: Callable[[Placement, Topology], Placement]) -> object:
+    place = placements._place
+    return mock.patch.object(placements, "_place", lambda *args: change(place(*args), args[2]))
+
+
+def _norm_counted_by_every_rank() -> object:
+    agree = engine_module.agree
+    return mock.patch.object(engine_module, "agree", lambda by_piece, *rest: agree(by_piece * SQUARED, *rest))
+
+
+SQUARED = torch.tensor([[2.0], [1.0]], dtype=torch.float64)  # of the sums of squares and the largest magnitudes
+
+BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # what breaks it, sequence_parallel, what is told
+    "replicated gradients are not summed": (
+        lambda: _placed(lambda at, topology: replace(at, owners=topology.dp)),
+        True,
+        "gradient: not owned once: .*'norm.weight'",
+    ),
+    "equal gradients are counted by every rank": (
+        lambda: _placed(lambda at, topology: replace(at, counts=True)),
+        False,
+        "gradient of position_embedding.weight",
+    ),
+    "norm counted by every rank": (_norm_counted_by_every_rank, True, "grad_norm of step 0"),
+    "loss divided by the number of ranks": (
+        lambda: mock.patch.object(Topology, "tells_loss", True),
+        True,
+        "grad_norm of step 0",
+    ),
+    "backward does not sum where a layer begins": (
+        lambda: mock.patch.object(Border, "enter", lambda border, x: x),
+        False,
+        "gradient of ",
+    ),
+    "bias added before the sum": (
+        lambda: mock.patch.object(
+            tensor_parallel._RowOps, "linear", lambda ops, x, *params: ops.border.leave(Ops.linear(ops, x, *params))
+        ),
+        True,
+        "gradient of blocks.1.feed_forward.down.bias",  # not the loss: biases begin as zeros
+    ),
+}
+
+
+def _train_broken(case: Case, bug: str) -> Outcome:
+    with BUGS[bug][0]():
+        return train(case)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
+    _, sequence_parallel, told = BUGS[bug]
+    case = Case(tp_size=2, sequence_parallel=sequence_parallel)
+    difference = first_difference(case, run_ranks(_train_broken, 2, case, bug), train(case.alone))
+    assert difference is not None
+    assert re.match(told, difference), difference
+
+
+# An overflow anywhere.
+
+
+def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float]:
+    """(whether the step was skipped, whether nothing changed, what became of the loss scale) with one inf in the
+    gradient of one parameter on one rank.
+    """
+    model, engine = build_case(case)
+    backward(case, engine, 0)
+    engine.step()
+    before = states(engine)
+    half_before = [flat.clone() for flat in engine.half_params.flat]
+    if world_rank() == victim:
+        params = [*model.parameters()]
+        params[victim % len(params)].register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf))
+    backward(case, engine, 1)
+    result = engine.step()
+    engine.param_gather.wait_all()
+    unchanged = all(
+        torch.equal(one.values, other.values)
+        for kind, owned in states(engine).items()
+        for one, other in zip(before[kind], owned, strict=True)
+    ) and all(torch.equal(one, other) for one, other in zip(half_before, engine.half_params.flat, strict=True))
+    return bool(result.found_inf), unchanged, float(engine.skipped_steps)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_parallel: bool) -> None:
+    case = Case(dp_size=2, tp_size=2, dtype=torch.float16, sequence_parallel=sequence_parallel)
+    for victim in range(4):
+        assert run_ranks(_overflow_on, 4, victim, case) == [(True, True, 1.0)] * 4
+
+
+# What a prompt of any length gives.
+
+
+def _logits(case: Case, lengths: list[int]) -> list[Tensor]:
+    model, engine = build_case(case)
+    model.eval()
+    with torch.no_grad():
+        return [engine(torch.arange(length).view(1, -1) % VOCAB) for length in lengths]
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_logits_are_whole_on_every_rank_for_a_prompt_of_any_length(run_ranks, model: str) -> None:
+    case, lengths = Case(model=model, tp_size=2), [1, 5, SEQ_LEN]
+    one, other = run_ranks(_logits, 2, case, lengths)
+    for mine, theirs, want in zip(one, other, _logits(case.alone, lengths), strict=True):
+        assert torch.equal(mine, theirs), "all ranks sample the same token"
+        assert mine.shape == want.shape
+        assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+def _train_on_an_odd_length(case: Case) -> str:
+    _, engine = build_case(case)
+    with pytest.raises(ValueError, match="5 positions, which 2 tensor-parallel ranks cannot divide") as caught:
+        engine(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int64))
+    return str(caught.value)
+
+
+def test_training_on_a_length_that_ranks_cannot_divide_is_refused(run_ranks) -> None:
+    assert len(run_ranks(_train_on_an_odd_length, 2, Case(tp_size=2))) == 2

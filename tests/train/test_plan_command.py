@@ -1,0 +1,74 @@
+"""The verb `plan`: what it prints, what it calls too much, and what it says to change."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import ConfigError, load_config
+from megamix.train.memory_plan import amount
+from megamix.train.plan_command import plan_lines
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PARAMETERS_8B = 8_030_261_248
+
+
+def test_an_8b_model_on_64_gpus_by_hand() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")
+    (text,) = plan_lines(config, 64, "80GB", "gpu", True)
+    plan = json.loads(text)
+    held = plan["held"]
+    assert plan["parameters"] == PARAMETERS_8B
+    # Every parameter's size is a multiple of 64, so there is padding only at the ends of 66 buckets: < 64 x 64 each.
+    assert held["half parameters"] == held["half gradients"] == pytest.approx(2 * PARAMETERS_8B, abs=2 * 66 * 64 * 64)
+    assert held["FP32 masters"] == held["half parameters"] * 2 // 64
+    assert held["optimizer states"] == 2 * held["FP32 masters"]
+    assert held["exchange scratch"] == 0  # NCCL reduces in place
+    # recompute = "full": the input of each of 32 blocks, 8,192 tokens of 4,096 halves.
+    assert plan["in_step"]["activations of the blocks"] == 32 * 8192 * 4096 * 2
+    # The loss keeps FP32 gradients of the head's weight and of its input, and the last norm its input and a root a row.
+    loss = 4 * (128_256 * 4096 + 8192 * 4096)
+    assert plan["in_step"]["of embedding, norm, head and loss"] == pytest.approx(loss + 2 * 8192 * 4096, rel=1e-3)
+    assert plan["fits"]
+
+
+def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
+    config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
+    lines = plan_lines(config, 8, "1.5GiB", "gpu", False)
+    start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
+    advice = dict(line.strip().split(": ") for line in lines[start + 1 :])
+    (smaller,) = (change for change in advice if change.startswith("training.micro_batch_size"))
+    assert ", fits, " in advice[smaller]
+    assert any(change.startswith('model.recompute = "full" and') and ", fits, " in advice[change] for change in advice)
+    changed = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", smaller.replace(" ", "")])
+    assert plan_lines(changed, 8, "1.5GiB", "gpu", False)[-1].startswith("fits: ")
+
+
+def test_a_model_too_large_for_any_data_parallel_rank_is_called_so() -> None:
+    config = load_config(CONFIGS / "llama3.1-70b.toml")
+    last = plan_lines(config, 1024, "80GiB", "gpu", False)[-1]
+    assert "the model must be cut" in last
+
+
+def test_sixteen_thousand_ranks_need_no_ranks() -> None:
+    config = load_config(CONFIGS / "llama3.2-1b.toml", ["training.global_batch_size=32768"])
+    (text,) = plan_lines(config, 16_384, None, "gpu", True)
+    plan = json.loads(text)
+    assert plan["dp_size"] == 16_384
+    assert plan["held"]["FP32 masters"] * 16_384 == 2 * plan["held"]["half parameters"]
+
+
+def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(CONFIGS / "quickstart.toml")
+    assert main(["plan", path, "--world", "3", "--memory", "lots"]) == 2
+    said = capsys.readouterr().err
+    assert "training.global_batch_size: got 16" in said
+    assert "--memory: got 'lots', must be a number and a unit; write --memory 80GiB" in said
+    with pytest.raises(ConfigError, match="--world: got 32768, must be from 1 to 16384"):
+        plan_lines(load_config(path), 32_768, None, "cpu", False)
+
+
+@pytest.mark.parametrize(("size", "want"), [(2**30, "1.00 GiB"), (3 * 2**20 // 2, "1.50 MiB"), (0, "0.00 MiB")])
+def test_amounts(size: int, want: str) -> None:
+    assert amount(size) == want

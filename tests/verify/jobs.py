@@ -1,0 +1,142 @@
+"""Small configurations to verify, and bugs to plant in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megamix.comm.collectives import GlooCollectives
+from megamix.config import Config, config_from_dict
+from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.param_gather import ParamGather
+from megamix.verify.layouts import parse_layout
+from megamix.verify.observe import Observation, observe
+
+FAMILIES = {
+    "llama": {"num_kv_heads": 4},
+    "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
+}
+UPDATES, OVERFLOW_AT = 2, 1
+
+
+def make_config(
+    layout: str,
+    *,
+    family: str = "llama",
+    dtype: str = "fp16",
+    tied: bool = True,
+    accumulation: int = 2,
+    schedule: str = "1f1b",
+    sequence_parallel: bool = False,
+    loss_scale: float | None = None,
+    **optimizer: object,
+) -> Config:
+    """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
+    for 2**10 in FP16, and none elsewhere.
+    """
+    place = parse_layout(layout + "sp" * sequence_parallel)
+    stages = place.size("pp")
+    if stages > 1:
+        accumulation = stages * min(accumulation, 2)
+    tree = {
+        "model": {
+            "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": max(2, 2 * stages), "num_heads": 8,
+            "tie_embeddings": tied,
+            **FAMILIES[family],
+        },
+        "data": {"train": "none"},
+        "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
+        "precision": {"dtype": dtype, "loss_scale": loss_scale or (2.0**10 if dtype == "fp16" else "off")},
+        "parallelism": {"bucket_size": 4000, "pp_schedule": schedule},
+        "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
+        "checkpoint": {"folder": "none"},
+    }  # fmt: skip
+    return place.apply(config_from_dict(tree), accumulation)
+
+
+def observe_case(config: Config) -> Observation:
+    return observe(config, UPDATES, OVERFLOW_AT)
+
+
+def observe_bug(config: Config, bug: str) -> Observation:
+    """The same with a bug planted on every rank."""
+    with BUGS[bug]():
+        return observe(config, UPDATES, None)
+
+
+@contextmanager
+def gradients_not_reduced() -> Iterator[None]:
+    """One bucket's reduction is left out: every rank keeps its own gradient."""
+    whole = GlooCollectives.reduce_scatter
+
+    def forgets(self, half_grads, grad_shard):
+        small = half_grads.numel() == min_numel[0]
+        return whole(self, half_grads, grad_shard) if not small else self.exchange(half_grads, lambda parts: None)
+
+    min_numel = [0]
+    built = ShardedEngine.__init__
+
+    def note(self, *args, **kwargs):
+        built(self, *args, **kwargs)
+        min_numel[0] = min(bucket.padded_numel for bucket in self.layout.buckets)
+
+    with (
+        mock.patch.object(GlooCollectives, "reduce_scatter", forgets),
+        mock.patch.object(ShardedEngine, "__init__", note),
+    ):
+        yield
+
+
+@contextmanager
+def norm_counted_per_rank() -> Iterator[None]:
+    """Every rank's squares count as often as there are ranks, as where a replicated norm has no 1 / copies."""
+    right = engine_module.agree
+
+    def wrong(by_piece, *args):
+        return right(torch.stack([by_piece[0] * dist.get_world_size(), by_piece[1]]), *args)
+
+    with mock.patch.object(engine_module, "agree", wrong):
+        yield
+
+
+@contextmanager
+def wrong_divisor() -> Iterator[None]:
+    """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
+    right = ShardedEngine.backward
+    with mock.patch.object(
+        ShardedEngine, "backward", lambda self, loss, weight: right(self, loss / self.grad_accum_steps)
+    ):
+        yield
+
+
+@contextmanager
+def stale_gather() -> Iterator[None]:
+    """The other ranks' parts of one bucket never arrive."""
+    right = ParamGather.launch
+
+    def launch(self, bucket: int) -> None:
+        if bucket == 0:
+            return
+        right(self, bucket)
+
+    with mock.patch.object(ParamGather, "launch", launch):
+        yield
+
+
+@contextmanager
+def scale_applied_twice() -> Iterator[None]:
+    right = ShardedEngine.backward
+    twice = lambda self, loss, weight: right(self, loss * self.loss_scale.loss_scale)  # noqa: E731
+    with mock.patch.object(ShardedEngine, "backward", twice):
+        yield
+
+
+BUGS: dict[str, Callable[[], object]] = {
+    bug.__name__: bug
+    for bug in (gradients_not_reduced, norm_counted_per_rank, wrong_divisor, stale_gather, scale_applied_twice)
+}

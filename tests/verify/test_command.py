@@ -1,0 +1,44 @@
+"""The verb `verify`: a row for each layout, the first difference by name, and the exit status."""
+
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+from megamix.verify import command
+from megamix.verify.judge import Difference, Verdict
+
+CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
+SMALL = [
+    "model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=1",
+    "training.micro_batch_size=1", "precision.loss_scale=1024.0", "optimizer.compile=false",
+]  # fmt: skip
+
+
+def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
+    head, row, _ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["layout", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
+    assert row.split()[:3] == ["dp2", "4", "1"]
+    assert row.split()[-1] == "passes"
+
+
+def test_a_difference_is_named_and_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = Verdict(attempts=4, worst={"gradient": 31.0})
+    verdict.differences += [Difference(0, "gradient", name, 0.5, 0.016) for name in ("norm.weight", "head.weight")]
+    monkeypatch.setattr(command, "verify_layout", lambda *_: verdict)
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1"]) == 1
+    out = capsys.readouterr().out
+    assert "differs" in out
+    assert "first: attempt 0: gradient of norm.weight is off by 0.5, bound 0.016" in out
+    assert "and 1 more: gradient of head.weight" in out
+
+
+def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", CONFIG, "--layouts", "dp2,xp4,dp0,tp4"]) == 2
+    said = capsys.readouterr().err
+    assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
+    assert "got xp4" in said
+    assert "got dp0" in said

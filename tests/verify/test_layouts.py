@@ -1,0 +1,97 @@
+"""Every layout passes with every family, dtype, tie and accumulation: a covering set here, the whole matrix with
+`--full`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megamix.config import Config
+from megamix.train.build import build_optimizer
+from megamix.verify.judge import judge
+from megamix.verify.layouts import parse_layout
+from megamix.verify.observe import Observation
+from tests.conftest import FULL
+from tests.verify.covering import Run, covering_runs, whole_matrix
+from tests.verify.jobs import OVERFLOW_AT, make_config, observe_case
+
+MOST_RUNS = 24
+AT_ONCE = 24  # what ranks have seen of more runs would fill the memory
+LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+AXES = {
+    "layout": LAYOUTS,
+    "family": ("gpt", "llama"),
+    "dtype": ("fp16", "bf16", "fp32"),
+    "tied": (True, False),
+    "accumulation": (1, 4),
+    "sequence_parallel": (False, True),
+    "schedule": SCHEDULES,
+}
+
+
+def _allowed(run: Run) -> bool:
+    """Sequence parallel needs tp, and a schedule stages."""
+    layout = parse_layout(str(run["layout"]))
+    has_sequence = layout.size("tp") > 1 or not run["sequence_parallel"]
+    return has_sequence and (layout.size("pp") > 1 or run["schedule"] == SCHEDULES[0])
+
+
+def _observe_all(configs: list[Config]) -> list[Observation]:
+    return [observe_case(config) for config in configs]
+
+
+def _runs() -> list[Run]:
+    return whole_matrix(AXES, _allowed) if FULL else covering_runs(AXES, _allowed, MOST_RUNS)
+
+
+@pytest.mark.parametrize("world_size", sorted({parse_layout(name).world_size for name in LAYOUTS}))
+def test_every_layout_passes(run_ranks, world_size: int) -> None:
+    runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]
+    wrong, shares = [], dict[tuple[object, str], list[float]]()
+    for some in (runs[first : first + AT_ONCE] for first in range(0, len(runs), AT_ONCE)):
+        configs = [make_config(**run) for run in some]
+        by_rank = run_ranks(_observe_all, world_size, configs, deadline_s=900.0)
+        for run, config, *ranks in zip(some, configs, *by_rank, strict=True):
+            optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
+            verdict = judge(config, optimizer, ranks, torch.device("cpu"), OVERFLOW_AT)
+            assert verdict.skipped == 1
+            wrong += [f"{run}: {verdict.first}"] * bool(verdict.differences)
+            for check, worst in verdict.worst.items():
+                shares.setdefault((run["layout"], check), []).append(worst)
+    for (layout, check), worst in sorted(shares.items()):
+        print(f"{layout} {check}: {len(worst)} runs, largest share of the bound {max(worst):.3f}")
+    assert wrong == []
+
+
+def test_the_covering_set_shows_every_value_at_least_twice() -> None:
+    runs = covering_runs(AXES, _allowed, MOST_RUNS)
+    assert len(runs) <= MOST_RUNS
+    assert runs == covering_runs(AXES, _allowed, MOST_RUNS)
+    counts = Counter(item for run in runs for item in run.items())
+    assert all(counts[axis, value] >= 2 for axis, values in AXES.items() for value in values)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "world_size"), [("dp2", {"dp": 2}, 2), ("dp1", {"dp": 1}, 1), ("dp4", {"dp": 4}, 4)]
+)
+def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> None:
+    layout = parse_layout(name)
+    assert (dict(layout.sizes), layout.world_size, layout.sequence_parallel) == (sizes, world_size, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("2", "must name axes and their ranks"),
+        ("dp2dp2", "names an axis twice"),
+        ("dp2sp", "sequence parallel needs tp; write dp2tp2sp"),
+        ("dp0", "must name axes"),
+    ],
+)
+def test_what_is_no_layout_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_layout(name)
