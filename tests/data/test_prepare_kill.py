@@ -147,8 +147,12 @@ def test_two_prepares_of_one_output_are_never_at_work_at_once(source: Path, tmp_
 
 
 def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(tmp_path: Path) -> None:
+    def begin() -> None:
+        with prepare_module._work_folder(tmp_path, {}):
+            assert not _is_locked(tmp_path / workers._LOCK_NAME)
+
     worker = workers._Worker(tmp_path, partial(workers._call, partial(time.sleep, 600)))
-    waiting = threading.Thread(target=workers.wait_for_orphans, args=(tmp_path,))
+    waiting = threading.Thread(target=begin)
     while not _is_locked(tmp_path / workers._LOCK_NAME):
         time.sleep(0.01)
     waiting.start()
