@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamix.data import prepare as prepare_module
-from megamix.data import prepare_tokenizer
-from megamix.data.corpus import input_corpus
-from megamix.data.piece import Split
-from megamix.data.plan import make_plan
-from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare import prepare_corpus as prepare_module
+from megamix.data.prepare import tokenizer_choice
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.piece import Split
+from megamix.data.prepare.plan import make_plan
+from megamix.data.prepare.prepare_corpus import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
 
@@ -70,11 +70,11 @@ def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenl
     whole = prepare(text_dir, tmp_path / "whole", piece_bytes=2**11)
     assert "learned from" not in whole.summary()
     monkeypatch.setattr(prepare_module, "TRAIN_BYTES", 2**13)
-    monkeypatch.setattr(prepare_tokenizer, "TRAIN_BYTES", 2**13)
+    monkeypatch.setattr(tokenizer_choice, "TRAIN_BYTES", 2**13)
     part = prepare(text_dir, tmp_path / "part", piece_bytes=2**11)
     assert "learned from 0.0078125 MiB spread over the corpus" in part.summary()
     plan = make_plan(input_corpus([str(text_dir)]), 2**11)
-    texts = list(prepare_tokenizer._training_texts(plan, "text", Split(0.25, longest=2**20)))
+    texts = list(tokenizer_choice._training_texts(plan, "text", Split(0.25, longest=2**20)))
     assert 2**12 < sum(len(text.encode()) for text in texts) <= 2**13 < plan.num_bytes
     found = [int(text[9:].partition(":")[0]) for text in texts]
     assert max(found) > 30
@@ -210,7 +210,7 @@ def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_fr
         rest = [path.read_text() for path in sorted(text_dir.iterdir()) if path.read_text() != lowest]
         assert documents(output / "train", tokenizer) == rest
     plan = make_plan(input_corpus([str(text_dir)]))
-    assert sorted(prepare_tokenizer._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
+    assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
 
 
 def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
             (target / "manifest.json").write_text("of another process")
         rename(source, target)
 
-    monkeypatch.setattr("megamix.data.prepare.os.rename", late_rename)
+    monkeypatch.setattr("megamix.data.prepare.prepare_corpus.os.rename", late_rename)
     with pytest.raises(OSError, match="not empty"):
         prepare(text_dir, tmp_path / "out")
     assert contents(tmp_path / "out") == {"manifest.json": b"of another process"}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data import prepare as prepare_module
-from megamix.data import workers
-from megamix.data.piece import PieceEncoder, PieceReport
-from megamix.data.plan import Piece
+from megamix.data.prepare import prepare_corpus as prepare_module
+from megamix.data.prepare import workers
+from megamix.data.prepare.piece import PieceEncoder, PieceReport
+from megamix.data.prepare.plan import Piece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
 from tests.data.prepare_job import prepare

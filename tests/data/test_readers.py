@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data.corpus import input_corpus, named_corpus
-from megamix.data.plan import make_plan, read_piece
-from megamix.data.readers.record import Document
+from megamix.data.prepare.corpus import input_corpus, named_corpus
+from megamix.data.prepare.plan import make_plan, read_piece
+from megamix.data.prepare.readers.record import Document
 from tests.conftest import FULL
 
 TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(500)]
@@ -110,9 +110,9 @@ def test_a_missing_package_is_answered_with_the_pip_line(
 _PEAK = """
 import sys
 from pathlib import Path
-from megamix.data.corpus import input_corpus
-from megamix.data.prepare import Effort, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 request = Request(tokenizer=TokenizerChoice(sys.argv[2]), valid_fraction=0.1)
 effort = Effort(num_workers=1, piece_bytes=2**20)
 prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request, effort)
@@ -144,9 +144,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None
 _PEAK_OF_ALL = """
 import os, sys, threading, time
 from pathlib import Path
-from megamix.data.corpus import input_corpus
-from megamix.data.prepare import Effort, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 def resident(pid):
     try:

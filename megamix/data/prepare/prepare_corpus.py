@@ -16,15 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.corpus import Corpus
 from megamix.data.durable import sync_directory, write_synced
-from megamix.data.merge import merge_pieces
-from megamix.data.piece import Job, PieceReport, Split, TooManyBadRecordsError
-from megamix.data.plan import PIECE_BYTES, Plan, make_plan, num_cores
-from megamix.data.prepare_tokenizer import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
-from megamix.data.progress import progress_of_bytes
+from megamix.data.prepare.corpus import Corpus
+from megamix.data.prepare.merge import merge_pieces
+from megamix.data.prepare.piece import Job, PieceReport, Split, TooManyBadRecordsError
+from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
+from megamix.data.prepare.progress import progress_of_bytes
+from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
+from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
-from megamix.data.workers import call_apart, encode_pieces, wait_for_orphans
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"

@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
-from megamix.data.plan import Piece
+from megamix.data.prepare.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.prepare.plan import Piece
 
 _LOCK_NAME = "workers.lock"
 

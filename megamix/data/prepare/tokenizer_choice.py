@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.durable import sync_directory
-from megamix.data.piece import DocumentInPart, PieceReport, Split, documents_of
-from megamix.data.plan import Piece, Plan, read_piece
-from megamix.data.readers.record import Document
+from megamix.data.prepare.piece import DocumentInPart, PieceReport, Split, documents_of
+from megamix.data.prepare.plan import Piece, Plan, read_piece
+from megamix.data.prepare.readers.record import Document
 from megamix.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
