@@ -157,9 +157,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megamix.data.corpus import input_corpus, named_corpus
-    from megamix.data.prepare import Effort, Request, prepare_corpus
-    from megamix.data.prepare_tokenizer import TokenizerChoice
+    from megamix.data.prepare.corpus import input_corpus, named_corpus
+    from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+    from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
     what, vocab_size = arguments.tokenizer, arguments.vocab_size
     try:

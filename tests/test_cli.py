@@ -90,10 +90,10 @@ def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megamix.data.prepare import Effort
-    from megamix.data.prepare_tokenizer import TokenizerChoice
+    from megamix.data.prepare.prepare_corpus import Effort
+    from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
-    module = importlib.import_module("megamix.data.prepare")
+    module = importlib.import_module("megamix.data.prepare.prepare_corpus")
     seen: list[tuple[Any, ...]] = []
 
     class Prepared:

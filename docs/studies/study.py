@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megamix.data.corpus import Corpus, folder_files, named_corpus
-from megamix.data.prepare import Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare.corpus import Corpus, folder_files, named_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Path(__file__).parent / "figures"

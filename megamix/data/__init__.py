@@ -1,7 +1,6 @@
 """Text to tokens to batches.
 
-`prepare` runs once and writes files: `corpus` finds text, `readers` read its kinds, `plan` cuts it into pieces, `piece`
-and `workers` encode them by a `tokenizer`, `merge` joins them to a `token_file`. Training opens that with `TokenFile`,
-orders windows with `sampler`, cuts them in `source` and fetches them ahead of need in `loader`. `synthetic` stands in
-for files in tests.
+`prepare` runs once: by a `tokenizer` (and its kin), it writes a `token_file` with its `token_index`. Training opens
+that: `source` cuts its windows in the order of `sampler`, `blend` mixes sources, `loader` fetches batches ahead of
+need, `fingerprint` knows the data again. `synthetic` makes tokens up; `durable` serves the writers.
 """

@@ -1,6 +1,5 @@
 """Where the tokens of a sample come from: one small interface, token files and mixtures behind it."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 from megamix.data.blend import Blend, Stage
 from megamix.data.sampler import num_windows, windows_of_samples
 from megamix.data.token_file import TokenFile
+from megamix.data.token_index import DocumentOffsets
 
 Numbers = range | NDArray[np.int64]  # of samples
 
@@ -80,27 +80,49 @@ class TokenFileSource:
         tokens = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
         positions = np.zeros_like(tokens) if self.packed else None
         places = np.searchsorted(self._ends, windows, side="right")
-        for row, (window, place) in enumerate(zip(windows.tolist(), places.tolist(), strict=True)):
+        for place in np.unique(places).tolist():
+            rows = np.flatnonzero(places == place)
             file, start, stop = self._stretches[place]
-            start += (window - (int(self._ends[place - 1]) if place else 0)) * self.seq_len
-            stop = min(start + self.seq_len + 1, stop)
-            tokens[row, : stop - start] = file.tokens[start:stop]
+            starts = start + (windows[rows] - (self._ends[place - 1] if place else 0)) * self.seq_len
+            stops = np.minimum(starts + self.seq_len + 1, stop)
+            for row, first, last in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
+                tokens[row, : last - first] = file.tokens[first:last]
             if positions is not None:
-                positions[row, : stop - start] = _positions(file, start, stop)
+                positions[rows] = _positions(file.document_offsets, starts, stops, self.seq_len + 1)
         return Rows(tokens, positions)
 
 
-def _positions(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
-    """Place of each of the tokens start .. stop - 1 in its document, or behind `start` if that is nearer."""
-    offsets = file.document_offsets
-    first = bisect_right(offsets, start)
-    begins = np.zeros(stop - start, dtype=np.int64)
-    # At most one document for each token; an empty one begins where the next does.
-    while first < len(offsets) and offsets[first] < stop:
-        some = offsets[first : first + 64]
-        begins[some[some < stop] - start] = some[some < stop] - start
-        first += 64
-    return np.arange(stop - start) - np.maximum.accumulate(begins)
+def _positions(
+    offsets: DocumentOffsets, starts: NDArray[np.int64], stops: NDArray[np.int64], length: int
+) -> NDArray[np.int64]:
+    """Each token's place in its document, or behind the row's start if that is nearer; 0 from the row's stop on.
+
+    Shapes: starts, stops (rows,), tokens of the file -> INT64 (rows, length).
+    """
+    places = np.arange(length)
+    # Where in the row a token's document begins; what lies behind the stop begins where it is.
+    begins = np.where(places < (stops - starts)[:, None], 0, places)
+    documents, rows = _behind(offsets, starts), np.arange(len(starts))
+    while rows.size:  # at most one document for each token; an empty one begins where the next does
+        some = offsets[np.minimum(documents[rows, None] + np.arange(64), len(offsets) - 1)]
+        inside = some < stops[rows, None]
+        some = (some - starts[rows, None])[inside]
+        begins[np.repeat(rows, inside.sum(1)), some] = some
+        documents[rows] += 64
+        rows = rows[inside[:, -1]]
+    return places - np.maximum.accumulate(begins, axis=1)
+
+
+def _behind(offsets: DocumentOffsets, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of each place in the file the first document that begins behind it, or their number: bisect_right for all places
+    at once, since each look at the offsets costs what one at many does.
+    """
+    low, high = np.zeros_like(places), np.full_like(places, len(offsets))
+    while (still := low < high).any():
+        middle = np.minimum((low + high) // 2, len(offsets) - 1)
+        behind = offsets[middle] > places
+        high, low = np.where(still & behind, middle, high), np.where(still & ~behind, middle + 1, low)
+    return low
 
 
 class BlendedSource:

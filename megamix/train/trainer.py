@@ -102,7 +102,6 @@ class Trainer:
         if self.engine.loss_scale.wants_probe:
             self.passes.backward(self._load(GlobalBatch(plan.next_new())))
             self.engine.probe_loss_scale()
-            self.batches.prefetch(plan.next_new())
         for stop in self._stops():
             while True:
                 # No attempt may pass a stop: there, all outcomes are known and the weights are those of update `stop`.
@@ -134,7 +133,6 @@ class Trainer:
         return update == self.config.training.steps or (interval > 0 and update % interval == 0)
 
     def _try(self, attempt: Attempt) -> None:
-        self.batches.prefetch(self.plan.next_new())
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
         with self._profiled(attempt.number):
@@ -151,6 +149,8 @@ class Trainer:
         for samples in self.batches.micro_batches(global_batch.samples):
             with self.engine.clock.span("data"):
                 batch = self.batches.load(samples)
+            # Not before: the thread that reads would hold Python's lock, and this one wait for it instead of computing.
+            self.batches.prefetch(self.plan.next_new())
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))
 
     def _settle(self) -> None:

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 120.0
@@ -34,26 +33,35 @@ class RankFailure(RuntimeError):
     """Which rank failed, and how."""
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection, on_gpus: bool) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
 
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
     torch.set_num_threads(1)
     if on_gpus:  # pragma: CUDA only
         torch.cuda.set_device(rank)
     backend = "nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (request := pipe.recv()) is not None:
-        case, args = request
+        case, args, world = request
+        if world is not None:
+            # Groups that a case has made cannot be destroyed one by one: torch would give their names again, and the
+            # next ones would meet in what the first have left in the store. Kept, each costs threads that wake up 100
+            # times a second.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            method = f"file://{folder}/world_{world}"
+            dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size)
         torch.manual_seed(0)
         try:
             answer = ("returned", case(*args))
         except Exception:
             answer = ("raised", traceback.format_exc())
-        pipe.send(answer)
+        pipe.send((*answer, len(_world.pg_map) > 1))
         gc.collect()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class RankPool:
@@ -63,11 +71,13 @@ class RankPool:
         CONTEXT.set_forkserver_preload(_PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self.on_gpus = on_gpus
+        self._worlds = 0  # so far
+        self._needs_world = True
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             mine, theirs = CONTEXT.Pipe()
-            args = (rank, world_size, str(Path(self._folder.name) / "store"), theirs, on_gpus)
+            args = (rank, world_size, self._folder.name, theirs, on_gpus)
             process = CONTEXT.Process(target=_serve, args=args, daemon=True, name=f"rank {rank} of {world_size}")
             process.start()
             theirs.close()
@@ -76,8 +86,11 @@ class RankPool:
 
     def run(self, case: Callable[..., Any], args: tuple[Any, ...], deadline_s: float) -> list[Any]:
         """Every rank's return value, in rank order. Raises RankFailure."""
+        world = self._worlds if self._needs_world else None
         for pipe in self.pipes:
-            pipe.send((case, args))
+            pipe.send((case, args, world))
+        self._worlds += self._needs_world
+        self._needs_world = False
         answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         end_s = time.monotonic() + deadline_s
@@ -94,7 +107,8 @@ class RankPool:
                 break
             for rank in [rank for rank in silent if self.pipes[rank] in ready]:
                 try:
-                    kind, value = self.pipes[rank].recv()
+                    kind, value, made_groups = self.pipes[rank].recv()
+                    self._needs_world |= made_groups
                 except EOFError:
                     self.processes[rank].join(1.0)
                     kind, value = "raised", f"died with exit code {self.processes[rank].exitcode}"

@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from megamix.data.corpus import input_corpus
-from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.prepare_corpus import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 PIECE_BYTES = 2**15  # a small corpus makes many pieces
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megamix.data.corpus import input_corpus
-from megamix.data.piece import PieceReport, Split, documents_of
-from megamix.data.plan import make_plan
-from megamix.data.prepare import Effort, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
-from megamix.data.readers import record
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.piece import PieceReport, Split, documents_of
+from megamix.data.prepare.plan import make_plan
+from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.readers import record
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 GOOD = b'{"text": "good"}\n'
 
@@ -54,9 +54,9 @@ BAD_LINES = {
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamix.data.readers.record.LONGEST_DOCUMENT", 4096)
-    monkeypatch.setattr("megamix.data.readers.jsonl._LONGEST_LINE", 8192)
-    monkeypatch.setattr("megamix.data.readers.text.LONGEST_DOCUMENT", 4096)
+    monkeypatch.setattr("megamix.data.prepare.readers.record.LONGEST_DOCUMENT", 4096)
+    monkeypatch.setattr("megamix.data.prepare.readers.jsonl._LONGEST_LINE", 8192)
+    monkeypatch.setattr("megamix.data.prepare.readers.text.LONGEST_DOCUMENT", 4096)
 
 
 def read(path: Path, piece_bytes: int = 2**20) -> tuple[list[str], list[dict[str, Any]], int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data.corpus import folder_files, input_corpus, named_corpus
+from megamix.data.prepare.corpus import folder_files, input_corpus, named_corpus
 
 
 def write_files(root: Path, *names: str) -> None:

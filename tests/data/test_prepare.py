@@ -1,14 +1,19 @@
 import hashlib
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megamix.data.corpus import input_corpus
-from megamix.data.prepare import Effort, Prepared, Request, prepare_corpus
-from megamix.data.prepare_tokenizer import TokenizerChoice
+from megamix.data.prepare import prepare_corpus as prepare_module
+from megamix.data.prepare import tokenizer_choice
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.piece import Split
+from megamix.data.prepare.plan import make_plan
+from megamix.data.prepare.prepare_corpus import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
 
@@ -57,6 +62,23 @@ def test_every_document_lands_whole_in_exactly_one_part(text_dir: Path, tmp_path
     train, valid = documents(output / "train", tokenizer), documents(output / "valid", tokenizer)
     assert sorted(train + valid) == sorted(path.read_text() for path in text_dir.iterdir())
     assert 4 <= len(valid) <= 16  # 40 draws at 0.25
+
+
+def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenly(
+    text_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = prepare(text_dir, tmp_path / "whole", piece_bytes=2**11)
+    assert "learned from" not in whole.summary()
+    monkeypatch.setattr(prepare_module, "TRAIN_BYTES", 2**13)
+    monkeypatch.setattr(tokenizer_choice, "TRAIN_BYTES", 2**13)
+    part = prepare(text_dir, tmp_path / "part", piece_bytes=2**11)
+    assert "learned from 0.0078125 MiB spread over the corpus" in part.summary()
+    plan = make_plan(input_corpus([str(text_dir)]), 2**11)
+    texts = list(tokenizer_choice._training_texts(plan, "text", Split(0.25, longest=2**20)))
+    assert 2**12 < sum(len(text.encode()) for text in texts) <= 2**13 < plan.num_bytes
+    found = [int(text[9:].partition(":")[0]) for text in texts]
+    assert max(found) > 30
+    assert max(now - before for before, now in pairwise(sorted(found))) < 10
 
 
 def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: Path) -> None:
@@ -161,20 +183,34 @@ def test_which_documents_validate_depends_on_their_paths_alone(text_dir: Path, t
     assert [text for text in valid_after if not text.startswith("a new")] == valid_before
 
 
-def test_one_long_document_is_never_most_of_the_validation(text_dir: Path, tmp_path: Path) -> None:
+def test_a_document_longer_than_half_of_validation_stays_in_training(text_dir: Path, tmp_path: Path) -> None:
     prepare(text_dir, tmp_path / "a")
     chosen = documents(tmp_path / "a" / "valid", Tokenizer.load(tmp_path / "a" / "tokenizer.json"))[0]
     path = next(path for path in text_dir.iterdir() if path.read_text() == chosen)
-    path.write_text(chosen * 100)
-    prepare(text_dir, tmp_path / "b")
-    valid = documents(tmp_path / "b" / "valid", Tokenizer.load(tmp_path / "b" / "tokenizer.json"))
-    assert valid
-    assert chosen * 100 not in valid
+    for times, validates in ((4, True), (12, False)):  # of 40 documents a quarter validates
+        path.write_text(chosen * times)
+        prepare(text_dir, tmp_path / f"{times}")
+        valid = documents(tmp_path / f"{times}" / "valid", Tokenizer.load(tmp_path / f"{times}" / "tokenizer.json"))
+        assert valid
+        assert (chosen * times in valid) == validates
 
 
-def test_validation_gets_a_document_however_small_the_fraction(text_dir: Path, tmp_path: Path) -> None:
-    prepared = prepare(text_dir, tmp_path / "out", valid_fraction=1e-6)
-    assert prepared.manifest["parts"]["valid"]["num_documents"] == 1
+def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_from_any_piece(
+    text_dir: Path, tmp_path: Path
+) -> None:
+    def draw(path: Path) -> bytes:
+        return hashlib.sha256(path.name.encode()).digest()
+
+    lowest = min(text_dir.iterdir(), key=draw).read_text()
+    for piece_bytes in (1, 2**11, 2**30):
+        output = tmp_path / f"{piece_bytes}"
+        prepare(text_dir, output, valid_fraction=1e-6, piece_bytes=piece_bytes)
+        tokenizer = Tokenizer.load(output / "tokenizer.json")
+        assert documents(output / "valid", tokenizer) == [lowest]
+        rest = [path.read_text() for path in sorted(text_dir.iterdir()) if path.read_text() != lowest]
+        assert documents(output / "train", tokenizer) == rest
+    plan = make_plan(input_corpus([str(text_dir)]))
+    assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
 
 
 def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
@@ -245,7 +281,7 @@ def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
             (target / "manifest.json").write_text("of another process")
         rename(source, target)
 
-    monkeypatch.setattr("megamix.data.prepare.os.rename", late_rename)
+    monkeypatch.setattr("megamix.data.prepare.prepare_corpus.os.rename", late_rename)
     with pytest.raises(OSError, match="not empty"):
         prepare(text_dir, tmp_path / "out")
     assert contents(tmp_path / "out") == {"manifest.json": b"of another process"}

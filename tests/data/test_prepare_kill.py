@@ -1,20 +1,23 @@
 """A prepare that is killed at any instant and run again ends with the bytes of one that was not."""
 
+import fcntl
 import gzip
 import json
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megamix.data import prepare as prepare_module
-from megamix.data import workers
-from megamix.data.piece import PieceEncoder, PieceReport
-from megamix.data.plan import Piece
+from megamix.data.prepare import prepare_corpus as prepare_module
+from megamix.data.prepare import workers
+from megamix.data.prepare.piece import PieceEncoder, PieceReport
+from megamix.data.prepare.plan import Piece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
 from tests.data.prepare_job import prepare
@@ -143,14 +146,42 @@ def test_two_prepares_of_one_output_are_never_at_work_at_once(source: Path, tmp_
         prepare(source, tmp_path / "out", num_workers=1)
 
 
+def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(tmp_path: Path) -> None:
+    def begin() -> None:
+        with prepare_module._work_folder(tmp_path, {}):
+            assert not _is_locked(tmp_path / workers._LOCK_NAME)
+
+    worker = workers._Worker(tmp_path, partial(workers._call, partial(time.sleep, 600)))
+    waiting = threading.Thread(target=begin)
+    while not _is_locked(tmp_path / workers._LOCK_NAME):
+        time.sleep(0.01)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    worker.end()
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take = workers._Worker.take
 
-    def killing_take(self: workers._Worker) -> PieceReport:
+    def killing_take(self: workers._Worker) -> object:
         report = take(self)
-        self._process.kill()
+        if self.number >= 0:  # it encodes, and would go on
+            assert _is_locked(tmp_path / "out.partial" / workers._LOCK_NAME)  # where the next prepare waits for it
+            self._process.kill()
         return report
 
     monkeypatch.setattr(workers._Worker, "take", killing_take)

@@ -210,6 +210,14 @@ def test_lengths_below_zero_are_refused_even_where_the_sums_agree(tmp_path: Path
     assert "sequences do not lie end to end" in problems(tmp_path / "t")
 
 
+def test_documents_that_do_not_begin_with_the_first_sequence_are_refused(tmp_path: Path) -> None:
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 3)
+    index += struct.pack("<3i", 2, 1, 3) + struct.pack("<3q", 0, 4, 6) + struct.pack("<3q", 1, 2, 3)
+    idx_path(tmp_path / "t").write_bytes(index)
+    np.arange(6, dtype="<u2").tofile(bin_path(tmp_path / "t"))
+    assert "document borders do not run from 0 to 3" in problems(tmp_path / "t")
+
+
 def test_every_truncation_and_every_flipped_header_byte_is_found(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train")
     index = idx_path(prefix).read_bytes()

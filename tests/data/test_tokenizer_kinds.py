@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megamix.data.corpus import named_corpus
-from megamix.data.prepare_tokenizer import _PROBE, TokenizerChoice
+from megamix.data.prepare.corpus import named_corpus
+from megamix.data.prepare.tokenizer_choice import _PROBE, TokenizerChoice
 from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_bulk import BulkEncoder
 from megamix.data.tokenizer_bytes import ByteTokenizer

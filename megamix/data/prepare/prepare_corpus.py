@@ -12,18 +12,19 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.corpus import Corpus
 from megamix.data.durable import sync_directory, write_synced
-from megamix.data.merge import merge_pieces
-from megamix.data.piece import Job, PieceReport, Split, TooManyBadRecordsError
-from megamix.data.plan import PIECE_BYTES, Plan, make_plan, num_cores
-from megamix.data.prepare_tokenizer import TokenizerChoice, make_tokenizer, sample_texts
-from megamix.data.progress import progress_of_bytes
+from megamix.data.prepare.corpus import Corpus
+from megamix.data.prepare.merge import merge_pieces
+from megamix.data.prepare.piece import Job, PieceReport, Split, TooManyBadRecordsError
+from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
+from megamix.data.prepare.progress import progress_of_bytes
+from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
+from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
-from megamix.data.workers import encode_pieces, wait_for_orphans
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"
@@ -86,10 +87,12 @@ class Prepared:
             for name, part in self.manifest["parts"].items()
         ]
         num_bad = self.manifest["num_bad_records"]
+        sample = self.manifest.get("tokenizer_bytes")
+        learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
         bad = f"; {num_bad} bad records left out, see {BAD_RECORDS_NAME}" if num_bad else ""
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
-            f"vocabulary {self.manifest['vocab_size']}; {'; '.join(counts)}{bad}"
+            f"vocabulary {self.manifest['vocab_size']}{learned}; {'; '.join(counts)}{bad}"
         )
 
 
@@ -100,60 +103,62 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
     output for a rerun, whatever is raised.
     """
     output_dir = output_dir.resolve()
-    partial = output_dir.with_name(f"{output_dir.name}.partial")
-    corpus = corpus.outside(output_dir, partial)
+    unfinished = output_dir.with_name(f"{output_dir.name}.partial")
+    corpus = corpus.outside(output_dir, unfinished)
     plan = make_plan(corpus, effort.piece_bytes)
     if not plan.pieces or not plan.num_bytes:
         raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
     manifest = request.manifest(corpus, plan)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
-    with _work_folder(partial, {"piece_bytes": effort.piece_bytes, **manifest}):
-        result = partial / "result"
+    with _work_folder(unfinished, {"piece_bytes": effort.piece_bytes, **manifest}):
+        result = unfinished / "result"
         shutil.rmtree(result, ignore_errors=True)  # of a run that was killed at the very end
         result.mkdir()
-        manifest = _write(corpus, plan, request, effort, partial) | {"request": manifest}
+        manifest = _write(corpus, plan, request, effort, unfinished) | {"request": manifest}
         write_synced(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         sync_directory(result)
         os.rename(result, output_dir)  # the commit; refused by the system if the output has been filled meanwhile
         sync_directory(output_dir.parent)
-        shutil.rmtree(partial)
+        shutil.rmtree(unfinished)
     return Prepared(output_dir=output_dir, reused=False, manifest=manifest)
 
 
 @contextmanager
-def _work_folder(partial: Path, request: dict[str, Any]) -> Iterator[None]:
+def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
     """Hold the folder of unfinished work, empty unless it is of the same request.
 
     Raises: ValueError if another process holds it.
     """
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / "lock").open("w") as lock:
+    unfinished.mkdir(parents=True, exist_ok=True)
+    with (unfinished / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ValueError(f"--output: another prepare is at work in {partial}; wait for it, or end it") from error
-        wait_for_orphans(partial)
+            raise ValueError(f"--output: another prepare is at work in {unfinished}; wait for it, or end it") from error
+        wait_for_orphans(unfinished)
         text = json.dumps(request)
-        noted = partial / "request.json"
+        noted = unfinished / "request.json"
         if not noted.is_file() or noted.read_text(encoding="utf-8") != text:
             noted.unlink(missing_ok=True)  # first: what is not all removed is of no request
             for name in ("pieces", "tokenizer", "result"):
-                shutil.rmtree(partial / name, ignore_errors=True)
-            (partial / BAD_RECORDS_NAME).unlink(missing_ok=True)
+                shutil.rmtree(unfinished / name, ignore_errors=True)
+            (unfinished / BAD_RECORDS_NAME).unlink(missing_ok=True)
             write_synced(noted, text)
-        (partial / "pieces").mkdir(exist_ok=True)
+        (unfinished / "pieces").mkdir(exist_ok=True)
         yield
 
 
-def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, partial: Path) -> dict[str, Any]:
+def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinished: Path) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder; return what the manifest says of it."""
-    result = partial / "result"
+    result = unfinished / "result"
     split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
-    path = make_tokenizer(request.tokenizer, plan, request.text_key, split, partial / "tokenizer")
+    num_workers = min(effort.num_workers or num_cores(), len(plan.pieces))
+    make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
+    path = call_apart(unfinished, make) if num_workers > 1 else make()  # apart: its memory goes before the workers come
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
     job = Job(
-        folder=partial / "pieces",
+        folder=unfinished / "pieces",
         tokenizer=path,
         end_token=tokenizer.end_token,
         fast=tokenizer.speed_up(sample_texts(plan, request.text_key)),
@@ -163,7 +168,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, partial
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
     del tokenizer  # each process has its own
-    reports = _encode(job, plan, effort, partial / BAD_RECORDS_NAME)
+    reports = _encode(unfinished, job, plan, num_workers)
     bad_records = [line for report in reports for line in report.bad_records]
     if not any(any(report.num_documents.values()) for report in reports):
         first = f", the first: {_told(bad_records[0])}" if bad_records else ""
@@ -175,6 +180,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, partial
         _write_lines(result / BAD_RECORDS_NAME, bad_records)
     return {
         "vocab_size": vocab_size,  # may be below the size asked for: a small corpus has few pairs
+        **({"tokenizer_bytes": TRAIN_BYTES} if request.tokenizer.is_sampled(plan) else {}),
         "end_token": {"text": job.end_token, "id": end_of_text},
         "parts": counts,
         "num_empty": sum(report.num_empty for report in reports),
@@ -183,7 +189,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, partial
     }
 
 
-def _encode(job: Job, plan: Plan, effort: Effort, side_file: Path) -> list[PieceReport]:
+def _encode(unfinished: Path, job: Job, plan: Plan, num_workers: int) -> list[PieceReport]:
     """The reports of all pieces, encoded now unless they are there already.
 
     Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
@@ -197,13 +203,14 @@ def _encode(job: Job, plan: Plan, effort: Effort, side_file: Path) -> list[Piece
                 progress.update(piece.num_bytes)
         _check_bad_records(job, reports)
         missing = [number for number in range(len(plan.pieces)) if number not in reports]
-        for number, report in encode_pieces(job, plan.pieces, missing, effort.num_workers or num_cores()):
+        for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
             reports[number] = report
             progress.update(plan.pieces[number].num_bytes)
             _check_bad_records(job, reports)
     except TooManyBadRecordsError as error:
         found = [line for number in sorted(reports) for line in reports[number].bad_records]
         found = found if len(found) > job.max_bad_records else found + error.bad_records
+        side_file = unfinished / BAD_RECORDS_NAME
         _write_lines(side_file, found)
         raise ValueError(
             f"more than --max-bad-records {job.max_bad_records} bad records; the first: {_told(found[0])}; those found "

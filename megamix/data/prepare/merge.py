@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megamix.data.piece import PARTS, Job, PieceReport
+from megamix.data.prepare.piece import PARTS, Job, PieceReport
 from megamix.data.token_file import TokenFileWriter
 
 Moved = tuple[int, int, int]  # piece, document of its train part, bytes

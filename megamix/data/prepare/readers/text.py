@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megamix.data.readers.record import LONGEST_DOCUMENT, Blocks, Records, Stretch, decoded
+from megamix.data.prepare.readers.record import LONGEST_DOCUMENT, Blocks, Records, Stretch, decoded
 
 
 def cut(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megamix.data.readers.columns import check_column, import_pyarrow, read_column
-from megamix.data.readers.record import BadRecord, Blocks, Records, Stretch
+from megamix.data.prepare.readers.columns import check_column, import_pyarrow, read_column
+from megamix.data.prepare.readers.record import BadRecord, Blocks, Records, Stretch
 
 
 def cut(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:

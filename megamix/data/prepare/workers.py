@@ -1,4 +1,4 @@
-"""Pieces encoded by processes of their own, in any order."""
+"""Processes beside the first one: they encode pieces, in any order, and train the tokenizer."""
 
 import fcntl
 import multiprocessing
@@ -6,24 +6,25 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from megamix.data.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
-from megamix.data.plan import Piece
+from megamix.data.prepare.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.prepare.plan import Piece
 
 _LOCK_NAME = "workers.lock"
 
 
 def encode_pieces(
-    job: Job, pieces: Sequence[Piece], numbers: Sequence[int], num_workers: int
+    folder: Path, job: Job, pieces: Sequence[Piece], numbers: Sequence[int], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
     """Encode the pieces with these numbers; yield number and report of each as it is finished.
 
-    Raises: as `PieceEncoder.encode`; RuntimeError if a worker died.
+    `folder` is that of the unfinished work. Raises: as `PieceEncoder.encode`; RuntimeError if a worker died.
     """
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
@@ -33,7 +34,7 @@ def encode_pieces(
             yield number, encoder.encode(pieces[number], number)
         return
     waiting = iter(numbers)
-    workers = [_Worker(job) for _ in range(num_workers)]
+    workers = [_Worker(folder, partial(_serve, job)) for _ in range(num_workers)]
     try:
         for worker in workers:
             worker.give(pieces, next(waiting))
@@ -41,7 +42,9 @@ def encode_pieces(
         while busy:
             for connection in wait(list(busy)):
                 worker = busy[connection]  # type: ignore[index]
-                yield worker.number, worker.take()
+                report = worker.take()
+                assert isinstance(report, PieceReport)
+                yield worker.number, report
                 following = next(waiting, None)
                 if following is None:
                     del busy[worker.connection]
@@ -52,18 +55,30 @@ def encode_pieces(
             worker.end()
 
 
+def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
+    """What a function returns that is called in a process of its own, with which the memory it took ends too.
+
+    Raises: what the function raises; RuntimeError if the process died.
+    """
+    worker = _Worker(folder, partial(_call, function))
+    try:
+        return worker.take()
+    finally:
+        worker.end()
+
+
 class _Worker:
-    """A process that encodes one piece at a time.
+    """A process that encodes one piece at a time, or calls one function.
 
     It is spawned, not forked: a fork of a process whose tokenizer has threads may wait for them for ever. It ends when
     the process that started it ends, however that comes about.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, folder: Path, serve: Callable[[Connection], None]) -> None:
         context = multiprocessing.get_context("spawn")
-        self.number = -1
+        self.number = -1  # of the piece; -1: none yet
         self.connection, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_work, args=(job, theirs), daemon=True)
+        self._process: BaseProcess = context.Process(target=_work, args=(folder, serve, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -74,14 +89,13 @@ class _Worker:
         except ConnectionError:
             self._raise_death()
 
-    def take(self) -> PieceReport:
+    def take(self) -> Any:
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionError):
             self._raise_death()
         if isinstance(answer, BaseException):
             raise answer
-        assert isinstance(answer, PieceReport)
         return answer
 
     def end(self) -> None:
@@ -91,8 +105,9 @@ class _Worker:
 
     def _raise_death(self) -> NoReturn:
         self._process.join()
+        place = "the tokenizer" if self.number < 0 else f"piece {self.number}"
         raise RuntimeError(
-            f"a worker died at piece {self.number} (exit code {self._process.exitcode}; -9 is most often the system "
+            f"a worker died at {place} (exit code {self._process.exitcode}; -9 is most often the system "
             "out of memory: fewer --workers need less); run the same command again, finished pieces are kept"
         )
 
@@ -103,16 +118,15 @@ def wait_for_orphans(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _work(job: Job, connection: Connection) -> None:
+def _work(folder: Path, serve: Callable[[Connection], None], connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all of them; the first process ends the others
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with (job.folder / _LOCK_NAME).open("w") as lock:
+    with (folder / _LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if parent.is_alive():  # else another prepare may have taken the folder before the lock was ours
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-            _serve(job, connection)
+            serve(connection)
 
 
 def _end_with(parent: BaseProcess) -> None:
@@ -121,15 +135,29 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _serve(job: Job, connection: Connection) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     encoder: PieceEncoder | None = None
+
+    def encode(piece: Piece, number: int) -> PieceReport:
+        nonlocal encoder
+        encoder = encoder or PieceEncoder(job)
+        return encoder.encode(piece, number)
+
     while True:
-        piece, number = connection.recv()
-        answer: PieceReport | Exception
         try:
-            encoder = encoder or PieceEncoder(job)
-            answer = encoder.encode(piece, number)
-        except (ValueError, TooManyBadRecordsError, OSError) as error:
-            answer = error
-        except Exception:
-            answer = RuntimeError(f"piece {number} failed:\n{traceback.format_exc()}")
-        connection.send(answer)
+            task = connection.recv()
+        except EOFError:  # nobody wants more
+            return
+        _call(partial(encode, *task), connection)
+
+
+def _call(function: Callable[[], Any], connection: Connection) -> None:
+    """Send what the function returns or raises."""
+    answer: Any
+    try:
+        answer = function()
+    except (ValueError, TooManyBadRecordsError, OSError) as error:
+        answer = error
+    except Exception:
+        answer = RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
+    connection.send(answer)

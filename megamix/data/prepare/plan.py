@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.data.corpus import Corpus, CorpusFile
-from megamix.data.readers import reader_of
-from megamix.data.readers.record import BadRecord, Blocks, Document, Stretch
+from megamix.data.prepare.corpus import Corpus, CorpusFile
+from megamix.data.prepare.readers import reader_of
+from megamix.data.prepare.readers.record import BadRecord, Blocks, Document, Stretch
 
 PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
 

@@ -1,7 +1,7 @@
 """A column of a Parquet file; row groups are read on their own."""
 
-from megamix.data.readers.columns import check_column, import_pyarrow, read_column
-from megamix.data.readers.record import BadRecord, Blocks, Records, Stretch
+from megamix.data.prepare.readers.columns import check_column, import_pyarrow, read_column
+from megamix.data.prepare.readers.record import BadRecord, Blocks, Records, Stretch
 
 _ROWS = 64  # read in one go: a row of text may be long
 

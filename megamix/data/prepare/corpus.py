@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megamix.data.readers import kind_of
+from megamix.data.prepare.readers import kind_of
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(

@@ -9,7 +9,7 @@ What is wrong with one record is a BadRecord, what is wrong with the request a V
 from importlib import import_module
 from typing import Protocol, cast
 
-from megamix.data.readers.record import Blocks, Records, Stretch
+from megamix.data.prepare.readers.record import Blocks, Records, Stretch
 
 __all__ = ["KINDS", "Reader", "kind_of", "reader_of"]
 
@@ -36,4 +36,4 @@ def kind_of(name: str) -> str:
 
 
 def reader_of(kind: str) -> Reader:
-    return cast(Reader, import_module(f"megamix.data.readers.{kind}"))
+    return cast(Reader, import_module(f"megamix.data.prepare.readers.{kind}"))

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from megamix.data.readers.record import (
+from megamix.data.prepare.readers.record import (
     LONGEST_DOCUMENT,
     BadRecord,
     Blocks,
@@ -17,7 +17,7 @@ from megamix.data.readers.record import (
     checked,
     not_utf8,
 )
-from megamix.data.readers.zst import DamagedZst, open_zst
+from megamix.data.prepare.readers.zst import DamagedZst, open_zst
 
 _LONGEST_LINE = 2 * LONGEST_DOCUMENT  # bytes; escapes take room
 _MOST_KEYS = 8  # of a record, told when it lacks the one asked for

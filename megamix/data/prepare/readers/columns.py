@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megamix.data.readers.record import BadRecord, Records, decoded
+from megamix.data.prepare.readers.record import BadRecord, Records, decoded
 
 
 def import_pyarrow(path: str) -> Any:
