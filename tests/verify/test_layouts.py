@@ -19,7 +19,7 @@ from tests.verify.covering import Run, covering_runs, whole_matrix
 from tests.verify.jobs import OVERFLOW_AT, make_config, observe_case
 
 MOST_RUNS = 24
-AT_ONCE = 24  # what ranks have seen of more runs would fill the memory
+AT_ONCE = 6  # of more runs, what ranks have seen would fill the memory, and groups that they have made the threads
 LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 AXES = {
