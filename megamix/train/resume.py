@@ -12,10 +12,11 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged
-from megamix.config import Config, ConfigError, config_to_toml, whole_weights
+from megamix.config import Config, ConfigError, DataConfig, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model import sizes
 from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
@@ -23,7 +24,8 @@ from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 RNG_RULE = "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout"
 # Whatever the shapes, with another value these make another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
-_PASS = ("model.dropout", "model.compile", "model.init_std")
+# Of these: how a step is computed, and weights that are no longer initial.
+_PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", "model.scaled_init")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +178,27 @@ def _differing(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ...]) -> list[str]:
+    other = _differing(_meaning(old), _meaning(new))
     return [
         f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
         f"former, or another checkpoint.folder to begin a new run"
         for key in _differing(old, new)
-        if key.startswith(_REFUSED) and key not in may_change
+        if key in other and key.startswith(_REFUSED) and key not in may_change
     ]
+
+
+def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
+    """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run. So is one
+    whose checkpoint is older than a key.
+    """
+    known = {name: keys[f"model.{name}"] for name in ModelConfig.model_fields if f"model.{name}" in keys}
+    model = ModelConfig.model_validate(known)
+    sized = {size.__name__: size(model) for size in (sizes.head_dim, sizes.num_kv_heads, sizes.ffn_hidden_size)}
+    meant = model.model_dump() | sized | {"qkv_bias": sizes.qkv_bias(model)}
+    split, packing = keys.get("data.split"), keys.get("data.packing", DataConfig.model_fields["packing"].default)
+    return keys | {f"model.{name}": value for name, value in meant.items()} | {
+        "data.split": split and split[0] / sum(split), "data.packing": packing,
+    }  # fmt: skip
 
 
 def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -47,15 +47,18 @@ class Case:
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
 
-def make_engine(case: Case, model: Transformer, topology: Topology, placements: Any = None) -> ShardedEngine:
+def make_engine(
+    case: Case, model: Transformer, topology: Topology, placements: Any = None, copies: int = 1
+) -> ShardedEngine:
+    """`copies`: data-parallel ranks for which this process stands."""
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     return ShardedEngine(
         model,
-        AdamW(lr=0.01),
+        AdamW(lr=0.01, eps=1e-2),  # of the gradients' size: a rounding of a tiny gradient is no whole step
         Precision(case.dtype, case.grad_dtype, scale),
         Sharding(units=[*model.blocks], topology=topology, bucket_size=4000, placements=placements or {}),
         clip_grad=0.5,
-        grad_accum_steps=case.micro_batches,
+        grad_accum_steps=case.micro_batches * copies,
         compile_update=False,
     )
 

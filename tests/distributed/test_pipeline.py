@@ -6,18 +6,33 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.load import load, read_together
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.together import Together
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.passes import OneByOne
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from tests.conftest import FULL
-from tests.distributed.pipelines import Case, batches, by_name, make_pipeline, make_whole, micro_batches, state_of
+from tests.distributed.pipelines import (
+    Case,
+    batches,
+    by_name,
+    make_engine,
+    make_pipeline,
+    make_whole,
+    micro_batches,
+    state_of,
+)  # fmt: skip
 
 STEPS = 3
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -168,6 +183,85 @@ def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> Non
     ]
     assert run_ranks(_all_tied, 2, cases) == [[], []]
     assert run_ranks(_all_tied, 4, cases[2:3]) == [[]] * 4
+
+
+# With every other way of dividing a model.
+
+
+def _on_a_full_mesh(cases: list[Case]) -> list[str]:
+    """What is too far from one process that takes all micro-batches."""
+    topology = Topology.connect(pp_size=2, tp_size=2)
+    wrong = []
+    for number, case in enumerate(cases):
+        engine, pipeline = make_pipeline(case, topology, sequence=number % 2 == 0)
+        torch.manual_seed(5)
+        whole = make_engine(case, Transformer(case.config()), Topology(), copies=2)
+        for step in range(2):
+            pipeline.backward(micro_batches(case, step, topology.dp.rank))
+            OneByOne(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+            got, want = engine.step(), whole.step()
+            for one, other in ((got.loss, want.loss), (got.grad_norm, want.grad_norm)):
+                if abs(one / other - 1) > 64 * 2.0**-24:
+                    wrong.append(f"{case}, step {step}: {one} instead of {other}")
+        loss, weight = engine.collectives.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
+        evaluated = [OneByOne(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)]
+        expected = sum(evaluated)
+        if abs(loss / weight - float(expected[0] / expected[1])) > 1e-5:
+            wrong.append(f"{case}: {loss / weight} instead of {expected[0] / expected[1]} in an evaluation")
+        weights, reference = engine.full_weights(), whole.full_weights()
+        # Sums over tensor-parallel ranks, of data-parallel ones and of a tied table are taken in other orders.
+        bound = 64 * 2.0**-24 * max(float(weight.abs().max()) for weight in reference.values())
+        wrong += [
+            f"{case}: {name} is {(weights[name] - weight).abs().max()} off"
+            for name, weight in reference.items()
+            if (weights[name] - weight).abs().max() > bound
+        ]
+    return wrong
+
+
+def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -> None:
+    cases = [
+        Case(tied=True, model="gpt"),
+        Case(schedule="zbv_zero_bubble"),
+        Case(schedule="interleaved_1f1b", tied=True),
+    ]
+    assert run_ranks(_on_a_full_mesh, 8, cases) == [[]] * 8
+
+
+# Checkpoints.
+
+
+def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
+    """What the target has not taken over bit for bit, of what this rank trains in both."""
+    together = Together(source.collectives, torch.device("cpu"))
+    checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
+    load(checkpoint, target, together)
+    target.param_gather.wait_all()
+    one, other = state_of(source), state_of(target)
+    common = one.keys() & other.keys()
+    equal = all(torch.equal(a, b) for name in common for a, b in zip(one[name], other[name], strict=True))
+    return [] if equal and common else [f"{len(common)} parameters, equal: {equal}"]
+
+
+def _moves(folder: Path) -> list[str]:
+    """From a pipeline to data-parallel ranks, a step there, and on to a pipeline of another schedule."""
+    case, topology = Case(dtype=FP16, tied=True), Topology.connect(pp_size=2)
+    first, pipeline = make_pipeline(case, topology)
+    for step in range(2):
+        pipeline.backward(micro_batches(case, step, 0))
+        first.step()
+    torch.manual_seed(6)
+    second = make_engine(case, Transformer(case.config()), Topology.current())
+    wrong = _move(first, second, folder / "first")
+    OneByOne(second).backward(micro_batches(case, 3, topology.pp.rank))
+    second.step()
+    torch.manual_seed(7)
+    third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
+    return wrong + _move(second, third, folder / "second")
+
+
+def test_a_checkpoint_goes_from_a_pipeline_to_data_parallel_ranks_and_back(run_ranks, tmp_path) -> None:
+    assert run_ranks(_moves, 2, tmp_path) == [[], []]
 
 
 # Overflow on any stage.

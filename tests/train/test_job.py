@@ -120,28 +120,6 @@ def test_nothing_unfinished_is_left(finished) -> None:
     assert not [path for path in (finished / "run").iterdir() if path.suffix == ".partial"]
 
 
-def test_generate_names_what_is_missing(tmp_path, finished, capsys) -> None:
-    assert main(["generate", str(tmp_path)]) == 2
-    assert "has no config.toml; give the folder of a finished run" in capsys.readouterr().err
-    assert main(["generate", str(finished / "run"), "--temperature", "-1"]) == 2
-    assert "temperature must be 0" in capsys.readouterr().err
-
-
-def test_generate_refuses_weights_of_another_model(tmp_path, finished, capsys) -> None:
-    text = (finished / "run/config.toml").read_text()
-    (tmp_path / "config.toml").write_text(text.replace("num_layers = 2", "num_layers = 1"))
-    (tmp_path / "weights.safetensors").write_bytes((finished / "run/weights.safetensors").read_bytes())
-    assert main(["generate", str(tmp_path)]) == 2
-    assert "are not its config.toml's" in capsys.readouterr().err
-
-
-def test_generate_needs_a_tokenizer(tmp_path, capsys) -> None:
-    write_data(tmp_path / "data")
-    run_job(tiny_job(tmp_path, training={"steps": 3, "eval_interval": 0}, metrics={"tensorboard": False}))
-    assert main(["generate", str(tmp_path / "run")]) == 2
-    assert "data.tokenizer: the run in" in capsys.readouterr().err
-
-
 def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_ranks, tmp_path) -> None:
     ends = {}
     for dtype in ("fp16", "fp32"):

@@ -127,7 +127,8 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
     for changed, words in refused:
         with pytest.raises(ConfigError, match=words):
             run(job(tmp_path, files, started | changed))
-    run(job(tmp_path, files, {"train": weights(6, 2), "stages": [{"from_sample": 48, "train": f"{files}/c"}]}))
+    other_words = {"train": weights(6, 2), "split": [0.9, 0.1]}
+    run(job(tmp_path, files, other_words | {"stages": [{"from_sample": 48, "train": f"{files}/c"}]}))
     assert metrics_of(tmp_path)[-1]["step"] == 8
 
 

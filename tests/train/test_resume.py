@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +18,11 @@ import pytest
 from megamix.checkpoint.files import Files
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
+from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.overflow_budget import GaveUpError
+from megamix.train.resume import changes
 from megamix.train.signals import LeaveRequest
 from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
@@ -257,6 +260,31 @@ def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
     assert "changed since: optimizer.lr: 0.01 -> 0.02\n" in said
     assert "changed since: metrics.log_interval: 4 -> 1\n" in said
     assert said.count("changed since") == 2
+
+
+def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, data, capsys) -> None:
+    how = {"recompute": "full", "scaled_init": False, "init_std": 0.01, "dropout": 0.0}
+    same = {"head_dim": 16, "num_kv_heads": 2, "ffn_hidden_size": 128, "qkv_bias": False}
+    _run(_config(stopped, data, model={"num_layers": 1} | how | same), 9)
+    assert capsys.readouterr().out.count("changed since: model.") == len(how) + len(same)
+    for key, value in {"head_dim": 8, "num_kv_heads": 1, "ffn_hidden_size": 64, "qkv_bias": True}.items():
+        with pytest.raises(ConfigError, match=f"model.{key}: the checkpoint has not set, the configuration"):
+            _run(_config(stopped, data, model={"dropout": 0.1, "num_layers": 1, key: value}))
+
+
+def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped, data) -> None:
+    newest = checkpoints(stopped / "run/checkpoints")[0]
+    checkpoint = read_checkpoint(newest)
+    run = checkpoint.manifest.run
+    assert "qk_norm = false\n" in run.config
+    assert 'packing = "none"\n' in run.config
+    older = run.config.replace("qk_norm = false\n", "").replace('packing = "none"\n', "")
+    manifest = checkpoint.manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
+    before = replace(checkpoint, manifest=manifest)
+    assert changes(before, run, 0) == ['data.packing: not set -> "none"', "model.qk_norm: not set -> false"]
+    other = run.config.replace("qk_norm = false", "qk_norm = true")
+    with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has not set, the configuration true"):
+        changes(before, run.model_copy(update={"config": other}), 0)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:

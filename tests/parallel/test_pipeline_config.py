@@ -1,0 +1,64 @@
+"""What a schedule asks of stages, layers and micro-batches is checked with the configuration: field, value, fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megamix.config import check_world_size, config_from_dict
+from tests.test_config_errors import changed, problems_of
+
+SIZES = {"num_layers": 8}
+BATCH = {"micro_batch_size": 2, "global_batch_size": 16}
+
+
+def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **training: Any) -> dict[str, Any]:
+    return changed(model=SIZES | (model or {}), parallelism=parallelism, training=BATCH | training)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "model", "wrong"),
+    [
+        (
+            {"pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 3},
+            {},
+            'pp_stages_per_rank: got 3, pp_schedule = "zbv_zero_bubble" takes 2; write pp_stages_per_rank = 2',
+        ),
+        (
+            {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 1},
+            {},
+            'pp_stages_per_rank: got 1, pp_schedule = "interleaved_1f1b" takes 2 or more; write pp_stages_per_rank = 2',
+        ),
+        (
+            {"pp_schedule": "interleaved_1f1b"},
+            {"num_layers": 3},
+            "pp_size: got 2, times 2 stages per rank this is 4 stages, but model.num_layers is 3, and each needs one; "
+            "write pp_size = 1, or num_layers = 4",
+        ),
+        (
+            {"pp_schedule": "interleaved_zero_bubble"},
+            {"compile": True},
+            'pp_schedule: got "interleaved_zero_bubble", which splits backward in two, and that of compiled blocks '
+            '(model.compile = true) cannot be; write pp_schedule = "interleaved_1f1b", or compile = false',
+        ),
+    ],
+)
+def test_what_a_schedule_cannot_run_is_refused(parallelism: dict[str, Any], model: dict[str, Any], wrong: str) -> None:
+    assert problems_of(_tree({"pp_size": 2} | parallelism, model)) == (f"parallelism.{wrong}",)
+    config_from_dict(_tree(parallelism | {"pp_size": 1}, model))  # without a pipeline nothing of it matters
+
+
+def test_micro_batches_must_suit_the_schedule_and_ranks() -> None:
+    config = config_from_dict(_tree({"pp_size": 4}))
+    assert check_world_size(config, 8) == []
+    assert check_world_size(config, 16) == [
+        'training.global_batch_size: got 16, which is 2 micro-batches a step, but pp_schedule = "1f1b" needs at least '
+        "pp_size 4; write global_batch_size = 32"
+    ]
+    odd = _tree({"pp_size": 2, "dp_size": 1, "pp_schedule": "interleaved_1f1b"}, global_batch_size=10)
+    assert problems_of(odd) == (
+        'training.global_batch_size: got 10, which is 5 micro-batches a step, but pp_schedule = "interleaved_1f1b" '
+        "runs them in 2 equal rounds (count / pp_size, rounded down); write global_batch_size = 8",
+    )
+    config_from_dict(_tree({"pp_size": 2, "dp_size": 1, "pp_schedule": "zbv_zero_bubble"}, global_batch_size=10))
