@@ -328,7 +328,7 @@ def draw_schedules(axes: Any) -> None:
         _box(axes, x, 1.9, 0.9, 0.9, colour, "")
         _box(axes, x + 0.9, 1.9, 0.9, 0.9, second, "")
         axes.text(x + 2.1, 2.35, kind, va="center", fontsize=11)
-    axes.text(36, -1, "numbers: micro-batches\ndarker: of the rank's\nsecond stage", ha="right", va="top", fontsize=10)
+    axes.text(27, -13.2, "numbers: micro-batches\ndarker: of a rank's second stage", va="center", fontsize=10)
 
 
 def _rectangle(x: float, y: float, width: float, height: float, colour: str, **style: Any) -> Any:
