@@ -69,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
     benches = ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup", "all"]
-    bench.add_argument("what", choices=benches, help="what to measure")
+    bench.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
+    bench.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
@@ -220,11 +221,16 @@ def _bench(arguments: argparse.Namespace) -> None:
         problems.append(f"--rounds: got {arguments.rounds}, must be at least 1; write --rounds 15")
     if arguments.output.is_dir() or not _can_hold(arguments.output.parent):
         problems.append(f"--output: got {arguments.output}, which cannot be written; name a file in a folder of yours")
+    if arguments.layout is not None and arguments.what != "train":
+        problems.append(
+            f"--layout: got {arguments.layout} with {arguments.what}, but whole steps alone have a layout; "
+            f"write megamix bench train --layout {arguments.layout}"
+        )
     if problems:
         raise ConfigError(problems, "flags")
     from megamix.bench.run import run
 
-    run(arguments.what, arguments.rounds, arguments.output)
+    run(arguments.layout or arguments.what, arguments.rounds, arguments.output)
 
 
 def _can_hold(folder: Path) -> bool:

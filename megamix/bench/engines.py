@@ -23,7 +23,9 @@ class Work:
     """What every side trains, and by which rules."""
 
     model: ModelConfig
-    micro_batch_size: int = 4  # sequences on each rank, one micro-batch a step
+    micro_batch_size: int = 4  # sequences on each rank
+    micro_batches: int = 1  # of a step; more than one where a pipeline cuts its batch
+    shared: bool = False  # the ranks divide the model and take part in the same sequences
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -36,7 +38,10 @@ class Engine(Protocol):
     """One side on one rank."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """One micro-batch; its loss, FP32 (). Shapes: INT64 (micro_batch_size, seq_len)."""
+        """All micro-batches of a step; their loss, FP32 (), or 0 where another rank knows it.
+
+        Shapes: INT64 (micro_batches * micro_batch_size, seq_len).
+        """
 
     def optimize(self) -> None:
         """All that follows backward: what is left of the reduction, clipping, the update, sending weights out."""
@@ -54,6 +59,21 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
     return Transformer(work.model, Ops(wide=wide))
 
 
+def make_engine(work: Work, model: Transformer, precision: Precision, sharding: Sharding) -> ShardedEngine:
+    """By the rules of `work`, with a running clock. Every rank must call it."""
+    engine = ShardedEngine(
+        model,
+        AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
+        precision,
+        sharding,
+        clip_grad=work.clip_grad,
+        grad_accum_steps=work.micro_batches,
+        compile_update=work.compile_update,
+    )
+    engine.clock.enabled = True
+    return engine
+
+
 class Ours:
     """megamix. `wide`: half products computed in FP32 on a CPU without FP16 units. `reduce_dtype` "fp32": with FP32
     gradients.
@@ -64,17 +84,11 @@ class Ours:
         wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None,
     ):  # fmt: skip
         model = make_model(work, wide=wide)
+        reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
-        self.engine = ShardedEngine(
-            model,
-            AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
-            Precision(dtype, torch.float32 if reduce_dtype == "fp32" else None, loss_scale, reduce_dtype),
-            Sharding(units=[*model.blocks], overlap=overlap),
-            clip_grad=work.clip_grad,
-            compile_update=work.compile_update,
-        )
-        self.engine.clock.enabled = True
+        precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
+        self.engine = make_engine(work, model, precision, Sharding(units=[*model.blocks], overlap=overlap))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(tokens, targets)

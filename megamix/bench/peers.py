@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamix.bench.engines import Work, make_model
 
 
-def _groups(model: nn.Module, work: Work) -> list[dict[str, Any]]:
+def param_groups(model: nn.Module, work: Work) -> list[dict[str, Any]]:
     """No weight decay on norms, as on our side."""
     params = [*model.parameters()]
     return [
@@ -27,7 +29,7 @@ class Ddp:
         self._clip_grad, self._dtype = work.clip_grad, dtype
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
         self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
-        self.optimizer = self._make_optimizer(_groups(self.model, work), work)
+        self.optimizer = self._make_optimizer(param_groups(self.model, work), work)
 
     def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
@@ -68,18 +70,25 @@ class Fsdp(Ddp):
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self._clip_grad = work.clip_grad
-        self.model = make_model(work)
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy)
-        self.optimizer = self._make_optimizer(_groups(self.model, work), work)
+        model = self.model = make_model(work)
+        shard_fully(model, model.blocks, init_device_mesh("cpu", (dist.get_world_size(),)), dtype, reduce_dtype)
+        self.optimizer = self._make_optimizer(param_groups(model, work), work)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+def shard_fully(
+    root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """`fully_shard` on each block and on the root, in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    for module in (*blocks, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)

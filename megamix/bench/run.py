@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
+from megamix.bench.layout_bench import layout
 from megamix.bench.report import Result, append_line, describe_machine
 from megamix.bench.startup_bench import StartupSettings, startup
 from megamix.bench.train_bench import TrainSettings, examine, fp16, overlap, train, wire
@@ -13,10 +14,12 @@ from megamix.bench.update_bench import UpdateSettings, update
 
 
 def run(what: str, rounds: int, output: Path) -> None:
-    """`what`: one of the benches, or "all". Each is reported and written as soon as it is done."""
+    """`what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done."""
     benches: dict[str, Callable[[], Result]] = {
         "update": lambda: update(UpdateSettings(rounds=rounds)),
         "train": lambda: train(TrainSettings(rounds=rounds)),
+        "tp2": lambda: layout("tp2", rounds),
+        "pp2": lambda: layout("pp2", rounds),
         "fp16": lambda: fp16(TrainSettings(rounds=rounds)),
         "overlap": lambda: overlap(TrainSettings(rounds=rounds)),
         "wire": lambda: wire(TrainSettings(rounds=rounds)),

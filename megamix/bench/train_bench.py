@@ -53,9 +53,9 @@ def train(settings: TrainSettings) -> Result:
     peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
     measured = measure([Side("ours", Ours), *peers, Side("forward and backward", ForwardBackward)], settings)
     ours = measured["ours"]
-    ratios = {peer.name: _speed_up(ours, measured[peer.name]) for peer in peers}
+    ratios = {peer.name: speed_up(ours, measured[peer.name]) for peer in peers}
     best = min(ratios, key=lambda name: ratios[name].median)
-    ceiling = _speed_up(ours, measured["forward and backward"])
+    ceiling = speed_up(ours, measured["forward and backward"])
     goals = [
         Goal(f"tokens/s over the best of the three ({best})", ratios[best].median, 1.05, spread=ratios[best]),
         Goal("tokens/s over forward and backward alone", ceiling.median, 0.85, spread=ceiling),
@@ -64,7 +64,7 @@ def train(settings: TrainSettings) -> Result:
             for name in ("ddp", "zero")
         ),
     ]
-    return _result("train", settings, measured, goals, _exposed(measured))
+    return result("train", settings, measured, goals, exposed(measured))
 
 
 def fp16(settings: TrainSettings) -> Result:
@@ -80,39 +80,39 @@ def fp16(settings: TrainSettings) -> Result:
     ]
     measured = measure(sides, settings)
     ours, native = measured["fp16"], measured["fp16 native"]
-    over_native, over_fp32 = _speed_up(ours, native), _speed_up(ours, measured["fp32"])
+    over_native, over_fp32 = speed_up(ours, native), speed_up(ours, measured["fp32"])
     goals = [
         Goal("tokens/s over native half products", over_native.median, 10.0, spread=over_native),
         Goal("tokens/s over FP32", over_fp32.median, 0.9, spread=over_fp32),
         Goal("peak live bytes over native's", _memory(ours, native), 1.05, at_least=False),
     ]
-    return _result("fp16", settings, measured, goals, [])
+    return result("fp16", settings, measured, goals, [])
 
 
 def overlap(settings: TrainSettings) -> Result:
     """Ours with collectives hidden behind compute, and with each awaited at once."""
     sides = [Side("overlap on", Ours), Side("overlap off", partial(Ours, overlap=False))]
     measured = measure(sides, settings)
-    gain = _speed_up(measured["overlap on"], measured["overlap off"])
+    gain = speed_up(measured["overlap on"], measured["overlap off"])
     goals = [Goal("tokens/s with overlap over without", gain.median, 1.03, spread=gain)]
-    return _result("overlap", settings, measured, goals, _exposed(measured))
+    return result("overlap", settings, measured, goals, exposed(measured))
 
 
 def wire(settings: TrainSettings) -> Result:
     """Ours with each `reduce_dtype`, in BF16."""
     modes: tuple[ReduceDtype, ...] = ("half", "half_fp32_sum", "fp32")
     measured = measure([Side(mode, partial(Ours, reduce_dtype=mode)) for mode in modes], settings)
-    return _result("wire", settings, measured, [], _exposed(measured))
+    return result("wire", settings, measured, [], exposed(measured))
 
 
 def examine(settings: TrainSettings) -> Result:
     """What looking closely at one step in `metrics.precision_interval` costs."""
     measured = measure([Side("ordinary", Ours), Side("examined", Examined)], settings)
     interval = MetricsConfig().precision_interval
-    slower = _speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
+    slower = speed_up(measured["ordinary"], measured["examined"])  # an examined step's time over an ordinary one's
     cost = Spread(*(100 * (ratio - 1) / interval for ratio in slower))
     goal = Goal(f"% of the run's time for one examined step in {interval}", cost.median, 1.0, False, cost)
-    return _result("examine", settings, measured, [goal], [])
+    return result("examine", settings, measured, [goal], [])
 
 
 def measure(sides: Sequence[Side], settings: TrainSettings) -> dict[str, Measured]:
@@ -144,7 +144,9 @@ def _peak_live_bytes(side: Side, settings: TrainSettings) -> int:
 
 
 def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: TrainSettings) -> Measured:
-    tokens = settings.ranks * settings.work.micro_batch_size * settings.work.model.seq_len
+    work = settings.work
+    copies = 1 if work.shared else settings.ranks  # of the model
+    tokens = copies * work.micro_batches * work.micro_batch_size * work.model.seq_len
     return Measured(
         [tokens / max(turn.seconds for turn in turns) for turns in rounds],
         [max(turn.optimizer_ms for turn in turns) for turns in rounds],
@@ -155,7 +157,7 @@ def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: TrainSett
     )
 
 
-def _speed_up(ours: Measured, other: Measured) -> Spread:
+def speed_up(ours: Measured, other: Measured) -> Spread:
     return paired_ratio(ours.tokens_per_s, other.tokens_per_s)
 
 
@@ -163,7 +165,7 @@ def _memory(ours: Measured, other: Measured) -> float:
     return ours.peak_live_bytes / other.peak_live_bytes
 
 
-def _exposed(measured: dict[str, Measured]) -> list[str]:
+def exposed(measured: dict[str, Measured]) -> list[str]:
     """Where the step of each side spends what is not forward and backward, as far as the side can tell."""
     lines = []
     for name, side in measured.items():
@@ -183,12 +185,13 @@ def _settings(settings: TrainSettings) -> dict[str, Any]:
         "parameters": parameter_count(work.model),
         "model": work.model.model_dump(),
         "micro_batch_size": work.micro_batch_size,
+        "micro_batches": work.micro_batches,
         "lr": work.lr,
         "clip_grad": work.clip_grad,
     }
 
 
-def _result(
+def result(
     bench: str, settings: TrainSettings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
 ) -> Result:
     first = next(iter(measured.values()))
@@ -196,7 +199,7 @@ def _result(
         (
             name,
             show(spread(side.tokens_per_s)),
-            show(_speed_up(first, side), 3),
+            show(speed_up(first, side), 3),
             show(spread(side.optimizer_ms), 1),
             show(spread(side.busy), 2),
             f"{side.peak_live_bytes / 1e6:.1f}",

@@ -36,11 +36,13 @@ class Turn(NamedTuple):
 
 
 class TrainRank:
-    """Steps over random tokens, which depend on the number of the step and on the rank alone."""
+    """Steps over random tokens, which depend on the number of the step and on the rank alone, on ranks that share a
+    model on the step.
+    """
 
     def __init__(self, side: Side, work: Work):
         self._side, self._work = side, work
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._rank = dist.get_rank() if dist.is_initialized() and not work.shared else 0
         self._step = 0
         self._optimizer_s = 0.0
         self._engine: Engine | None = None
@@ -91,7 +93,7 @@ class TrainRank:
     def _train_step(self, engine: Engine) -> float:
         model = self._work.model
         generator = torch.Generator().manual_seed(1000 * self._step + self._rank)
-        shape = (self._work.micro_batch_size, model.seq_len + 1)
+        shape = (self._work.micro_batches * self._work.micro_batch_size, model.seq_len + 1)
         samples = torch.randint(model.vocab_size, shape, generator=generator)
         loss = engine.forward_backward(samples[:, :-1], samples[:, 1:])
         start_s = time.perf_counter()

@@ -189,10 +189,11 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
             return Result(name, {}, {}, ("side",), [])
 
         monkeypatch.setattr(run, name, bench)
+    monkeypatch.setattr(run, "layout", lambda name, rounds: bench(TrainSettings(rounds=rounds), name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
     want = (
-        ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"]
+        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"]
         if what == "all"
         else ["fp16"]
     )

@@ -15,6 +15,7 @@ from megamix.model.flops import (
     parameter_count,
 )
 from megamix.model.transformer import Transformer
+from megamix.parallel.stages import plan_stages
 
 SIZES = {"vocab_size": 97, "seq_len": 12, "hidden_size": 32, "num_layers": 3, "num_heads": 4}
 CONFIGS: list[dict[str, Any]] = [
@@ -66,7 +67,16 @@ def test_a_configuration_has_its_family_s_published_parameters_and_starts_on_8_d
     with torch.device("meta"):
         model = Transformer(config.model.model_copy(update={"compile": False}))  # which loads the compiler
     assert parameter_count(config.model) == sum(parameter.numel() for parameter in model.parameters()) == count
-    assert check_world_size(config, 8) == []
+    copy = config.parallelism.tp_size * config.parallelism.pp_size
+    assert check_world_size(config, max(8, copy)) == []
+
+
+def test_the_70_b_configuration_s_layout_fits_its_comment() -> None:
+    config = load_config(CONFIG_FILES / "llama3.1-70b.toml")
+    stages = plan_stages(config.model, config.parallelism.pp_size, 1)
+    largest = max(stage.params for stage in stages) / config.parallelism.tp_size
+    assert [round(largest * (4 + 12 / dp_size) / 1e9) for dp_size in (1, 2, 16)] == [36, 23, 11]
+    assert {len(stage.layers) for stage in stages} == {19, 20, 21}
 
 
 def test_every_configuration_is_counted() -> None:

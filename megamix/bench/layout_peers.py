@@ -1,0 +1,135 @@
+"""torch alone where ranks divide the model: `parallelize_module` and the pipeline's schedules, on the same model.
+
+Each in mixed precision, once by autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds
+weights in half as well and casts them once a step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamix.bench.engines import Work, make_model
+from megamix.bench.layout_engines import SCHEDULE
+from megamix.bench.peers import Ddp, param_groups, shard_fully
+from megamix.model.transformer import Transformer
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.parallel.stages import Stage, keep_layers, plan_stages
+
+
+class TorchTensorParallel(Ddp):
+    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self._clip_grad, self._dtype = work.clip_grad, dtype
+        mesh = _mesh("tp")
+        # torch's own operations: of ours that sum in FP32, DTensor would dispatch every step by itself.
+        model = self.model = make_model(work, wide=False)
+        _divide(model, mesh["tp"])
+        self._cast(model, mesh["dp"])
+        self.optimizer = self._make_optimizer(param_groups(model, work), work)
+
+    def _cast(self, model: Transformer, dp: Any) -> None:
+        """Nothing to do: autocast does it."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+                logits = self.model(tokens)
+            loss: Any = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            loss.backward()
+        whole: Tensor = loss.detach().full_tensor()
+        return whole
+
+
+class TorchTensorParallelFsdp(TorchTensorParallel):
+    """The same without autocast, by `fully_shard`."""
+
+    def _cast(self, model: Transformer, dp: Any) -> None:
+        shard_fully(model, model.blocks, dp, self._dtype, self._dtype)
+        self._dtype = torch.float32  # nothing is left for autocast
+
+
+class TorchPipeline(Ddp):
+    """The schedule of ours, on the same stages; autocast. Every rank takes part in the norm."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self._clip_grad, self._dtype, self._micro_batches = work.clip_grad, dtype, work.micro_batches
+        mesh, rank = _mesh("pp"), dist.get_rank()
+        layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
+        model = make_model(work)
+        keep_layers(model, layers)
+        self.model = Stage(model, layers)
+        self._cast(self.model, [model.blocks[layer] for layer in layers], mesh["dp"])
+        stage = dist.pipelining.PipelineStage(
+            self.model, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
+        )
+        self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
+        self.optimizer = self._make_optimizer(param_groups(self.model, work), work)
+
+    def _cast(self, stage: Stage, blocks: list[nn.Module], dp: Any) -> None:
+        """Nothing to do: autocast does it."""
+
+    def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
+        return loss / self._micro_batches  # cheaper than dividing the gradients, as the schedule would
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        # Around all micro-batches, so that weights are cast once for all of them.
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            self._schedule.step(tokens, target=targets, targets=targets, losses=losses, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros(())
+
+    def optimize(self) -> None:
+        params = [*self.model.parameters()]
+        norm: Any = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        squares = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).square()
+        dist.all_reduce(squares)  # over the stages
+        torch.nn.utils.clip_grads_with_norm_(params, self._clip_grad, squares.sqrt())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class TorchPipelineFsdp(TorchPipeline):
+    """The same without autocast, by `fully_shard`; weights stay gathered over the micro-batches."""
+
+    def _cast(self, stage: Stage, blocks: list[nn.Module], dp: Any) -> None:
+        shard_fully(stage, blocks, dp, self._dtype, self._dtype, reshard_after_forward=False)
+        self._dtype = torch.float32
+
+
+def _mesh(name: str) -> Any:
+    """All ranks in one axis of that name, beside a data-parallel one of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", name))
+
+
+def _divide(model: Transformer, tp: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, parallel
+
+    positions, columns = Shard(1), parallel.ColwiseParallel
+    whole: Any = parallel.PrepareModuleInput  # of what a divided part is called with, the first is needed whole
+    rows = parallel.RowwiseParallel(output_layouts=positions)
+    plan = {
+        "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
+        "blocks.*.attention_norm": parallel.SequenceParallel(),
+        "blocks.*.attention": whole(
+            input_layouts=(positions, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
+        ),
+        **{f"blocks.*.attention.{name}": columns() for name in ("query", "key", "value")},
+        "blocks.*.attention.out": rows,
+        "blocks.*.feed_forward_norm": parallel.SequenceParallel(),
+        "blocks.*.feed_forward": whole(input_layouts=(positions,), desired_input_layouts=(Replicate(),)),
+        **{f"blocks.*.feed_forward.{name}": columns() for name in ("gate", "up")},
+        "blocks.*.feed_forward.down": rows,
+        "norm": parallel.SequenceParallel(),
+        "head": columns(input_layouts=positions, output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallel.parallelize_module(model, tp, plan)

@@ -1,0 +1,79 @@
+"""The pictures of docs/parallelism.md show what the objects say, the page has them all, and the script made them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import parallelism_pictures as pictures
+import pytest
+
+from megamix.parallel.pipeline_parallel import SCHEDULES
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_has_every_picture() -> None:
+    page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(pictures/(\w+)\.png\)", page)
+    assert sorted(shown) == sorted(pictures.ALL)
+    assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL}
+
+
+def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    pin = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    pictures.write(tmp_path)
+    for name in pictures.ALL:
+        drawn = (tmp_path / f"{name}.png").read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        if pin and matplotlib.__version__ == pin[1]:  # another one draws letters a little differently
+            assert drawn == (pictures.PICTURES / f"{name}.png").read_bytes(), name
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_timetable_has_all_of_a_step_and_no_rank_does_two_things_at_once(name: str) -> None:
+    slots = pictures.timetable(name)
+    stages = 4 if name == "1f1b" else 8
+    done = Counter((slot.stage, slot.micro_batch, kind) for slot in slots for kind in slot.kind.replace("B", "IW"))
+    assert done == Counter((stage, number, kind) for stage in range(stages) for number in range(8) for kind in "FIW")
+    for rank in range(4):
+        own = sorted((slot for slot in slots if slot.rank == rank), key=lambda slot: slot.start)
+        assert sum(slot.seconds for slot in own) == 8 * 3.0  # forward 1, backward 2
+        assert all(one.start + one.seconds <= other.start for one, other in zip(own, own[1:], strict=False))
+    ends = {(slot.stage, slot.kind, slot.micro_batch): slot.start + slot.seconds for slot in slots}
+    for slot in slots:
+        if slot.kind == "F" and slot.stage:
+            assert ends[slot.stage - 1, "F", slot.micro_batch] <= slot.start
+
+
+def test_each_schedule_waits_less_than_the_simpler_ones() -> None:
+    waits = {name: pictures.bubble(pictures.timetable(name)) for name in SCHEDULES}
+    assert waits["1f1b"] == pytest.approx(3 / 11)  # (p - 1) / (m + p - 1), Narayanan et al. 2021
+    assert waits["interleaved_1f1b"] < waits["1f1b"]
+    assert max(waits["interleaved_zero_bubble"], waits["zbv_zero_bubble"]) < waits["interleaved_1f1b"]
+
+
+def test_a_block_on_the_picture_gathers_and_sums_twice_and_no_rank_holds_all_of_a_divided_tensor() -> None:
+    steps = pictures.block_shapes()
+    travels = [step.split()[0] for step in steps if isinstance(step, str)]
+    assert travels == ["gather", "sum,", "gather", "sum,"]
+    held = {step.name.replace("\n", " "): step[1:] for step in steps if isinstance(step, pictures.Held)}
+    assert held == {
+        "residual stream": (0.5, 1), "norm": (0.5, 1), "attention's input": (1, 1), "heads": (1, 0.5),
+        "feed-fwd input": (1, 1), "inner features": (1, 0.5),
+    }  # fmt: skip
+
+
+def test_blocks_on_the_picture_are_all_of_a_matrix() -> None:
+    found = [*pictures.blocks()]
+    for suffix, _ in pictures.MATRICES:
+        own = [block for block in found if block.name.endswith(suffix)]
+        full = own[0].placement.full_shape
+        starts = {block.placement.offset for block in own}
+        if own[0].shape == full:
+            assert starts == {(0,) * len(full)}
+        else:
+            (dim,) = (dim for dim, size in enumerate(full) if size != own[0].shape[dim])
+            assert sorted(start[dim] for start in starts) == [full[dim] // 4 * rank for rank in range(4)]
