@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.train.memory_plan import amount, held_memory, plan_memory
+from megamix.train.memory_plan import EVALUATION, amount, held_memory, plan_rank
 
 TOLERANCE = 0.10  # from here on the log line warns
 AT_UPDATE = 2  # all that lives from step to step is there by then
@@ -22,13 +22,14 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
     tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
     """
     topology, on_gpu, spare = engine.topology, engine.half_params.flat[0].is_cuda, 0
-    if on_gpu and topology.dp.size == topology.world.size:  # pragma: CUDA only
-        plan = plan_memory(config, topology.dp.size, "gpu")
-        what, planned, measured = f"peak ({plan.peak_phase})", plan.peak, torch.cuda.max_memory_allocated()
+    if on_gpu:  # pragma: CUDA only
+        plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
+        planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
+        what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()
     else:
-        held, host = held_memory(config, topology, "gpu" if on_gpu else "cpu")
+        held, host = held_memory(config, topology, "cpu")
         what, planned = "held between steps", sum(held.values())
-        measured = torch.cuda.memory_allocated() if on_gpu else _live_bytes()
+        measured = _live_bytes()
         spare = host["batches read ahead"]  # as many as there are by now
     off = measured - planned
     line = f"memory | {what}: planned {amount(planned)}, measured {amount(measured)} ({off / planned:+.1%})"

@@ -73,15 +73,12 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 
     Raises: ValueError if the global batch does not divide.
     """
-    return max(plan_ranks(config, dp_size, machine), key=lambda plan: plan.peak)
+    plans = (plan_rank(config, dp_size, pp_rank, machine) for pp_rank in range(config.parallelism.pp_size))
+    return max(plans, key=lambda plan: plan.peak)
 
 
-def plan_ranks(config: Config, dp_size: int, machine: Machine) -> list[MemoryPlan]:
-    """Of each rank of the pipeline."""
-    return [_plan_rank(config, dp_size, pp_rank, machine) for pp_rank in range(config.parallelism.pp_size)]
-
-
-def _plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
+def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
+    """The same of this one of a pipeline's ranks."""
     section = config.parallelism
     first = pp_rank * dp_size * section.tp_size
     topology = Topology.place(first, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)

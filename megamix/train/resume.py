@@ -21,7 +21,10 @@ from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 
-RNG_RULE = "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout"
+RNG_RULE = (
+    "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout, "
+    "and for that of the first block of the pipeline's stage"
+)
 # Whatever the shapes, with another value these make another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
 # Of these: how a step is computed, and weights that are no longer initial.

@@ -12,7 +12,7 @@ from megamix.live_storage import LiveStorage
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.train.memory_plan import plan_ranks
+from megamix.train.memory_plan import plan_rank
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
 
@@ -136,11 +136,10 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
     layout_name, sections = (CONFIGS | MORE)[name]
     layout = parse_layout(layout_name)
     config = layout.apply(_config(**sections), 4)
-    plans = plan_ranks(config, layout.size("dp"), "cpu")
     size = layout.world_size
     ranks = [_measured(config)] if size == 1 else run_ranks(_measured, size, config)
     for pp_rank, held, phases, live in ranks:
-        plan = plans[pp_rank]
+        plan = plan_rank(config, layout.size("dp"), pp_rank, "cpu")
         assert {category: plan.held[category] for category in held} == held
         spare = SCALARS if layout.size("pp") == 1 else 0.01 * live
         assert live == pytest.approx(plan.resident, abs=spare)
