@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.config import Config
 from megamix.mixed_precision.engine import ShardedEngine
@@ -42,8 +42,10 @@ def _live_bytes() -> int:
     """Of the storages that some tensor on the host refers to."""
     found: dict[int, int] = {}
     for thing in gc.get_objects():
-        # By its type and not isinstance(), which asks objects of other libraries what they pretend to be.
-        if issubclass(type(thing), Tensor) and thing.layout == torch.strided and thing.device.type == "cpu":
+        # By its type and not isinstance(), which asks objects of other libraries what they pretend to be; and no
+        # subclass, for a compiler leaves tensors that have no memory, some of sizes that are symbols.
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            if isinstance(size := storage.nbytes(), int):
+                found[storage._cdata] = size
     return sum(found.values())

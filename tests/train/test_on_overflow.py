@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.config import Config
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train import trainer
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.overflow_budget import GaveUpError
@@ -144,7 +145,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
     precision = {"init_scale": 2.0**8, "min_scale": 2.0**6, "max_overflows_at_floor": 3, "max_retries": 9}
     config = _job(tmp_path, data, precision, steps=50)
     first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
-    backward, injected = trainer.ShardedEngine.backward, []
+    backward, injected = ShardedEngine.backward, []
 
     def poisoned(engine: Any, loss: torch.Tensor, weight: float) -> None:
         if not injected:
@@ -160,7 +161,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
             param.register_hook(poison)
         backward(engine, loss, weight)
 
-    with mock.patch.object(trainer.ShardedEngine, "backward", poisoned), pytest.raises(GaveUpError) as caught:
+    with mock.patch.object(ShardedEngine, "backward", poisoned), pytest.raises(GaveUpError) as caught:
         run_recorded(config)
     report = str(caught.value)
     named = re.findall(r"^  (\S+): (\S+) in (\d+) of (\d+)$", report, re.MULTILINE)
