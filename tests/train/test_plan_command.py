@@ -47,7 +47,8 @@ def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
 
 def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits() -> None:
     path, world = CONFIGS / "llama3.1-70b.toml", 1024
-    lines = plan_lines(load_config(path), world, "80GiB", "gpu", False)
+    whole = ["parallelism.tp_size=1", "parallelism.pp_size=1"]
+    lines = plan_lines(load_config(path, whole), world, "80GiB", "gpu", False)
     cut = [line.strip().split(" on the same ranks: ") for line in lines if "on the same ranks" in line]
     assert [words for words, verdict in cut if ", fits, " in verdict] == [
         "parallelism.tp_size = 4", "parallelism.pp_size = 8", "parallelism.tp_size = 8 and pp_size = 2",
@@ -60,7 +61,7 @@ def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits
 
 
 def test_where_no_change_is_enough_that_is_said() -> None:
-    config = load_config(CONFIGS / "llama3.1-70b.toml")
+    config = load_config(CONFIGS / "llama3.1-70b.toml", ["parallelism.tp_size=1", "parallelism.pp_size=1"])
     last = plan_lines(config, 1, "80GiB", "gpu", False)[-1]
     assert "the model must be cut into more parts" in last
 
