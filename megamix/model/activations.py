@@ -78,31 +78,19 @@ def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, comp
         if machine == "gpu":
             use_gpu_kernels(part, compiled)
         with LiveStorage(counts_meta=True) as tracker:
-            held = [*part.parameters(), *part.buffers()]
-            for tensor in held:
+            for tensor in (*part.parameters(), *part.buffers()):
                 tensor.detach()  # counted as soon as touched
-            base = tracker.live_bytes
+            meter = Meter(tracker)
 
-            def peak() -> int:
-                highest: int = tracker.peak_bytes - base
-                tracker.peak_bytes = tracker.live_bytes
-                return highest
+            def blocks_are_done() -> None:
+                found.backward = max(found.backward, meter.peak())
 
-            def blocks_are_done(grad: Tensor) -> None:
-                found.backward = max(found.backward, peak())
-
-            def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-                args[0].register_hook(blocks_are_done)  # type: ignore[no-untyped-call]
-
-            peak()
-            handle = part.get_submodule("blocks.0").register_forward_pre_hook(watch)
-            for param in part.parameters():
-                param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
+            stop_watching = watch_backward(part, part.get_submodule("blocks.0"), blocks_are_done)
             loss, batch = run(part, device)
-            handle.remove()
-            found.kept, found.forward = tracker.live_bytes - base, peak()
+            stop_watching()
+            found.kept, found.forward = meter.live(), meter.peak()
             loss.backward(torch.empty_like(loss))  # type: ignore[no-untyped-call]
-            found.backward_end = peak()
+            found.backward_end = meter.peak()
             del batch
     return found
 
@@ -118,9 +106,38 @@ def without_memory(machine: Machine) -> contextlib.AbstractContextManager[object
     return FakeTensorMode()
 
 
-def drop_grad(param: Tensor) -> None:
-    """As the engine does, once it has copied or added the gradient into its flat buffer."""
-    param.grad = None
+class Meter:
+    """Reads a tracker from where it stood."""
+
+    def __init__(self, tracker: LiveStorage):
+        self._tracker, self._base = tracker, tracker.live_bytes
+        self.peak()
+
+    def live(self) -> int:
+        """Bytes."""
+        return self._tracker.live_bytes - self._base
+
+    def peak(self) -> int:
+        """The most bytes since it was asked for last."""
+        highest, self._tracker.peak_bytes = self._tracker.peak_bytes, self._tracker.live_bytes
+        return highest - self._base
+
+
+def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Callable[[], None]) -> Callable[[], None]:
+    """Hear when a backward has left the blocks, and drop gradients, as the engine does once they are in its buffers.
+
+    Returns what ends the watching; call it when the forward is done.
+    """
+
+    def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        args[0].register_hook(lambda grad: blocks_are_done())  # type: ignore[no-untyped-call]
+
+    def drop_grad(param: Tensor) -> None:
+        param.grad = None
+
+    for param in part.parameters():
+        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
+    return first_block.register_forward_pre_hook(watch).remove
 
 
 def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

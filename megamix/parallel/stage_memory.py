@@ -11,11 +11,19 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from megamix.live_storage import LiveStorage
-from megamix.model.activations import Activations, Machine, drop_grad, place, use_gpu_kernels, without_memory
+from megamix.model.activations import (
+    Activations,
+    Machine,
+    Meter,
+    place,
+    use_gpu_kernels,
+    watch_backward,
+    without_memory,
+)
 from megamix.model.transformer import Transformer
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.parallel.stages import Stage, StagePlan
@@ -195,7 +203,7 @@ def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: Pipeli
         with LiveStorage(counts_meta=True) as tracker:
             for tensor in (*model.parameters(), *model.buffers(), targets, x, came_back):
                 tensor.detach()  # counted as soon as touched
-            meter = _Meter(tracker)
+            meter = Meter(tracker)
             grads = None if is_last else [came_back]
             # The first stage's second half is all of it.
             halves = facts.schedule.endswith("zero_bubble") and not is_first
@@ -206,23 +214,7 @@ def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: Pipeli
     return found
 
 
-class _Meter:
-    """Reads a tracker from where it stood."""
-
-    def __init__(self, tracker: LiveStorage):
-        self._tracker, self._base = tracker, tracker.live_bytes
-        self.peak()
-
-    def live(self) -> int:
-        return self._tracker.live_bytes - self._base
-
-    def peak(self) -> int:
-        """The most since it was asked for last."""
-        highest, self._tracker.peak_bytes = self._tracker.peak_bytes, self._tracker.live_bytes
-        return highest - self._base
-
-
-def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: _Meter) -> _Trace:
+def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter) -> _Trace:
     """A backward in halves, by what torch's stages call."""
     out, found = stage(x, targets), _Trace()
     meter.peak()
@@ -239,21 +231,16 @@ def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None
 
 
 def _whole(
-    model: Transformer, stage: Stage, inputs: tuple[Tensor, Tensor], grads: list[Tensor] | None, meter: _Meter,
+    model: Transformer, stage: Stage, inputs: tuple[Tensor, Tensor], grads: list[Tensor] | None, meter: Meter,
     found: _Trace,
 ) -> None:  # fmt: skip
-    def blocks_are_done(grad: Tensor) -> None:
+    def blocks_are_done() -> None:
         found.backward = max(found.backward, meter.peak())
 
-    def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        args[0].register_hook(blocks_are_done)  # type: ignore[no-untyped-call]
-
-    handle = model.blocks[stage.layers.start].register_forward_pre_hook(watch)
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
+    stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
     meter.peak()
     out = stage(*inputs)
-    handle.remove()
+    stop_watching()
     found.kept, found.forward = meter.live(), meter.peak()
     torch.autograd.backward(out, grads or torch.empty_like(out))
     found.backward_end = meter.peak()
