@@ -7,7 +7,6 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train.memory_plan import EVALUATION, amount, held_memory, plan_rank
@@ -28,9 +27,7 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
         planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
         what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()
     else:
-        # The place alone: planning over the mesh's own groups would call ranks that are not here.
-        sizes = {"pp_size": topology.pp.size, "dp_size": topology.dp.size, "tp_size": topology.tp.size}
-        held, host = held_memory(config, Topology.place(topology.world.rank, **sizes), "cpu")
+        held, host = held_memory(config, topology.dp.size, topology.world.rank, "cpu")
         what, planned = "held between steps", sum(held.values())
         measured = _live_bytes()
         spare = host["batches read ahead"]  # as many as there are by now

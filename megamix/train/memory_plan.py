@@ -80,8 +80,7 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
     """The same of this one of a pipeline's ranks."""
     section = config.parallelism
-    first = pp_rank * dp_size * section.tp_size
-    topology = Topology.place(first, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
+    topology = _place(config, dp_size, pp_rank * dp_size * section.tp_size)
     part = _plan_part(config, topology, machine)
     activations = _trace(config, part, topology, machine)
     if part.pipeline is not None and config.data.valid is not None:
@@ -103,10 +102,18 @@ def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> M
     )
 
 
-def held_memory(config: Config, topology: Topology, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """`held` and `host` of one rank of any mesh, which take no look at forward and backward; before an evaluation."""
-    part = _plan_part(config, topology, machine)
+def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
+    """`held` and `host` of one rank of any mesh, which take no look at forward and backward; before an evaluation.
+
+    Nothing is asked of other ranks: one alone may call it while they train.
+    """
+    part = _plan_part(config, _place(config, dp_size, rank), machine)
     return part.held, _host(config, part)
+
+
+def _place(config: Config, dp_size: int, rank: int) -> Topology:
+    section = config.parallelism
+    return Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
 
 
 class _Part(NamedTuple):

@@ -29,13 +29,13 @@ def test_what_an_engine_holds_is_what_was_planned() -> None:
     engine = _engine()
     gc.collect()
     held = memory_check._live_bytes() - others
-    assert held == pytest.approx(sum(memory_check.held_memory(_config(), Topology(), "cpu")[0].values()), abs=SCALARS)
+    assert held == pytest.approx(sum(memory_check.held_memory(_config(), 1, 0, "cpu")[0].values()), abs=SCALARS)
     assert memory_line(_config(), engine).startswith("memory | held between steps: planned 10.78 MiB, measured ")
 
 
 @pytest.mark.parametrize(("extra", "warns"), [(0.08, False), (-0.08, False), (0.12, True), (-0.12, True)])
 def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, extra: float, warns: bool) -> None:
-    planned = sum(memory_check.held_memory(_config(), Topology(), "cpu")[0].values())
+    planned = sum(memory_check.held_memory(_config(), 1, 0, "cpu")[0].values())
     monkeypatch.setattr(memory_check, "_live_bytes", lambda: int(planned * (1 + extra)))
     line = memory_line(_config(), _engine())
     assert f"({extra:+.1%})" in line
@@ -70,11 +70,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
         "exchange scratch": [own.scratch for own in {*engine.owners} if own.axis.size > 1],
     }
     held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
-    planned, _ = memory_check.held_memory(
-        config,
-        Topology.place(topology.world.rank, pp_size=section.pp_size, dp_size=topology.dp.size, tp_size=section.tp_size),
-        "cpu",
-    )
+    planned, _ = memory_check.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
     return {name: planned[name] for name in held}, held
 
 
