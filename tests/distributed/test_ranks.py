@@ -46,3 +46,16 @@ def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message
     with pytest.raises(RankFailure, match=message):
         run_ranks(case, 2, deadline_s=4.0)
     assert run_ranks(_sum_of_ranks, 2) == [1, 1]
+
+
+def _make_group_and_count() -> tuple[int, int]:
+    before = len(dist.distributed_c10d._world.pg_map)
+    group = dist.new_group([0, 1], use_local_synchronization=True)
+    total = torch.tensor(1)
+    dist.all_reduce(total, group=group)
+    return before, int(total)
+
+
+def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks) -> None:
+    for _ in range(3):
+        assert run_ranks(_make_group_and_count, 2) == [(1, 2), (1, 2)]
