@@ -41,7 +41,7 @@ def encode_pieces(
         busy = {worker.connection: worker for worker in workers}
         while busy:
             for connection in wait(list(busy)):
-                worker = busy[connection]  # type: ignore[index]
+                worker = busy[connection]  # type: ignore[index]  # wait() returns what it was given
                 report = worker.take()
                 assert isinstance(report, PieceReport)
                 yield worker.number, report
@@ -158,6 +158,6 @@ def _call(function: Callable[[], Any], connection: Connection) -> None:
         answer = function()
     except (ValueError, TooManyBadRecordsError, OSError) as error:
         answer = error
-    except Exception:
+    except Exception:  # a defect, which the first process tells with its place, and ends
         answer = RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
     connection.send(answer)
