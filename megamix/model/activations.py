@@ -50,8 +50,7 @@ def trace_activations(
 
     `build(n)`: the part on the meta device with n of its `blocks`. `run(part, device)`: its forward on a micro-batch
     made there: the loss, or what the next stage gets, and the batch, which a job holds until backward has ended.
-    `compiled`: blocks run through torch.compile; on a CPU they are
-    counted as if they did not, which is an upper bound.
+    `compiled`: blocks run through torch.compile; on a CPU they are counted as if they did not, an upper bound.
     """
     one, two = (_trace(build(blocks), run, dtype, machine, compiled) for blocks in (1, 2))
     block = two.kept - one.kept

@@ -6,7 +6,7 @@ added up in the order of the schedule's own timetable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -99,9 +99,9 @@ def evaluation_buffers(stages: Sequence[StagePlan], pp_rank: int, facts: Pipelin
 
 
 def pipeline_activations(
-    stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts, traced: Mapping[int, StageMemory]
+    stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts, traced: Sequence[StageMemory]
 ) -> Activations:
-    """Of a step on this rank, beside what it holds. `traced`: its stages, by number."""
+    """Of a step on this rank, beside what it holds. `traced`: all stages."""
     hidden, looped, last = facts.hidden_bytes, facts.schedule != "1f1b", len(stages) - 1
     # The step's batches, one by one and joined; the gradients that the step before has left are forgotten as it begins.
     live = 2 * _batch_bytes(facts) - _left_gradients(stages, pp_rank, facts) * hidden
@@ -148,18 +148,15 @@ def _is_sent(stages: Sequence[StagePlan], index: int) -> bool:
     return 0 <= index < len(stages) - 1 and stages[index].rank != stages[index + 1].rank
 
 
-def trace_stages(
-    build: Build, stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts
-) -> dict[int, StageMemory]:
-    """Of each of a rank's stages one micro-batch, by the stage's number."""
+def trace_stages(build: Build, stages: Sequence[StagePlan], facts: PipelineFacts) -> list[StageMemory]:
+    """One micro-batch in each of the stages."""
     traces: dict[tuple[bool, bool], tuple[_Trace, _Trace]] = {}
-    found = {}
+    found = []
     for index, plan in enumerate(stages):
-        if plan.rank == pp_rank:
-            ends = index == 0, index == len(stages) - 1
-            if ends not in traces:
-                traces[ends] = _trace(build, 1, ends, facts), _trace(build, 2, ends, facts)
-            found[index] = _with_blocks(*traces[ends], len(plan.layers))
+        ends = index == 0, index == len(stages) - 1
+        if ends not in traces:
+            traces[ends] = _trace(build, 1, ends, facts), _trace(build, 2, ends, facts)
+        found.append(_with_blocks(*traces[ends], len(plan.layers)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,11 +14,12 @@ from megamix.config import Config, ModelConfig, grad_accum_steps
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory
-from megamix.model.activations import Activations, Batch, Machine, Run, trace_activations
+from megamix.model.activations import Activations, Batch, Machine, trace_activations
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import outline_ops, outline_part
 from megamix.parallel.stage_memory import (
     PipelineFacts,
+    StageMemory,
     evaluation_buffers,
     held_buffers,
     pipeline_activations,
@@ -180,29 +182,47 @@ def _plain(config: Config) -> ModelConfig:
     return config.model.model_copy(update={"compile": False})
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """All that decides what forward and backward of a micro-batch take, a pipeline's stages aside."""
+
+    model: ModelConfig
+    tp_size: int
+    sequence_parallel: bool
+    shape: tuple[int, int]  # (B, T) of a micro-batch
+    dtype: torch.dtype
+    machine: Machine
+
+    def build(self, num_layers: int) -> Transformer:
+        model = self.model.model_copy(update={"num_layers": num_layers, "compile": False})
+        topology = Topology.place(0, tp_size=self.tp_size)
+        return outline_ops(model, topology, sequence_parallel=self.sequence_parallel)
+
+    def run(self, part: nn.Module, device: torch.device) -> tuple[Tensor, Batch]:
+        batch = tuple(torch.empty(self.shape, dtype=torch.int64, device=device) for _ in range(2))
+        return part(*batch), batch
+
+
 def _trace(config: Config, part: _Part, topology: Topology, machine: Machine) -> Activations:
-    tp = Topology.place(topology.tp.rank, tp_size=topology.tp.size)
+    shape = (config.training.micro_batch_size, config.model.seq_len)
+    work = _Work(config.model, topology.tp.size, config.parallelism.sequence_parallel, shape, part.facts.dtype, machine)
+    if part.pipeline is None:
+        return _trace_model(work)
+    traced = _trace_stages(work, tuple(part.stages), part.pipeline)
+    return pipeline_activations(part.stages, topology.pp.rank, part.pipeline, traced)
 
-    def build(num_layers: int) -> Transformer:
-        model = _plain(config).model_copy(update={"num_layers": num_layers})
-        return outline_ops(model, tp, sequence_parallel=config.parallelism.sequence_parallel)
 
-    if part.pipeline is not None:
-        traced = trace_stages(build, part.stages, topology.pp.rank, part.pipeline)
-        return pipeline_activations(part.stages, topology.pp.rank, part.pipeline, traced)
+# Most of the time of a plan; advice plans the same work for many ranks.
+@cache
+def _trace_model(work: _Work) -> Activations:
     return trace_activations(
-        build, _micro_batch(config), config.model.num_layers, part.facts.dtype, machine, compiled=config.model.compile
+        work.build, work.run, work.model.num_layers, work.dtype, work.machine, compiled=work.model.compile
     )
 
 
-def _micro_batch(config: Config) -> Run:
-    shape = (config.training.micro_batch_size, config.model.seq_len)
-
-    def run(part: nn.Module, device: torch.device) -> tuple[Tensor, Batch]:
-        batch = tuple(torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-        return part(*batch), batch
-
-    return run
+@cache
+def _trace_stages(work: _Work, stages: tuple[StagePlan, ...], facts: PipelineFacts) -> list[StageMemory]:
+    return trace_stages(work.build, stages, facts)
 
 
 def _in_step(activations: Activations) -> dict[str, int]:
