@@ -5,8 +5,11 @@ ready.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +37,14 @@ class HalfGrads:
         self._views: list[list[Tensor]] = []
         self._gaps: list[list[Tensor]] = []  # the padding behind each parameter
         self._names = [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
-        self._params, self._hooks = params, dict[str, Callable[[Tensor], None]]()
+        self._params, self._places = params, dict[str, _Place]()
         for bucket_index, bucket in enumerate(layout.buckets):
             flat, views, gaps = self.flat[bucket_index], [], []
             for index, (slot, padded_end) in enumerate(zip(bucket.slots, bucket.padded_ends(), strict=True)):
                 views.append(flat[slot.start : slot.end].view(slot.spec.shape))
                 gaps.append(flat[slot.end : padded_end])
-                hook = self._hooks[slot.spec.name] = self._make_hook(bucket_index, index, slot.spec.counts)
+                place = self._places[slot.spec.name] = _Place(bucket_index, index, slot.spec.counts)
+                hook = partial(_on_grad, weakref.ref(self), place)
                 params[slot.spec.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._views.append(views)
             self._gaps.append(gaps)
@@ -77,7 +81,7 @@ class HalfGrads:
         """What the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
         for name in names:
             if self._params[name].grad is not None:
-                self._hooks[name](self._params[name])
+                self._accumulate(self._places[name], self._params[name])
 
     def fill_missing(self) -> None:
         """Backward is over: a parameter that got no gradient counts as zeros, and is named once in the log."""
@@ -94,43 +98,55 @@ class HalfGrads:
             self._warned.update(new)
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
-    def _make_hook(self, bucket: int, index: int, counts: bool) -> Callable[[Tensor], None]:
-        def accumulate(param: Tensor) -> None:
-            grad, param.grad = param.grad, None
-            assert grad is not None
-            name = self._names[bucket][index]
-            if not self._inside_backward:
-                raise RuntimeError(
-                    f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
-                    "no reduction. Call engine.backward(loss) instead"
-                )
-            if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones"
-                )
-            if self._ready[bucket][index] and self._missing[bucket] == 0:
-                raise RuntimeError(
-                    f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
-                    "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                )
-            if self._look is not None:
-                self._look(name, grad)
-            if not counts:
-                grad = grad * 0  # NaN where it is inf: an overflow counts wherever it is
-            if self._touched[bucket][index]:
-                self._views[bucket][index].add_(grad)
-            else:
-                self._views[bucket][index].copy_(grad)
-                if self._gaps[bucket][index].numel():  # the last step's sum may lie there
-                    self._gaps[bucket][index].zero_()
-                self._touched[bucket][index] = True
-            if name in self._completes and not self._ready[bucket][index]:
-                self._ready[bucket][index] = True
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0:
-                    self._on_full(bucket)
+    def _accumulate(self, place: _Place, param: Tensor) -> None:
+        bucket, index, counts = place
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        name = self._names[bucket][index]
+        if not self._inside_backward:
+            raise RuntimeError(
+                f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
+                "no reduction. Call engine.backward(loss) instead"
+            )
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones")
+        if self._ready[bucket][index] and self._missing[bucket] == 0:
+            raise RuntimeError(
+                f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
+                "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        if self._look is not None:
+            self._look(name, grad)
+        if not counts:
+            grad = grad * 0  # NaN where it is inf: an overflow counts wherever it is
+        if self._touched[bucket][index]:
+            self._views[bucket][index].add_(grad)
+        else:
+            self._views[bucket][index].copy_(grad)
+            if self._gaps[bucket][index].numel():  # the last step's sum may lie there
+                self._gaps[bucket][index].zero_()
+            self._touched[bucket][index] = True
+        if name in self._completes and not self._ready[bucket][index]:
+            self._ready[bucket][index] = True
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0:
+                self._on_full(bucket)
 
-        return accumulate
+
+class _Place(NamedTuple):
+    """Of a parameter's gradient."""
+
+    bucket: int
+    slot: int  # in the bucket
+    counts: bool  # or is it another rank's that does
+
+
+def _on_grad(half_grads: weakref.ref[HalfGrads], place: _Place, param: Tensor) -> None:
+    """The ready hook. It must not hold what holds the parameter: torch never frees such a cycle (2.13), nor with it
+    the buffers and process groups of an engine that was dropped.
+    """
+    if (owner := half_grads()) is not None:
+        owner._accumulate(place, param)
 
 
 class Accumulation:
@@ -202,5 +218,5 @@ def refuse_second_engine(model: nn.Module) -> None:
     """Raises: ValueError if another engine's hooks sit on the model: the first to run would rob the other."""
     for name, param in model.named_parameters():
         for hook in (param._post_accumulate_grad_hooks or {}).values():
-            if getattr(hook, "__module__", None) == __name__:
+            if isinstance(hook, partial) and hook.func is _on_grad:
                 raise ValueError(f"parameter {name} belongs to another engine already; give a new engine a new model")

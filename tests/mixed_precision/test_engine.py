@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -312,6 +314,18 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
     with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine already"):
         _engine(model)
     assert _train(first) == _train(_engine())  # the first one is as it was
+
+
+def test_a_dropped_engine_gives_its_memory_back() -> None:
+    def use() -> list[weakref.ref]:
+        engine = _engine()
+        _train(engine)
+        buffers = (*engine.half_params.flat, *engine.half_grads.flat, *engine.master_shard.master)
+        return [weakref.ref(one) for one in (engine.collectives, *engine.owners, *buffers)]
+
+    used = use()
+    gc.collect()
+    assert [one() for one in used] == [None] * len(used)
 
 
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
