@@ -15,6 +15,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 nnodes="${NNODES:-1}"
+[[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
 if [[ "$nnodes" != 1 && -z "${RDZV_ENDPOINT:-}" ]]; then
   die "RDZV_ENDPOINT: missing with NNODES=$nnodes; set it to host:port of one node, the same on all, e.g. node0:29500"
 fi

@@ -91,6 +91,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("precision", "loss_scale", True, '"deepspeed", "off" or a power of two'),
     ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
     ("training", "seed", -1, "must be at least 0; write seed = 1"),
+    ("training", "seed", 2**63, "must be less than 9.22337e+18; write"),
     ("metrics", "log_interval", 0, "must be greater than 0; write for example log_interval = 10"),
     ("optimizer", "groups", "x", "must be a list; write for example groups = [{ pattern ="),
     ("optimizer", "groups", [3], "got 3, must be a table; write for example groups = [{ pattern ="),
@@ -179,6 +180,24 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     ({"model": {"hidden_size": 18}}, "model.hidden_size", '"learned"', {"model": {"position": "learned"}}),
     ({"model": {"num_kv_heads": 4}}, "model.num_kv_heads", "num_kv_heads = 3", {"model": {"num_kv_heads": 3}}),
     ({"model": {"num_kv_heads": 12}}, "model.num_kv_heads", "num_kv_heads = 6", {"model": {"num_kv_heads": 6}}),
+    (
+        {"model": {"position": "learned", "rope_scaling": {"rule": "linear", "factor": 2.0}}},
+        "model.rope_scaling",
+        'write position = "rotary"',
+        {"model": {"position": "rotary", "rope_scaling": {"rule": "linear", "factor": 2.0}}},
+    ),
+    (
+        {"optimizer": {"min_lr": 1e-5}, "lr_schedule": {"decay_style": "constant"}},
+        "optimizer.min_lr",
+        'decay_style = "constant" never decays; write another decay_style, or leave min_lr out',
+        {"optimizer": {"min_lr": 1e-5}},
+    ),
+    (
+        {"lr_schedule": {"decay_style": "constant", "decay_steps": 5}},
+        "lr_schedule.decay_steps",
+        "or leave decay_steps out",
+        {"lr_schedule": {"decay_style": "linear", "decay_steps": 5}},
+    ),
     ({"optimizer": {"min_lr": 0.1}}, "optimizer.min_lr", "min_lr = 0.0001", {"optimizer": {"min_lr": 0.0001}}),
     ({"lr_schedule": {"warmup_steps": 101}}, "lr_schedule.warmup_steps", "= 10", {"lr_schedule": {"warmup_steps": 10}}),
     (

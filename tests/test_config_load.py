@@ -128,6 +128,28 @@ def test_base_holds_where_the_file_is_silent(tmp_path: Path) -> None:
     assert (config.model.num_layers, config.training.steps, config.model.hidden_size) == (3, 20, 16)
 
 
+SCALED = """
+[model.rope_scaling]
+rule = "llama3"
+factor = 8.0
+high_freq_factor = 2.0
+"""
+
+
+def test_tables_within_a_section_are_merged_key_by_key(tmp_path: Path) -> None:
+    write(tmp_path, "bottom.toml", MINIMAL + SCALED)
+    top = write(tmp_path, "top.toml", 'base = "bottom.toml"\n[model.rope_scaling]\nfactor = 32\n')
+    scaling = load_config(top, ["model.rope_scaling.original_seq_len=4096"]).model.rope_scaling
+    assert scaling is not None
+    assert (scaling.factor, scaling.high_freq_factor, scaling.original_seq_len) == (32.0, 2.0, 4096)
+    (problem,) = problems_of(top, "model.rope_scaling.low_freq_factor=3")
+    assert "high_freq_factor: got 2.0, must be greater than low_freq_factor 3" in problem
+    (problem,) = problems_of(
+        write(tmp_path, "b.toml", MINIMAL), 'model.rope_scaling={rule="llama3", factor=8, low_freq_factor=8}'
+    )
+    assert "high_freq_factor: got 4.0, must be greater than low_freq_factor 8" in problem
+
+
 def test_circle_of_bases_is_named(tmp_path: Path) -> None:
     write(tmp_path, "a.toml", 'base = "deep/b.toml"')
     write(tmp_path, "deep/b.toml", 'base = "../a.toml"')

@@ -73,6 +73,7 @@ def test_pretrain_on_many_nodes_meets_at_the_endpoint(sandbox: Sandbox) -> None:
     [
         ([], {}, "CONFIG is missing"),
         (["{config}"], {"NNODES": "2"}, "RDZV_ENDPOINT: missing with NNODES=2; set it to host:port"),
+        (["{config}"], {"NNODES": "2:4"}, "NNODES: got 2:4, must be 1 or more; write NNODES=2"),
         (["{config}"], {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: got two, must be 1 or more"),
         (["{config}", "optimizer.lr=-1"], {}, "optimizer.lr: got -1, must be greater than 0"),
         (["nowhere.toml"], {}, "got nowhere.toml, there is no such file"),

@@ -107,6 +107,14 @@ def _heads_share_keys(config: Config) -> Iterator[str]:
         yield (f"model.num_kv_heads: got {num_kv_heads}, must divide num_heads {num_heads}; write num_kv_heads = {fix}")
 
 
+def _only_rotary_stretches(config: Config) -> Iterator[str]:
+    if config.model.rope_scaling is not None and config.model.position == "learned":
+        yield (
+            'model.rope_scaling: is set, but position = "learned" has no wavelengths to stretch; '
+            'write position = "rotary", or leave rope_scaling out'
+        )
+
+
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -120,6 +128,17 @@ def _warmup_fits(config: Config) -> Iterator[str]:
             f"lr_schedule.warmup_steps: got {warmup_steps}, must be at most training.steps {steps}; "
             f"write warmup_steps = {steps // 10}"
         )
+
+
+def _constant_rate_has_no_decay(config: Config) -> Iterator[str]:
+    if config.lr_schedule.decay_style == "constant":
+        given = {"lr_schedule.decay_steps": config.lr_schedule.decay_steps, "optimizer.min_lr": config.optimizer.min_lr}
+        for name, value in given.items():
+            if value:
+                yield (
+                    f'{name}: got {value}, but decay_style = "constant" never decays; '
+                    f"write another decay_style, or leave {name.partition('.')[2]} out"
+                )
 
 
 def _decay_fits(config: Config) -> Iterator[str]:
@@ -247,8 +266,10 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _heads_share_width,
     _rotary_turns_pairs,
     _heads_share_keys,
+    _only_rotary_stretches,
     _lr_falls,
     _warmup_fits,
+    _constant_rate_has_no_decay,
     _decay_fits,
     _fp16_is_scaled,
     _sums_suit_gradients,

@@ -70,12 +70,17 @@ def _build(tree: Tree, problems: list[str], source: str) -> Config:
 
 def _merge(below: Tree, above: Tree) -> Tree:
     """Both trees as one, table by table and key by key; `above` wins."""
-    merged = dict(below)
-    for name, value in above.items():
-        under = below.get(name, {})
-        if isinstance(under, dict):  # anything else is a mistake that must not vanish under a table
-            merged[name] = {**under, **value} if isinstance(value, dict) else value
-    return merged
+    return below | {
+        name: _over(below.get(name), value)
+        for name, value in above.items()
+        if isinstance(below.get(name, {}), dict)  # anything else is a mistake that must not vanish under a table
+    }
+
+
+def _over(below: object, above: object) -> object:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: _over(below.get(key), value) for key, value in above.items()}
+    return above
 
 
 def _parse_overrides(overrides: Iterable[str]) -> tuple[Tree, list[str]]:
@@ -83,9 +88,12 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[Tree, list[str]]:
     problems = []
     for text in overrides:
         name, equals, value = text.partition("=")
-        section, _, key = name.strip().partition(".")
-        if equals and section and key:
-            tree.setdefault(section, {})[key] = parse_value(value.strip())
+        section, *keys = name.strip().split(".")
+        if equals and section and keys and all(keys):
+            nested: Any = parse_value(value.strip())
+            for key in reversed(keys):
+                nested = {key: nested}
+            tree = _merge(tree, {section: nested})
         else:
             problems.append(
                 f"{name}: got {value_text(text)} as an override, must be section.key=value; "

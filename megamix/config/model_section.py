@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from megamix.config.fields import Section
 
@@ -11,6 +11,8 @@ FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leav
 
 class RopeScaling(Section):
     """How rotary wavelengths are stretched, so that a model reads further than it was first trained to."""
+
+    model_config = ConfigDict(validate_default=True)  # high_freq_factor's may be too small for a low_freq_factor
 
     rule: Annotated[Literal["linear", "llama3"], Field(examples=["llama3"])]
     """linear stretches every wavelength by factor; llama3 only the long ones, as Llama 3.1 does."""

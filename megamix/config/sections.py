@@ -127,7 +127,7 @@ class TrainingConfig(Section):
     """Sequences in one forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
     """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size, the rest is accumulation."""
-    seed: NonNegativeInt = 1234
+    seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     eval_interval: NonNegativeInt = 0
     """Steps between validations. 0: only at the end."""

@@ -62,6 +62,7 @@ class ShardedEngine:
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
         self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
+        optimizer.check_groups(self.param_names)
         self._own_names = frozenset(spec.name for spec in specs)
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model

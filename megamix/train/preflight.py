@@ -1,14 +1,13 @@
 """What can be wrong with a job besides its configuration, found before any time is spent. No torch here."""
 
 import importlib.util
-import json
 from pathlib import Path
 
-from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.folder import MANIFEST, checkpoints
 from megamix.config import Config, check_world_size
-from megamix.data.tokenizer_bytes import ByteTokenizer
+from megamix.data.tokenizer import open_tokenizer
 from megamix.train.build_data import data_problems
-from megamix.train.run_folder import folder_problems
+from megamix.train.run_folder import checkpoint_folder, folder_problems
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:
@@ -16,38 +15,42 @@ def job_problems(config: Config, world_size: int) -> list[str]:
     problems = check_world_size(config, world_size)
     problems += data_problems(config)
     if config.data.tokenizer is not None:
-        problems += _tokenizer_problems(config.data.tokenizer)
+        problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append(
             "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
             "pip install 'megamix[tensorboard]' or write tensorboard = false"
         )
-    if config.checkpoint.resume not in ("auto", "never") and not (Path(config.checkpoint.resume) / MANIFEST).is_file():
-        problems.append(
-            f"checkpoint.resume: {config.checkpoint.resume} is no checkpoint; write auto, never or a path such as "
-            "runs/my-run/checkpoints/step_00001000"
-        )
-    return [*problems, *folder_problems(config)]
+    return [*problems, *_resume_problems(config), *folder_problems(config)]
 
 
-def _tokenizer_problems(path: str) -> list[str]:
+def _tokenizer_problems(path: str, vocab_size: int) -> list[str]:
     # Needed only for the sample at the end: a run must not train for days to fail there.
-    problems = []
-    package = "sentencepiece" if path.endswith(".model") else "tokenizers"
     try:
-        content = Path(path).read_bytes()
-        if package == "tokenizers":
-            json.loads(content)
-    except OSError:
-        problems.append(
-            f"data.tokenizer: no file at {path}; write the path of the tokenizer.json that `megamix prepare` made, "
-            "or leave the key out"
-        )
-    except ValueError:
-        problems.append(f"data.tokenizer: {path} is no JSON; write the path of a tokenizer.json")
-    if importlib.util.find_spec(package) is None and not ByteTokenizer.wrote(Path(path)):
-        problems.append(
-            f"data.tokenizer: is set, but the package {package} is not installed; run "
-            f"pip install 'megamix[{package}]' or leave the key out"
-        )
-    return problems
+        known = open_tokenizer(Path(path)).vocab_size
+    except ValueError as error:
+        return [f"data.tokenizer: {error}; or leave the key out"]
+    if known > vocab_size:
+        return [
+            f"data.tokenizer: {path} knows {known} tokens, more than model.vocab_size {vocab_size}; write "
+            f"vocab_size = {known}, or the tokenizer that the tokens were made with"
+        ]
+    return []
+
+
+def _resume_problems(config: Config) -> list[str]:
+    resume, own = config.checkpoint.resume, checkpoint_folder(config)
+    if resume in ("auto", "never"):
+        return []
+    if Path(resume).resolve().parent == own.resolve():
+        return [
+            f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "
+            f"{own} away"
+        ]
+    # A run that has saved goes on from its own, whatever has become of the one that it began from.
+    if not checkpoints(own) and not (Path(resume) / MANIFEST).is_file():
+        return [
+            f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as "
+            "runs/my-run/checkpoints/step_00001000"
+        ]
+    return []

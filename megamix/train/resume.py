@@ -57,6 +57,12 @@ def find_start(config: Config, together: Together) -> Start:
 
 def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, together: Together) -> Start:
     progress = read_progress(checkpoint)
+    if progress.applied > config.training.steps:
+        problem = (
+            f"training.steps: got {config.training.steps}, but {checkpoint.path} is after update {progress.applied}; "
+            f"write steps = {progress.applied} or more, or another checkpoint.folder to begin a new run"
+        )
+        raise ConfigError([problem], "job")
     if checkpoint.path.parent != checkpoint_folder(config):
         progress = progress.model_copy(update={"log_sizes": {}})  # another run's logs
     return Start(checkpoint, progress, record, changes(checkpoint, record, progress.cursor), together)

@@ -62,6 +62,7 @@ class Trainer:
         self._validated = 0  # the update after which the last validation was
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
+        self._profiler: torch.profiler.profile | None = None
 
     def _plan(self, state: PlanState | None) -> BatchPlan:
         training, precision = self.config.training, self.config.precision
@@ -234,20 +235,23 @@ class Trainer:
 
     @contextmanager
     def _profiled(self, attempt: int) -> Iterator[None]:
-        """Trace the chosen attempts into one file per rank, for chrome://tracing or Perfetto."""
+        """Trace the chosen attempts, those that are still to come where a run takes up among them, into one file per
+        rank, for chrome://tracing or Perfetto.
+        """
         section = self.config.profiling
-        if section.num_steps and attempt == section.start_step:
+        last = section.start_step + section.num_steps - 1
+        if self._profiler is None and section.start_step <= attempt <= last:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         yield
-        if section.num_steps and attempt == section.start_step + section.num_steps - 1:
+        if self._profiler is not None and attempt == last:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self.engine.param_gather.wait_all()
             self._profiler.stop()
             rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
             self._profiler.export_chrome_trace(str(trace))
-            self.console.line(f"attempt {attempt} | profile of {section.num_steps} attempts in {trace}")
+            self.console.line(f"attempt {attempt} | profile up to it in {trace}")
 
 
 def _is_due(attempt: int, interval: int) -> bool:

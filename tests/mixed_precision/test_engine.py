@@ -293,6 +293,10 @@ WRONG_SETTINGS = [
         "units must be submodules of the model; Linear is not",
     ),
     (lambda: _engine(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
+    (
+        lambda: ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0, groups=(ParamGroup(pattern="*.biass"),))),
+        r"the pattern '\*.biass' matches no parameter; the nearest names are bias, weight",
+    ),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
     (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),

@@ -229,6 +229,7 @@ OTHER_RUNS = [
     ({"model": {"num_heads": 4}}, "model.num_heads: the checkpoint has 2, the configuration 4"),
     ({"model": {"num_layers": 2}}, "model.num_layers: the checkpoint has 1, the configuration 2"),
     ({"training": {"seed": 5}}, "training.seed: the checkpoint has 1234, the configuration 5"),
+    ({"training": {"steps": 4}}, "training.steps: got 4, but .*step_00000006 is after update 6; write steps = 6"),
     ({"optimizer": {"name": "nag"}}, 'optimizer.name: the checkpoint has "adamw", the configuration "nag"'),
 ]
 
@@ -251,6 +252,14 @@ def test_other_data_under_the_same_name_is_refused(tmp_path) -> None:
     (tmp_path / "data/train.bin").write_bytes((tmp_path / "data/valid.bin").read_bytes())
     with pytest.raises(ConfigError, match=r"data.train: holds other data than when .*step_00000006 was saved"):
         _run(config)
+
+
+def test_a_run_that_takes_up_among_profiled_attempts_traces_the_rest(tmp_path, data) -> None:
+    config = _config(tmp_path, data, profiling={"start_step": 5, "num_steps": 6})
+    _run(config, 9)
+    assert not (tmp_path / "run/trace_rank0.json").exists()
+    _run(config)
+    assert (tmp_path / "run/trace_rank0.json").exists()
 
 
 def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
@@ -344,7 +353,9 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
     config = _config(stopped / "branch", data, checkpoint={"resume": str(newest)})
     _run(config, 14)
     assert metrics_of(stopped / "branch")[0]["step"] > 6
+    newest.rename(stopped / "elsewhere")
     rest = _run(config)  # from its own checkpoint, not from the path again
+    (stopped / "elsewhere").rename(newest)
     assert rest[0].number > 9
     _run(_config(stopped, data))
     assert differences(end_of(stopped / "branch"), end_of(stopped)) == ["metrics"]

@@ -92,7 +92,24 @@ MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
         _put_a_file_in_the_way,
         "checkpoint.folder: .*run cannot be made.*write another",
     ),
-    "missing tokenizer": (['data.tokenizer="no.json"'], 1, _nothing, "data.tokenizer: no file at no.json; write"),
+    "missing tokenizer": (
+        ['data.tokenizer="no.json"'],
+        1,
+        _nothing,
+        "data.tokenizer: tokenizer 'no.json' is missing; run",
+    ),
+    "tokenizer larger than the model": (
+        ['data.tokenizer="{folder}/data/tokenizer.json"'],
+        1,
+        lambda folder: write_data(folder / "data", tokenizer=True),
+        "data.tokenizer: .*tokenizer.json knows 271 tokens, more than model.vocab_size 64; write vocab_size = 271",
+    ),
+    "checkpoint of the run itself": (
+        ["checkpoint.resume={folder}/run/checkpoints/step_00000003"],
+        1,
+        _nothing,
+        "checkpoint.resume: .*step_00000003 is this run's own; write auto",
+    ),
 }
 
 
@@ -101,6 +118,7 @@ def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, nam
     folder, config = job
     overrides, world_size, damage, message = MISTAKES[name]
     damage(folder)
+    overrides = [text.format(folder=folder) for text in overrides]
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     assert main(["train", str(config), *overrides]) == 2
@@ -150,12 +168,19 @@ def test_tensorboard_that_is_not_installed_is_reported_before_the_run(job, monke
 
 def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
     folder, config = job
-    (folder / "tokenizer.json").write_text("no JSON")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "tokenizers" else name)
+    for name, package in (("tokenizer.json", "tokenizers"), ("t.model", "sentencepiece")):
+        (folder / name).write_text("no JSON")
+        monkeypatch.setitem(sys.modules, package, None)
+        assert main(["train", str(config), f'data.tokenizer="{folder / name}"']) == 2
+        want = f"data.tokenizer: the Python package '{package}' is not installed; run: pip"
+        assert want in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_tokenizer_is_reported_before_the_run(job, capsys) -> None:
+    folder, config = job
+    (folder / "tokenizer.json").write_text("{}")
     assert main(["train", str(config), f'data.tokenizer="{folder / "tokenizer.json"}"']) == 2
-    error = capsys.readouterr().err
-    assert "is no JSON; write the path of a tokenizer.json" in error
-    assert "data.tokenizer: is set, but the package tokenizers is not installed; run pip" in error
+    assert "is no tokenizer.json" in capsys.readouterr().err
 
 
 def test_mistakes_are_found_without_importing_torch(job) -> None:
