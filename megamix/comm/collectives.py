@@ -129,7 +129,9 @@ class _ManyRanks(Collectives):
         return self._exchanging
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        dist.broadcast(tensor, group=self.axis.group, group_src=source)
+        # As bytes, for a module's buffers have dtypes that the backends do not send.
+        plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
+        dist.broadcast(plain, group=self.axis.group, group_src=source)
 
 
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only

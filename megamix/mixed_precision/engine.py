@@ -140,6 +140,12 @@ class ShardedEngine:
         self.half_params.check()
         return self.accumulation.expect(micro_batches)
 
+    def discard_step(self) -> None:
+        """Forget the micro-batches since the last `step()`, for instance when a forward between them has failed; a
+        `backward` that fails does it by itself. Every rank must call it.
+        """
+        self.accumulation.discard()
+
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
         if done := self.accumulation.done:

@@ -118,7 +118,7 @@ class HalfGrads:
         if self._look is not None:
             self._look(name, grad)
         if not counts:
-            grad = grad * 0  # NaN where it is inf: an overflow counts wherever it is
+            grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
         if self._touched[bucket][index]:
             self._views[bucket][index].add_(grad)
         else:
@@ -171,7 +171,7 @@ class Accumulation:
         if self.done + micro_batches > self._steps:
             raise RuntimeError(
                 f"backward() was called {self.done} times already, {micro_batches} more is too many for "
-                f"grad_accum_steps {self._steps}; call step() now"
+                f"grad_accum_steps {self._steps}; call step() now, or discard_step() to begin it anew"
             )
         if self.done == 0:
             self.scale_used.copy_(self._loss_scale.loss_scale.clamp(min=SMALLEST_USED))
@@ -180,15 +180,18 @@ class Accumulation:
         try:
             yield
         except BaseException:
-            # What has arrived would be added to the next attempt's gradients: the whole step begins anew.
-            self._half_grads.expect_step()
-            self._grad_reduce.reset()
-            self.examination, self.done = None, 0
+            self.discard()
             raise
         self.done += micro_batches
         if self.done == self._steps:
             self._half_grads.fill_missing()
             self._grad_reduce.launch_rest()
+
+    def discard(self) -> None:
+        """The step begins anew: what has arrived would be added to the next attempt's gradients."""
+        self._half_grads.expect_step()
+        self._grad_reduce.reset()
+        self.examination, self.done = None, 0
 
     def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
         """What is to be back-propagated of a micro-batch's loss. `counts`: it goes into the step's loss; of the ranks

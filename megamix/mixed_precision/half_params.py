@@ -49,6 +49,11 @@ def describe_params(
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
+        elif param.numel() and topology.tp.size * topology.pp.size > 1:
+            raise ValueError(
+                f"parameter {name} is frozen, and where ranks divide the model all must be trained: nobody would know "
+                "the parts of a frozen one; give it a group with lr_factor=0, or let every rank hold the model"
+            )
     groups: dict[Group, int] = {}
     axes = {topology.dp: 0}
     specs = []

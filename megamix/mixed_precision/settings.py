@@ -63,7 +63,7 @@ class Sharding:
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
-    # By parameter name, frozen ones too; what is not named is whole on every data-parallel rank.
+    # By name of the parameters that are trained; what is not named is whole on every data-parallel rank.
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
 

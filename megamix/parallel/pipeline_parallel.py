@@ -105,7 +105,13 @@ def _stages(
     engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], border: Border, hidden: tuple[int, ...]
 ) -> Iterator[PipelineStage]:
     names = {param: name for name, param in model.named_parameters()}
-    done: set[str] = set()
+    # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other
+    # after it, and where sends and sums are matched by their order (NCCL) both would wait for ever.
+    here = {*engine.topology.stage.ranks}
+    shared = (
+        bucket for bucket, own in zip(engine.layout.buckets, engine.owners, strict=True) if {*own.axis.ranks} - here
+    )
+    done = {slot.spec.name for bucket in shared for slot in bucket.slots}
     # The last micro-batch leaves a rank's stages from the last one to the first: a tied table that two of them use is
     # whole when the first of them is done.
     for number in sorted(parts):

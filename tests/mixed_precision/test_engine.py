@@ -38,6 +38,7 @@ class BorrowedHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, 16)
+        self.register_buffer("kind", torch.zeros(3, dtype=torch.int16))  # backends send no such tensors
         layer = nn.TransformerEncoderLayer(16, nhead=2, dim_feedforward=32, dropout=0.0, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, num_layers=2)
 
@@ -214,6 +215,20 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
         return engine.master_shard.master[0]
 
     assert torch.equal(run(fail=True), run(fail=False))
+
+
+def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
+    def run(discard: bool) -> Tensor:
+        engine = _engine(grad_accum_steps=2)
+        if discard:
+            engine.backward(loss_of(engine.module, make_batch(9, 0, 0)))
+            engine.discard_step()
+        for micro_batch in range(2):
+            engine.backward(loss_of(engine.module, make_batch(0, 0, micro_batch)))
+        engine.step()
+        return engine.master_shard.master[0]
+
+    assert torch.equal(run(discard=True), run(discard=False))
 
 
 def test_a_sparse_gradient_is_refused() -> None:

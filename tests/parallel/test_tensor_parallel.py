@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.culprits import gather_peaks
 from megamix.mixed_precision.settings import Placement
 from megamix.model.ops import Ops
 from megamix.parallel import placements, tensor_parallel
@@ -141,9 +142,9 @@ def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
 # An overflow anywhere.
 
 
-def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float]:
-    """(whether the step was skipped, whether nothing changed, what became of the loss scale) with one inf in the
-    gradient of one parameter on one rank.
+def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]:
+    """(whether the step was skipped, whether nothing changed, what became of the loss scale, the faults that are named)
+    with one inf in the gradient of one parameter on one rank.
     """
     model, engine = build_case(case)
     backward(case, engine, 0)
@@ -161,14 +162,15 @@ def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float]:
         for kind, owned in states(engine).items()
         for one, other in zip(before[kind], owned, strict=True)
     ) and all(torch.equal(one, other) for one, other in zip(half_before, engine.half_params.flat, strict=True))
-    return bool(result.found_inf), unchanged, float(engine.skipped_steps)
+    faults = [peak.fault for peak in gather_peaks(engine, result.by_piece) if peak.fault]
+    return bool(result.found_inf), unchanged, float(engine.skipped_steps), faults
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_parallel: bool) -> None:
     case = Case(dp_size=2, tp_size=2, dtype=torch.float16, sequence_parallel=sequence_parallel)
     for victim in range(4):
-        assert run_ranks(_overflow_on, 4, victim, case) == [(True, True, 1.0)] * 4
+        assert run_ranks(_overflow_on, 4, victim, case) == [(True, True, 1.0, ["inf"])] * 4
 
 
 # What a prompt of any length gives.
