@@ -75,7 +75,7 @@ def judge(
     config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, updates: int,
     overflow_at: int | None,
 ) -> Verdict:  # fmt: skip
-    """`config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps should have been
+    """`config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
     applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     verdict = Verdict(attempts=len(ranks[0].attempts))
