@@ -92,7 +92,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from megamix.hub.source import open_source
 
     if not 0 < arguments.shard_gb < math.inf:
-        raise ValueError(f"--shard-gb {arguments.shard_gb} must be a positive number; 5 is usual")
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; 5 is usual")
     source = open_source(arguments.path)
     shard_size = int(arguments.shard_gb * 1e9)
     size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
