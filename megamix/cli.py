@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit status: 0, 1 for a damaged checkpoint or a layout that differs, 2 for wrong input, or that of
     a run that ended early.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         status: int | None = arguments.run(arguments)
     except ConfigError as error:
@@ -30,6 +30,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
         return error.exit_status
     return status or 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand behind a flag as well, where argparse knows no more positional arguments."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    takes_overrides = hasattr(arguments, "overrides")
+    unknown = [text for text in rest if not takes_overrides or "=" not in text or text.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if takes_overrides:
+        arguments.overrides += rest
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

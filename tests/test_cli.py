@@ -34,6 +34,20 @@ def test_show_without_a_file_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "write megamix config CONFIG --show" in capsys.readouterr().err
 
 
+def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["config", QUICKSTART, "training.steps=90", "--show", "optimizer.lr=2e-3", "training.steps=91"]) == 0
+    shown = tmp_path / "shown.toml"
+    shown.write_text(capsys.readouterr().out)
+    assert load_config(shown) == load_config(QUICKSTART, ["optimizer.lr=2e-3", "training.steps=91"])
+    for wrong, told in (
+        (["train", QUICKSTART, "--check", "optimizer.lr=1", "--chek=1", "lr"], "--chek=1 lr"),
+        (["plot", "run", "optimizer.lr=1"], "optimizer.lr=1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+        assert capsys.readouterr().err.endswith(f"unrecognized arguments: {told}\n")
+
+
 @pytest.mark.parametrize("verb", [["train"], ["config", "--show"]])
 def test_wrong_input_is_one_message_and_status_2(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     name, *flags = verb

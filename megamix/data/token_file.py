@@ -128,6 +128,8 @@ class TokenFile:
     """
 
     def __init__(self, prefix: Path) -> None:
+        if not prefix.name:
+            raise ValueError(f"{prefix} is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it")
         path = idx_path(prefix)
         if not path.is_file():
             hint = (

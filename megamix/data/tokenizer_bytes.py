@@ -36,10 +36,11 @@ class ByteTokenizer:
         return [np.concatenate([np.frombuffer(text.encode(), np.uint8), end]) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, the end token shown; a character cut in two shows as the replacement character."""
-        end = self.end_token.encode()
-        pieces = (bytes([token]) if token < 256 else end for token in token_ids)
-        return b"".join(pieces).decode(errors="replace")
+        """Text of token ids, the end token shown, ids that mean nothing left out; a character cut in two shows as the
+        replacement character.
+        """
+        pieces = [*(bytes([byte]) for byte in range(256)), self.end_token.encode()]
+        return b"".join(pieces[token] for token in token_ids if token < len(pieces)).decode(errors="replace")
 
     def save(self, path: Path) -> None:
         write_synced(path, self._file_text())

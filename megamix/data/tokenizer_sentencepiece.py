@@ -55,7 +55,8 @@ class SentencePieceTokenizer:
         return [np.array([*self._model.encode(text), self.end_of_text], dtype=np.int64) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._model.decode(list(token_ids)))
+        """Text of token ids, those that mean nothing left out."""
+        return str(self._model.decode([token for token in token_ids if token < self.vocab_size]))
 
     def save(self, path: Path) -> None:
         path.write_bytes(self._content)

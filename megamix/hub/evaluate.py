@@ -17,7 +17,7 @@ from megamix.model.cross_entropy import IGNORE
 from megamix.model.transformer import Transformer
 
 MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files
-_BATCH = 8  # windows in one forward
+_TOKENS = 16_384  # in one forward; a longer window is alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +41,14 @@ class Evaluation:
         return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
 
 
-def evaluate(model: Transformer, prefix: Path, stride: int) -> Evaluation:
+def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Evaluation:
     """The file is one stream, read in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
     targets behind the one before count, so each token counts once, seen from the tokens before it in its window: at
     least seq_len - stride of them, but for the file's beginning.
 
-    Raises: ValueError if the file is damaged, too short or of another vocabulary, or the stride is not in 1 .. seq_len.
+    Raises: ValueError if the file is damaged, too short or of another vocabulary.
     """
-    seq_len, vocab_size = model.config.seq_len, model.config.vocab_size
-    if not 1 <= stride <= seq_len:
-        raise ValueError(f"--stride {stride} must lie in 1 .. {seq_len}, the model's seq_len")
+    vocab_size = model.config.vocab_size
     token_file = TokenFile(prefix)
     if token_file.num_tokens < 2:
         raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
@@ -72,6 +70,7 @@ def evaluate(model: Transformer, prefix: Path, stride: int) -> Evaluation:
 def _batches(tokens: NDArray[np.integer], seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
     """INT64 (2, windows, T): tokens, and their targets or IGNORE. Full windows together, a shorter last one alone."""
     full: list[NDArray[np.int64]] = []
+    most = max(1, _TOKENS // seq_len)
     counted = 0  # the last target that has counted: its place in the file
     for start in range(0, len(tokens), stride):
         end = min(start + seq_len, len(tokens) - 1)
@@ -84,7 +83,7 @@ def _batches(tokens: NDArray[np.integer], seq_len: int, stride: int) -> Iterator
             yield window[:, None]
             return
         full.append(window)
-        if len(full) == _BATCH or end == len(tokens) - 1:
+        if len(full) == most or end == len(tokens) - 1:
             yield np.stack(full, axis=1)
             full = []
         if end == len(tokens) - 1:

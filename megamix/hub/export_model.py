@@ -28,16 +28,22 @@ SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it; a larger tensor has a s
 _FORMAT = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
-def export_model(source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE) -> int:
+def export_model(
+    source: Source, output: Path, dtype: str, shard_size: int = SHARD_SIZE, tokenizer: Path | None = None
+) -> int:
     """Write `output`, whole or not at all; the bytes of its tensors. Holds a few pieces of 16 MiB at a time.
 
-    Raises: ValueError if there is something at `output`, no family has such a model, or a weight is beyond `dtype`;
+    `tokenizer`: a file that goes with it in place of the model's own.
+
+    Raises: ValueError if there is something at `output`, no family has such a model, or a weight is not finite
+    or beyond `dtype`;
     OSError.
     """
     if output.exists() or output.is_symlink():
         raise ValueError(f"OUT: {output} is there already; give a new name")
-    if source.tokenizer is not None and not source.tokenizer.is_file():
-        raise ValueError(f"{source.tokenizer} is missing; start in the folder that the run was started in, or name it")
+    tokenizer = tokenizer or source.tokenizer
+    if tokenizer is not None and not tokenizer.is_file():
+        raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
     family = family_of(source.config)
     links = family.links(source.config)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +52,8 @@ def export_model(source: Source, output: Path, dtype: str, shard_size: int = SHA
     try:
         files.make_directory(aside)
         size = _write_shards(aside, source.weights, links, dtype, shard_size)
-        copy_tokenizer(source.home, aside)
-        ids = copy_generation(source.home, aside)
+        copy_tokenizer(tokenizer or source.home, aside)
+        ids = copy_generation(source.home, aside, tokenizer)
         config = {
             "architectures": [family.architecture], "model_type": family.model_type,
             "vocab_size": source.config.vocab_size, **family.write_config(source.config),
@@ -103,11 +109,16 @@ def _chunks(
     for name, shape in shapes.items():
         for piece in pieces(Box.whole(shape)):  # in order, so that one after the other they are the tensor
             part = _read(weights, links[name], piece)
-            largest = float(torch.stack(part.aminmax()).abs().max())  # without a copy of the piece
+            largest = float(torch.stack(part.aminmax()).abs().max())  # without a copy of the piece; NaN if there is one
+            if not math.isfinite(largest):
+                raise ValueError(
+                    f"{name} has a weight of {largest}: the model is damaged; export an earlier checkpoint"
+                )
             if largest > torch.finfo(dtype).max:
+                wider = "bf16 or fp32" if dtype == torch.float16 else "fp32"
                 raise ValueError(
                     f"{name} has a weight of {largest:.6g}, {dtype} ends at {torch.finfo(dtype).max:g}; export with "
-                    "--dtype bf16 or fp32"
+                    f"--dtype {wider}"
                 )
             yield from tensor_chunks(part.to(dtype).view(-1))
 

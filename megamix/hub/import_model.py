@@ -22,7 +22,7 @@ from megamix.config.toml_text import value_text
 from megamix.data.durable import sync_directory
 from megamix.hub.families import param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights
-from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer
+from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 
 MODEL = "model.toml"
 FILE_SIZE = 1 << 30  # bytes of one file at most: all ranks share in reading them
@@ -41,9 +41,9 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE) -> str:
     aside.mkdir()
     try:
         copy_tokenizer(folder, aside)
-        copy_generation(folder, aside)
+        copy_generation(folder, aside, tokenizer_in(folder))
         config = section_to_toml("model", weights.config)
-        if (aside / TOKENIZER).is_file():
+        if tokenizer_in(aside):
             config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
         name = _write_checkpoint(aside / CHECKPOINTS, weights, config, file_size)
         checkpoint = str(output / CHECKPOINTS / name)

@@ -19,7 +19,7 @@ from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
-from megamix.hub.tokenizer_files import TOKENIZER
+from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.transformer import Transformer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,12 +42,12 @@ class Source:
     config: ModelConfig
     weights: Weights
     dtype: str  # in which it was trained
-    tokenizer: Path | None  # a tokenizer.json
+    tokenizer: Path | None  # its own, a file
     valid: str | None = None  # data.valid of the run, if it is one token file
 
     @property
     def home(self) -> Path:
-        """Where its tokenizer and its settings of generation lie, if it has any."""
+        """Where its own tokenizer and its settings of generation lie, if it has any."""
         if self.tokenizer is not None:
             return self.tokenizer.parent
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
@@ -84,9 +84,8 @@ def open_source(path: Path) -> Source:
     if is_hugging_face(path):
         weights = HuggingFaceWeights(path)
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
-        tokenizer = path / TOKENIZER
         dtype = _OF_TORCH.get(str(saved), "fp32")
-        return Source(path, weights.config, weights, dtype, tokenizer if tokenizer.is_file() else None)
+        return Source(path, weights.config, weights, dtype, tokenizer_in(path))
     if not (path / MANIFEST).is_file():
         found = checkpoints(path / CHECKPOINTS)
         if not found:

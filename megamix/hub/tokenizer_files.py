@@ -12,47 +12,63 @@ from typing import Any
 from megamix.data.tokenizer import open_tokenizer
 from megamix.hub.hugging_face import CONFIG, read_json
 
-TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
+TOKENIZER, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
 _FILES = (
     TOKENIZER, _SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "chat_template.jinja",
+    SENTENCEPIECE, "chat_template.jinja",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def copy_tokenizer(folder: Path, output: Path) -> None:
-    """What a folder has of a tokenizer, as it is. A tokenizer.json of our own gets the settings that it needs."""
-    for name in _FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, output / name)
+def tokenizer_in(folder: Path) -> Path | None:
+    """The file to open, if the folder has it."""
+    path = folder / TOKENIZER
+    return path if path.is_file() else None
+
+
+def copy_tokenizer(place: Path, output: Path) -> None:
+    """`place`: a folder, of which everything that belongs to a tokenizer is taken as it is; or a tokenizer's file, with
+    its folder's others if it has its usual name, else alone, under that name: the others are another tokenizer's.
+
+    A tokenizer.json without settings gets those that it needs.
+    """
+    usual_name = SENTENCEPIECE if place.suffix == ".model" else TOKENIZER
+    if place.is_file() and place.name != usual_name:
+        shutil.copyfile(place, output / usual_name)
+    else:
+        folder = place.parent if place.is_file() else place
+        for name in _FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, output / name)
     if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        tokenizer = open_tokenizer(place if place.is_file() else output / TOKENIZER)
         with contextlib.suppress(ValueError):  # no end token is known
-            settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
+            settings["eos_token"] = tokenizer.end_token
         (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def copy_generation(folder: Path, output: Path) -> dict[str, Any]:
+def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[str, Any]:
     """Settings of generation, with the ids of special tokens in any case; the ids."""
-    ids = special_ids(folder)
+    ids = special_ids(folder, tokenizer)
     settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     (output / GENERATION).write_text(json.dumps({**settings, **ids}, indent=2) + "\n")
     return ids
 
 
-def special_ids(folder: Path) -> dict[str, Any]:
+def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
     """What begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or its
-    config.json or, where neither says so, by the tokenizer's end token.
+    config.json or, where neither says so, by the end token of the tokenizer's file.
     """
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
             ids |= {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
-    if ids["eos_token_id"] is None and (folder / TOKENIZER).is_file():
-        tokenizer = open_tokenizer(folder / TOKENIZER)
+    if ids["eos_token_id"] is None and tokenizer is not None:
+        opened = open_tokenizer(tokenizer)
         with contextlib.suppress(ValueError):  # it has none, and nothing else names one
-            ids["eos_token_id"] = tokenizer.end_of_text
+            ids["eos_token_id"] = opened.end_of_text
     return ids
 
 

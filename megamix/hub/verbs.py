@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def add_verbs(verbs: Any) -> None:
     export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
     export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
     export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
-    export.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json (the run's)")
+    export.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
     export.set_defaults(run=_or_config_error(_export))
 
     generate = verbs.add_parser("generate", help="continue prompts with a model")
@@ -46,7 +46,7 @@ def add_verbs(verbs: Any) -> None:
     generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling, for each prompt anew (0)")
     generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
-    generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="a tokenizer.json (the model's own)")
+    generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
     generate.set_defaults(run=_or_config_error(_generate))
 
     evaluate = verbs.add_parser("evaluate", help="perplexity of a model on a token file")
@@ -54,7 +54,8 @@ def add_verbs(verbs: Any) -> None:
     evaluate.add_argument(
         "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
     )
-    evaluate.add_argument("--stride", metavar="N", type=int, help="tokens between windows (seq_len)")
+    evaluate.add_argument("--seq-len", metavar="N", type=int, help="tokens in a window (the model's seq_len)")
+    evaluate.add_argument("--stride", metavar="N", type=int, help="tokens between windows (those in a window)")
     evaluate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
@@ -88,28 +89,32 @@ def _import(arguments: argparse.Namespace) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     from megamix.hub.export_model import export_model
+    from megamix.hub.source import open_source
 
-    if arguments.shard_gb <= 0:
-        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive; 5 is usual")
-    source = _open(arguments)
-    size = export_model(source, arguments.output, arguments.dtype, int(arguments.shard_gb * 1e9))
+    if not 0 < arguments.shard_gb < math.inf:
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; 5 is usual")
+    source = open_source(arguments.path)
+    shard_size = int(arguments.shard_gb * 1e9)
+    size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
     print(f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB")
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     from megamix.comm.topology import local_device
-    from megamix.hub.source import DTYPES
+    from megamix.data.tokenizer import open_tokenizer
+    from megamix.hub.source import DTYPES, open_source
     from megamix.hub.tokenizer_files import end_ids, special_ids
     from megamix.train.generate import Sampling, sample_text
 
-    source = _open(arguments)
-    if source.tokenizer is None:
-        raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
-    model = source.load(DTYPES[arguments.dtype or source.dtype], local_device())
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
-    ends = end_ids(special_ids(source.home))
+    source = open_source(arguments.path)
+    path = arguments.tokenizer or source.tokenizer
+    if path is None:
+        raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
+    tokenizer, ends = open_tokenizer(path), end_ids(special_ids(source.home, path))
+    model = source.load(DTYPES[arguments.dtype or source.dtype], local_device())
     for prompt in arguments.prompt or [""]:
-        print(sample_text(model, source.tokenizer, prompt, sampling, ends))
+        print(sample_text(model, tokenizer, prompt, sampling, ends))
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -125,10 +130,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     prefix = arguments.data or (None if source.valid is None else Path(source.valid))
     if prefix is None:
         raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
-    stride = arguments.stride if arguments.stride is not None else source.config.seq_len
-    result = evaluate(source.load(DTYPES[dtype], local_device()), prefix, stride)
+    seq_len = _within("--seq-len", arguments.seq_len, source.config.seq_len, "the model's seq_len")
+    stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
+    result = evaluate(source.load(DTYPES[dtype], local_device()), prefix, stride, seq_len)
     facts = {
-        "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": source.config.seq_len,
+        "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
         "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,
         "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
     }  # fmt: skip
@@ -137,9 +143,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         return
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
     print(
-        f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {source.config.seq_len}, "
+        f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {seq_len}, "
         f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
     )
+
+
+def _within(flag: str, value: int | None, most: int, what: str) -> int:
+    """The flag's value; `most` where it is not set."""
+    if value is None:
+        return most
+    if not 1 <= value <= most:
+        raise ValueError(f"{flag} {value} must lie in 1 .. {most}, {what}")
+    return value
 
 
 def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
@@ -161,11 +176,3 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
         return
     for task, metrics in scores.items():
         print(f"{task}: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
-
-
-def _open(arguments: argparse.Namespace) -> Source:
-    """The model, with the tokenizer of the flag."""
-    from megamix.hub.source import open_source
-
-    source = open_source(arguments.path)
-    return source if arguments.tokenizer is None else replace(source, tokenizer=arguments.tokenizer)

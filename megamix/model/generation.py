@@ -9,6 +9,8 @@ from torch import Tensor
 from megamix.model.key_value_cache import KeyValueCache
 from megamix.model.transformer import Transformer
 
+LEAST_TEMPERATURE = 1e-6  # by a smaller one logits can be divided beyond FP32's range; 0 is what it comes to
+
 
 @torch.no_grad()
 def generate(
@@ -26,16 +28,11 @@ def generate(
     Holtzman et al. 2020, section 3.1). end_tokens: a text ends with any of them; its row is filled up with the last
     token until all have ended.
     Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len of them.
-    Raises: ValueError for an empty prompt, a negative temperature, or a top_p outside (0, 1].
+    Raises: ValueError for an empty prompt, and as `check_sampling`.
     """
     if tokens.shape[-1] == 0:
         raise ValueError("tokens has no position to continue from: pass at least one token, such as the end of text")
-    if temperature < 0:
-        raise ValueError(
-            f"temperature must be 0 (likeliest token) or positive, got {temperature}: pass for example 0.8"
-        )
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}: pass for example 0.95")
+    check_sampling(max_new_tokens, temperature, top_p)
     seq_len = model.config.seq_len
     room = min(tokens.shape[1] + max_new_tokens, seq_len)
     cache = KeyValueCache(model.config.num_layers, room)
@@ -53,6 +50,19 @@ def generate(
             if len(ends) and ended.all():
                 break
     return tokens
+
+
+def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
+    """Raises: ValueError naming what is out of its range."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}: pass for example 128")
+    if temperature != 0 and not temperature >= LEAST_TEMPERATURE:  # NaN is not, either
+        raise ValueError(
+            f"temperature must be 0 (likeliest token) or {LEAST_TEMPERATURE:g} and more, got {temperature}: pass for "
+            "example 0.8"
+        )
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1 (all tokens), got {top_p}: pass for example 0.95")
 
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None, top_p: float = 1.0) -> Tensor:

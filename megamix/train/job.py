@@ -17,6 +17,7 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.durable import cut_lines
 from megamix.data.loader import BatchLoader
+from megamix.data.tokenizer import open_tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
@@ -236,7 +237,8 @@ def _write_sample(config: Config, model: Transformer, tokenizer: str, console: C
     """`console`: the first rank's, which writes; the others' is None."""
     path = Path(config.checkpoint.folder) / run_folder.SAMPLE
     model.eval()  # else units would drop out
-    text = sample_text(model, Path(tokenizer), PROMPT, Sampling(max_new_tokens=128, seed=config.training.seed))
+    sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
+    text = sample_text(model, open_tokenizer(Path(tokenizer)), PROMPT, sampling)
     if console is not None:
         run_folder.write_text(path, text)
         console.line(f"sample of text ({path}):\n{text}")

@@ -85,7 +85,8 @@ def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> M
     topology = _place(config, dp_size, pp_rank * dp_size * section.tp_size)
     part = _plan_part(config, topology, machine)
     activations = _trace(config, part, topology, machine)
-    if part.pipeline is not None and config.data.valid is not None:
+    evaluates = config.data.valid is not None or config.data.split is not None
+    if part.pipeline is not None and evaluates:
         part.held[EVALUATION] = evaluation_buffers(part.stages, pp_rank, part.pipeline)
     return MemoryPlan(
         machine=machine,

@@ -27,10 +27,12 @@ def plan_lines(config: Config, world: int | None, memory: str | None, device: st
     machine: Machine = "gpu" if device == "gpu" or (device is None and torch.cuda.is_available()) else "cpu"
     section = config.parallelism
     parts = section.tp_size * section.pp_size
-    world = world or (section.dp_size or 1) * parts
-    problems = check_world_size(config, world)
-    if not 1 <= world <= MOST_RANKS:
-        problems.append(f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}")
+    if world is None:
+        world = (section.dp_size or 1) * parts
+    if 1 <= world <= MOST_RANKS:
+        problems = check_world_size(config, world)
+    else:
+        problems = [f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}"]
     limit = _limit(memory, machine, problems)
     if problems:
         raise ConfigError(problems, "plan")

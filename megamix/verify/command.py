@@ -12,7 +12,7 @@ from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
 from megamix.verify.layouts import Layout, parse_layout
 from megamix.verify.observe import observe
-from megamix.verify.rank_pool import RankPool
+from megamix.verify.rank_pool import RankFailure, RankPool
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Iterator[str]:
-    """What to print, as it becomes known; the layouts that differ are added to `failed`.
+    """What to print, as it becomes known; the layouts that differ or fail are added to `failed`.
 
     Raises: ConfigError for layouts that cannot be verified.
     """
@@ -42,7 +42,13 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
             if pool is None:  # ranks of one number serve all its layouts
                 on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
                 pool = pools[layout.world_size] = RankPool(layout.world_size, on_gpus=on_gpus)
-            verdict = verify_layout(config, layout, pool)
+            try:
+                verdict = verify_layout(config, layout, pool)
+            except RankFailure as failure:
+                pools.pop(layout.world_size).close(kill=True)  # the others may wait for it in a collective
+                failed.append(layout.name)
+                yield f"{layout.name:<14}fails: {failure.first}"
+                continue
             yield _row(
                 layout.name, str(verdict.attempts), str(verdict.skipped), *_shares(verdict),
                 "differs" if verdict.differences else "passes",
@@ -63,7 +69,7 @@ def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
     here = _here(config, layout)
     ranks = pool.run(observe, (here, UPDATES, OVERFLOW_AT), DEADLINE_S)
     optimizer = build_optimizer(here.optimizer, [here.optimizer.lr])
-    return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), OVERFLOW_AT)
+    return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 
 
 def _here(config: Config, layout: Layout) -> Config:

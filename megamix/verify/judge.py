@@ -72,10 +72,11 @@ class Verdict:
 
 
 def judge(
-    config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, overflow_at: int | None
-) -> Verdict:
-    """`config` of the layout; `ranks`: what each rank observed, in rank order; `overflow_at`: the attempt in which one
-    rank's gradient was made infinite.
+    config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, updates: int,
+    overflow_at: int | None,
+) -> Verdict:  # fmt: skip
+    """`config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
+    applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     verdict = Verdict(attempts=len(ranks[0].attempts))
     reference = Reference(config, device)
@@ -103,6 +104,10 @@ def judge(
             step.update(verdict)
         _copies(verdict, number, [attempt.copies for attempt in seen], after, DTYPES[config.precision.dtype])
         before = after
+    # A step that overflows has nothing to compare: where all of them do, every check above has passed.
+    applied = verdict.attempts - verdict.skipped
+    missing = float(max(0, updates - applied))
+    verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)
     return verdict
 
 

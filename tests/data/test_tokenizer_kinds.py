@@ -177,6 +177,15 @@ def test_other_libraries_read_the_file_of_bytes_and_the_end_token(tmp_path: Path
     assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
 
 
+def test_ids_beyond_a_tokenizer_s_are_left_out_of_the_text(tmp_path: Path, model_file: Path) -> None:
+    """A model may have more rows than the tokenizer has tokens."""
+    save_tokenizer(ByteTokenizer(), tmp_path)
+    for tokenizer in (ByteTokenizer(), Tokenizer.load(tmp_path / "tokenizer.json"), open_tokenizer(model_file)):
+        ids = tokenizer.encode("some text")
+        beyond = [tokenizer.vocab_size, tokenizer.vocab_size + 50]
+        assert tokenizer.decode([*beyond, *ids, *beyond]) == tokenizer.decode(ids)
+
+
 def test_a_byte_tokenizer_needs_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(ByteTokenizer(), tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)

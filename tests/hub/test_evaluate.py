@@ -36,7 +36,10 @@ def _write(folder: Path, num_tokens: int) -> Path:
 
 @pytest.mark.parametrize("stride", [SEQ_LEN, 13, 1])
 @pytest.mark.parametrize("num_tokens", [2, SEQ_LEN, SEQ_LEN + 1, SEQ_LEN + 2, 9 * SEQ_LEN + 1, 11 * SEQ_LEN + 5])
-def test_each_token_counts_once_and_sees_what_the_rule_says(num_tokens: int, stride: int, tmp_path: Path) -> None:
+def test_each_token_counts_once_and_sees_what_the_rule_says(
+    num_tokens: int, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamix.hub.evaluate._TOKENS", 8 * SEQ_LEN)  # the last forward has fewer windows
     if stride == 1 and num_tokens > 2 * SEQ_LEN:
         num_tokens = 2 * SEQ_LEN + 3
     model = own_model(LLAMA).requires_grad_(False)
@@ -47,11 +50,24 @@ def test_each_token_counts_once_and_sees_what_the_rule_says(num_tokens: int, str
         start = max(0, -(-(target - SEQ_LEN) // stride)) * stride
         logits = model(tokens[None, start:target])[0, -1].double()
         want += float(F.cross_entropy(logits, tokens[target]))
-    result = evaluate(model, prefix, stride)
+    result = evaluate(model, prefix, stride, SEQ_LEN)
     assert result.targets == num_tokens - 1
     assert result.nats == pytest.approx(want, rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(want / (num_tokens - 1)), rel=1e-5)
     assert result.bits_per_byte is None
+
+
+@pytest.mark.parametrize(("bound", "largest"), [(31, 3), (16, 2), (7, 1)])
+def test_a_forward_takes_no_more_tokens_than_its_bound_but_one_window(
+    bound: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamix.hub.evaluate._TOKENS", bound)
+    prefix, model, taken = _write(tmp_path, 100), own_model(LLAMA), set[int]()
+    model.register_forward_pre_hook(lambda _, inputs: taken.add(len(inputs[0])))
+    result = evaluate(model, prefix, 5, 8)
+    assert max(taken) == largest
+    short = own_model(LLAMA.model_copy(update={"seq_len": 8}))
+    assert result.nats == pytest.approx(evaluate(short, prefix, 5, 8).nats, rel=1e-6)
 
 
 def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are_by_byte(
@@ -61,7 +77,7 @@ def test_a_model_that_knows_nothing_has_the_vocabulary_s_perplexity_and_bits_are
     (tmp_path / "manifest.json").write_text(json.dumps({"parts": {"held": {"num_bytes": 897}}}))
     model = own_model(LLAMA).requires_grad_(False)
     model.head.weight.zero_()
-    result = evaluate(model, prefix, SEQ_LEN)
+    result = evaluate(model, prefix, SEQ_LEN, SEQ_LEN)
     assert result.perplexity == pytest.approx(VOCAB, rel=1e-6)
     assert result.bits_per_byte == pytest.approx(299 * math.log2(VOCAB) / 897, rel=1e-6)
 
@@ -83,15 +99,25 @@ def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
     assert "in fp32" in line
     assert f"6,599 tokens in windows of {SEQ_LEN}, {SEQ_LEN} apart: " in line
     assert main(["evaluate", str(tmp_path / "run"), "--stride", "99"]) == 2
-    assert f"--stride 99 must lie in 1 .. {SEQ_LEN}" in capsys.readouterr().err
+    assert f"--stride 99 must lie in 1 .. {SEQ_LEN}, the tokens of a window" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "run"), "--seq-len", "8", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["seq_len"], facts["stride"]) == (8, 8)
+    for flags, told in (
+        (["--seq-len", "33"], "--seq-len 33 must lie in 1 .. 32, the model's seq_len"),
+        (["--seq-len", "8", "--stride", "9"], "--stride 9 must lie in 1 .. 8"),
+        (["--data", "."], "  . is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it"),
+    ):
+        assert main(["evaluate", str(tmp_path / "run"), *flags]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = own_model(LLAMA.model_copy(update={"vocab_size": 8}))
     with pytest.raises(ValueError, match=r"holds token id \d+, the model's vocabulary has 8"):
-        evaluate(model, _write(tmp_path, 300), SEQ_LEN)
+        evaluate(model, _write(tmp_path, 300), SEQ_LEN, SEQ_LEN)
     with pytest.raises(ValueError, match="has 1 token"):
-        evaluate(model, _write(tmp_path, 1), SEQ_LEN)
+        evaluate(model, _write(tmp_path, 1), SEQ_LEN, SEQ_LEN)
     write_hugging_face(LLAMA, tmp_path / "hf")
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
     assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err

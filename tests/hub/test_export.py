@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from megamix.checkpoint.boxes import Box
 from megamix.cli import main
 from megamix.config import ModelConfig
+from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
 from megamix.hub.export_model import export_model
 from megamix.hub.import_model import import_model
 from megamix.hub.source import Source, open_source
@@ -42,6 +45,18 @@ def test_a_weight_beyond_fp16_is_refused_by_name_and_nothing_is_left(
     assert float(weights["model.layers.1.mlp.up_proj.weight"].min()) == -65504.0
     with pytest.raises(ValueError, match="out is there already; give a new name"):
         export_model(source, tmp_path / "out", "fp32")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_by_name_whatever_the_dtype(value: float, tmp_path: Path) -> None:
+    model = own_model(LLAMA)
+    with torch.no_grad():
+        model.blocks[1].feed_forward.up.weight[3, 2] = value
+    source = Source(tmp_path, LLAMA, InMemory(model), "fp32", None)
+    for dtype in ("fp32", "fp16"):
+        with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight has a weight of (nan|inf): .* is damaged"):
+            export_model(source, tmp_path / "out", dtype)
+    assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -91,6 +106,50 @@ def test_a_run_s_export_brings_its_tokenizer_and_the_token_that_ends_a_text(tmp_
     Path(tokenizer).unlink()
     with pytest.raises(ValueError, match=r"tokenizer.json is missing; start in the folder that the run was started in"):
         export_model(open_source(tmp_path / "run"), tmp_path / "again", "fp32")
+
+
+def _exported(tmp_path: Path, tokenizer: Path) -> dict[str, Any]:
+    """What `export --tokenizer` makes of tmp_path/hf: the files beside the weights, text or JSON."""
+    assert (
+        main(["export", str(tmp_path / "hf"), "--to", "hf", str(tmp_path / "out"), "--tokenizer", str(tokenizer)]) == 0
+    )
+    texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors"}
+    shutil.rmtree(tmp_path / "out")
+    return {name: json.loads(text) if "config" in name else text for name, text in texts.items()}
+
+
+def test_a_tokenizer_s_file_is_exported_under_its_usual_name_with_the_model_s_own_ids_first(tmp_path: Path) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    folder = tmp_path / "tk"
+    folder.mkdir()
+    mine, other = (Tokenizer.train(["a b c d " * size], 257 + size) for size in (2, 3))
+    mine.save(folder / "my_tok.json")
+    other.save(folder / "tokenizer.json")
+    (folder / "added_tokens.json").write_text("{}")
+    found = _exported(tmp_path, folder / "my_tok.json")
+    assert found["tokenizer.json"] == (folder / "my_tok.json").read_text()
+    assert found["tokenizer_config.json"]["eos_token"] == END_OF_TEXT
+    assert "added_tokens.json" not in found, "it lies beside my_tok.json, but is the other one's"
+    assert found["config.json"]["eos_token_id"] == found["generation_config.json"]["eos_token_id"] == mine.end_of_text
+
+    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [7, 8], "bos_token_id": 5, "top_k": 9}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3, "top_k": 2}')
+    found = _exported(tmp_path, folder / "tokenizer.json")
+    assert found["tokenizer.json"] == (folder / "tokenizer.json").read_text()
+    assert found["added_tokens.json"] == "{}"
+    assert [found["config.json"][key] for key in ("eos_token_id", "bos_token_id")] == [[7, 8], 5]
+    assert found["generation_config.json"] == {
+        "eos_token_id": [7, 8],
+        "bos_token_id": 5,
+        "pad_token_id": None,
+        "top_k": 9,
+    }
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_shard_has_a_size(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), "--to", "hf", str(tmp_path / "out"), "--shard-gb", size]) == 2
+    assert f"--shard-gb {float(size)} must be positive and finite; 5 is usual" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megamix.cli import main
-from megamix.data.tokenizer import Tokenizer
+from megamix.data.tokenizer import Tokenizer, open_tokenizer
+from megamix.data.tokenizer_bytes import ByteTokenizer
 from megamix.hub.export_model import export_model
 from megamix.hub.import_model import import_model
 from megamix.hub.source import open_source
+from megamix.train import generate
 from tests.hub.folders import LLAMA, write_hugging_face
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
@@ -77,7 +80,63 @@ def test_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert main(["generate", str(tmp_path / "hf"), *flags]) == 2
         assert told in capsys.readouterr().err
     write_data(tmp_path / "data", tokenizer=True)
-    for flag, value, told in (("--top-p", "0", "top_p must be above 0"), ("--temperature", "-1", "temperature must")):
-        tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer.json"), "--prompt", "a"]
-        assert main(["generate", str(tmp_path / "hf"), *tokenizer, flag, value]) == 2
+    tokenizer = ["--tokenizer", str(tmp_path / "data/tokenizer.json")]
+    for flag, value, told in (
+        ("--top-p", "0", "top_p must be above 0 and at most 1 (all tokens), got 0.0"),
+        ("--top-p", "nan", "top_p must be above 0"),
+        ("--temperature", "-1", "temperature must be 0 (likeliest token) or 1e-06 and more, got -1.0"),
+        ("--temperature", "nan", "temperature must be 0"),
+        ("--temperature", "1e-320", "temperature must be 0"),
+        ("--max-new-tokens", "-50", "max_new_tokens must be at least 1, got -50"),
+        ("--seed", str(2**64), "seed must be from 0 to 2**64 - 1, got 18446744073709551616"),
+        ("--seed", "-1", "seed must be from 0"),
+        ("--prompt", "\udcff", r"prompt must be UTF-8, got '\udcff': write it in UTF-8"),
+        ("--prompt", "def", ", the model's vocabulary has 64: give the model's own tokenizer"),
+    ):
+        assert main(["generate", str(tmp_path / "hf"), *tokenizer, flag, value]) == 2, (flag, value)
         assert told in capsys.readouterr().err
+
+
+def test_the_coldest_and_hottest_temperatures_and_the_largest_seed_give_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ByteTokenizer().save(tmp_path / "bytes.json")
+    write_hugging_face(LLAMA.model_copy(update={"vocab_size": 257}), tmp_path / "hf")
+    flags = [
+        str(tmp_path / "hf"),
+        "--tokenizer",
+        str(tmp_path / "bytes.json"),
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "4",
+    ]
+    likeliest = _generated(capsys, *flags, "--temperature", "0")
+    assert _generated(capsys, *flags, "--temperature", "1e-6", "--seed", str(2**64 - 1)) == likeliest
+    assert _generated(capsys, *flags, "--temperature", "inf")
+
+
+@pytest.mark.parametrize("name", ["my_tok.json", "tokenizer.model"])
+def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if name == "my_tok.json":
+        ByteTokenizer().save(path)
+    else:
+        _train_sentencepiece(path)
+    tokenizer = open_tokenizer(path)
+    write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
+    seen: list[Sequence[int]] = []
+    monkeypatch.setattr(generate, "generate", lambda model, tokens, *rest: seen.append(rest[-1]) or tokens)
+    _generated(capsys, str(tmp_path / "hf"), "--tokenizer", str(path), "--prompt", "a b")
+    assert seen == [(tokenizer.end_of_text,)]
+
+
+def _train_sentencepiece(path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b c d e f g h"] * 20), model_writer=file, vocab_size=20, minloglevel=2,
+            hard_vocab_limit=False,
+        )  # fmt: skip

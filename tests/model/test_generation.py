@@ -105,10 +105,12 @@ def test_a_compiled_model_generates_eagerly_and_compiles_nothing(monkeypatch: py
     assert torch.equal(generate(model_of(compile=True), PROMPT, 4, 0), generate(model_of(), PROMPT, 4, 0))
 
 
-def test_an_empty_prompt_and_a_negative_temperature_are_refused() -> None:
+def test_an_empty_prompt_and_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="tokens has no position to continue from: pass at least one token"):
         generate(model_of(), PROMPT[:, :0], 1)
     with pytest.raises(ValueError, match="top_p must be above 0 and at most 1"):
         generate(model_of(), PROMPT, 1, top_p=0.0)
-    with pytest.raises(ValueError, match="temperature must be 0 .* or positive, got -1"):
+    with pytest.raises(ValueError, match="temperature must be 0 .* or 1e-06 and more, got -1"):
         generate(model_of(), PROMPT, 1, temperature=-1)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        generate(model_of(), PROMPT, 0)

@@ -12,7 +12,7 @@ from megamix.live_storage import LiveStorage
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.train.memory_plan import plan_rank
+from megamix.train.memory_plan import EVALUATION, plan_rank
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
 
@@ -150,3 +150,9 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
             "step": max(plan.phases["statistics"], plan.phases["update"]),
         }
         assert planned == pytest.approx(phases, rel=0.05)
+
+
+@pytest.mark.parametrize(("data", "there"), [({}, False), ({"valid": "none"}, True), ({"split": [95, 5]}, True)])
+def test_a_pipeline_that_evaluates_holds_the_buffers_for_it(data: dict, there: bool) -> None:
+    config = parse_layout("pp2").apply(_config(data=data), 4)
+    assert (EVALUATION in plan_rank(config, 1, 0, "cpu").held) == there

@@ -80,8 +80,9 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "training.global_batch_size: got 16" in said
     assert "--memory: got 'lots', must be a number and a unit; write --memory 80GiB" in said
-    with pytest.raises(ConfigError, match="--world: got 32768, must be from 1 to 16384"):
-        plan_lines(load_config(path), 32_768, None, "cpu", False)
+    for world in (32_768, 0, -1):
+        with pytest.raises(ConfigError, match=rf"plan: 1 problem\n  --world: got {world}, must be from 1 to 16384"):
+            plan_lines(load_config(path, ["parallelism.dp_size=1"]), world, None, "cpu", False)
 
 
 @pytest.mark.parametrize(("size", "want"), [(2**30, "1.00 GiB"), (3 * 2**20 // 2, "1.50 MiB"), (0, "0.00 MiB")])

@@ -1,12 +1,14 @@
 """The verb `verify`: a row for each layout, the first difference by name, and the exit status."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megamix.cli import main
 from megamix.verify import command
 from megamix.verify.judge import Difference, Verdict
+from megamix.verify.rank_pool import RankFailure
 
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 SMALL = [
@@ -42,3 +44,19 @@ def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.Captu
     assert "tp4: parallelism.tp_size: got 4, must divide model.num_heads 6" in said
     assert "got xp4" in said
     assert "got dp0" in said
+
+
+def test_a_rank_that_fails_is_one_line_and_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> Verdict:
+        raise RankFailure({1: "ValueError: no such thing\nTraceback ...", 0: "RuntimeError: Connection closed by peer"})
+
+    monkeypatch.setattr(command, "verify_layout", fails)
+    monkeypatch.setattr(command, "RankPool", lambda *_, **__: mock.Mock())
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.splitlines()[1:3] == [
+        f"{name}           fails: rank 1: ValueError: no such thing" for name in ("dp2", "dp1")
+    ]

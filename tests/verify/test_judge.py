@@ -8,14 +8,14 @@ import torch
 from megamix.config import Config
 from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
-from megamix.verify.observe import Observation
+from megamix.verify.observe import MOST_SKIPPED, Observation
 from tests.conftest import FULL
-from tests.verify.jobs import OVERFLOW_AT, make_config, observe_bug, observe_case
+from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
 
 
 def _judge(config: Config, ranks: list[Observation], overflow_at: int | None) -> Verdict:
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
-    return judge(config, optimizer, ranks, torch.device("cpu"), overflow_at)
+    return judge(config, optimizer, ranks, torch.device("cpu"), UPDATES, overflow_at)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,10 @@ def test_overflows_that_one_rank_would_not_have_are_a_difference(run_ranks) -> N
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "scale_applied_twice"), None)
     assert verdict.first is not None
     assert (verdict.first.check, verdict.first.where) == ("overflow flag", "one rank, which has none")
+
+
+def test_a_run_that_only_overflows_has_proved_nothing(run_ranks) -> None:
+    config = make_config("dp1", loss_scale=2.0**100)
+    verdict = _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT)
+    assert (verdict.attempts, verdict.skipped) == (UPDATES + MOST_SKIPPED, UPDATES + MOST_SKIPPED)
+    assert str(verdict.first) == "attempt 42: applied updates of the run, 0 of 2, is off by 2, bound 0"

@@ -16,7 +16,7 @@ from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import Observation
 from tests.conftest import FULL
 from tests.verify.covering import Run, covering_runs, whole_matrix
-from tests.verify.jobs import OVERFLOW_AT, make_config, observe_case
+from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
 
 MOST_RUNS = 24
 AT_ONCE = 6  # of more runs, what ranks have seen would fill the memory, and groups that they have made the threads
@@ -57,7 +57,7 @@ def test_every_layout_passes(run_ranks, world_size: int) -> None:
         by_rank = run_ranks(_observe_all, world_size, configs, deadline_s=900.0)
         for run, config, *ranks in zip(some, configs, *by_rank, strict=True):
             optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
-            verdict = judge(config, optimizer, ranks, torch.device("cpu"), OVERFLOW_AT)
+            verdict = judge(config, optimizer, ranks, torch.device("cpu"), UPDATES, OVERFLOW_AT)
             assert verdict.skipped == 1
             wrong += [f"{run}: {verdict.first}"] * bool(verdict.differences)
             for check, worst in verdict.worst.items():
