@@ -47,7 +47,7 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
             except RankFailure as failure:
                 pools.pop(layout.world_size).close(kill=True)  # the others may wait for it in a collective
                 failed.append(layout.name)
-                yield f"{layout.name:<14}fails: {failure.first}"
+                yield f"{layout.name:<14}fails\n{failure}"
                 continue
             yield _row(
                 layout.name, str(verdict.attempts), str(verdict.skipped), *_shares(verdict),

@@ -30,12 +30,7 @@ _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"]
 
 
 class RankFailure(RuntimeError):
-    """Which ranks failed, and how. `first`: the one that did so first, in a line."""
-
-    def __init__(self, failures: dict[int, str]):
-        super().__init__("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
-        rank, how = next(iter(failures.items()))
-        self.first = f"rank {rank}: {how.splitlines()[0]}"
+    """Which rank failed, and how."""
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool) -> None:
@@ -61,9 +56,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
         torch.manual_seed(0)
         try:
             answer = ("returned", case(*args))
-        except Exception as error:
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            answer = ("raised", f"{line}\n{traceback.format_exc()}")
+        except Exception:
+            answer = ("raised", traceback.format_exc())
         pipe.send((*answer, len(_world.pg_map) > 1))
         gc.collect()
     if dist.is_initialized():
@@ -124,7 +118,7 @@ class RankPool:
                     failures[rank] = value
                     end_s = min(end_s, time.monotonic() + _GRACE_S)
         if failures:
-            raise RankFailure(failures)
+            raise RankFailure("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def close(self, *, kill: bool = False) -> None:

@@ -37,6 +37,7 @@ from tests.distributed.pipelines import (
 )  # fmt: skip
 
 STEPS = 3
+DEADLINE_S = 900.0 if FULL else 120.0  # of many cases
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = ((FP32, None), (BF16, None), (FP16, None), (FP16, FP32))
 
@@ -91,17 +92,17 @@ def _all_differences(cases: list[Case]) -> list[str]:
 
 
 def test_every_schedule_equals_one_process(run_ranks) -> None:
-    assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0)) == [[], []]
+    assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0), deadline_s=DEADLINE_S) == [[], []]
 
 
 def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks) -> None:
     cases = [case for case in _picks(1000) if case.dtype != FP32 or FULL]
-    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3]) == [[]] * 4
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 def test_four_stages_and_eight_equal_one_process(run_ranks) -> None:
     cases = _picks(1000, pp_size=4)
-    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3]) == [[]] * 4
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 def test_recompute_packed_documents_and_their_weights_equal_one_process(run_ranks) -> None:
@@ -109,7 +110,7 @@ def test_recompute_packed_documents_and_their_weights_equal_one_process(run_rank
         Case(schedule=schedule, dtype=FP16, packed=True, more=(("recompute", recompute),), rounds=2)
         for schedule, recompute in (("1f1b", "full"), ("zbv_zero_bubble", "full"), ("interleaved_1f1b", "selective"))
     ]
-    assert run_ranks(_all_differences, 2, cases) == [[], []]
+    assert run_ranks(_all_differences, 2, cases, deadline_s=DEADLINE_S) == [[], []]
 
 
 # A tied table is held by both ends of the pipeline, or by the one rank of a V that has both.
