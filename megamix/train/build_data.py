@@ -151,7 +151,13 @@ def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleS
             vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seeds.made_up
         )  # fmt: skip
     stretches = [_parts(config, source.path)[part] for source in entry if source.path is not None]
-    return TokenFileSource(stretches, seq_len=seq_len, seed=seeds.order, packed=config.data.packing == "documents")
+    return TokenFileSource(
+        stretches,
+        seq_len=seq_len,
+        vocab_size=config.model.vocab_size,
+        seed=seeds.order,
+        packed=config.data.packing == "documents",
+    )
 
 
 def _parts(config: Config, prefix: str) -> tuple[Stretch, ...]:
