@@ -4,7 +4,7 @@ import importlib.util
 import json
 import os
 import sysconfig
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,33 +83,27 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
     """Files below a folder, sorted by name as strings: the same on every file system.
 
-    Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed.
+    Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed behind
+    the others, so that no directory is read twice and the one that is no link gives the name.
     """
     names: list[str] = []
-    tops = [root.resolve()]
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [
-            name
-            for name in sorted(subfolders)
-            if name not in left_out and not name.startswith(".") and _is_to_be_read(Path(folder, name), tops)
-        ]
-        names += [
-            path.relative_to(root).as_posix()
-            for name in files
-            if name.endswith(suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
-        ]
+    read: set[Path] = set()
+    tops = deque([root])
+    while tops:
+        for folder, subfolders, files in os.walk(tops.popleft()):
+            real = Path(folder).resolve()
+            subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
+            if real in read:
+                subfolders.clear()
+                continue
+            read.add(real)
+            tops.extend(path for name in subfolders if (path := Path(folder, name)).is_symlink())
+            names += [
+                path.relative_to(root).as_posix()
+                for name in files
+                if name.endswith(suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
+            ]
     return _files(root, sorted(names))
-
-
-def _is_to_be_read(folder: Path, tops: list[Path]) -> bool:
-    """False for a link to what is read by another name already, or holds that; where another one leads is added."""
-    if not folder.is_symlink():
-        return True
-    real = folder.resolve()
-    if any(real.is_relative_to(top) or top.is_relative_to(real) for top in tops):
-        return False
-    tops.append(real)
-    return True
 
 
 def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
