@@ -174,6 +174,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from megamix.data.prepare.corpus import input_corpus, named_corpus
     from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
+    from megamix.data.prepare.workers import WorkerDiedError
 
     what, vocab_size = arguments.tokenizer, arguments.vocab_size
     try:
@@ -190,6 +191,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         prepared = prepare_corpus(corpus, arguments.output, request, effort)
     except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
+    except (OSError, WorkerDiedError) as error:  # the disk, or memory
+        raise ConfigError([f"{error}; run the same command again, it goes on from there"], "prepare") from error
     print(prepared.summary())
 
 

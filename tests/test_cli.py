@@ -1,5 +1,6 @@
 """The verbs: what they print, and what they say about wrong input."""
 
+import errno
 import importlib
 import json
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -101,6 +103,25 @@ def test_prepare_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert error.startswith("megamix prepare: flags: 1 problem\n  --input ")
     assert not output.exists()
+
+
+def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megamix.data.prepare.workers import WorkerDiedError
+
+    (tmp_path / "text").write_text("a text")
+    flags = ["prepare", "--input", str(tmp_path / "text"), "--tokenizer", "bytes", "--output"]
+    assert main([*flags, str(tmp_path / "text/out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megamix prepare: flags: 1 problem\n  --output: ")
+    assert error.endswith("; name a place in a folder that you may write to\n")
+    module = importlib.import_module("megamix.data.prepare.prepare_corpus")
+    for raised in (OSError(errno.ENOSPC, "No space left on device"), WorkerDiedError("a worker died at piece 3")):
+        monkeypatch.setattr(module, "make_plan", Mock(side_effect=raised))
+        assert main([*flags, str(tmp_path / "out")]) == 2
+        line = f"  {raised}; run the same command again, it goes on from there\n"
+        assert capsys.readouterr().err == f"megamix prepare: prepare: 1 problem\n{line}"
 
 
 def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,9 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("data", "train", [{"path": "a", "weight": -1}], "got -1, must be greater than 0; write weight = 1"),
     ("data", "train", [{"path": "a", "weight": 1}, {"path": "b"}], "must have a weight in every table, or in none"),
     ("data", "train", [{"path": "a"}, {"markov": 4}], "must have weights, because markov has no end"),
-    ("data", "train", [{"path": "a"}, {"path": "a"}], "must have each path once"),
+    ("data", "train", [{"path": "a"}, {"path": "a"}], "must have each path and each markov once"),
+    ("data", "train", [{"path": "x/a"}, {"path": "./x//y/../a"}], "must have each path and each markov once"),
+    ("data", "train", [{"markov": 4, "weight": 3}, {"markov": 4, "weight": 1}], "once, with the sum of its weights"),
     (
         "data",
         "train",

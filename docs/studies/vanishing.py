@@ -123,7 +123,8 @@ def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     torch.manual_seed(config.training.seed)
     model = Transformer(config.model)
     engine = build_engine(config, model, units=(), grad_accum_steps=1)
-    source = TokenFileSource([Stretch.whole(text_file)], seq_len=config.model.seq_len, seed=config.training.seed)
+    seq_len, vocab_size, seed = config.model.seq_len, config.model.vocab_size, config.training.seed
+    source = TokenFileSource([Stretch.whole(text_file)], seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     watch, batch_size = Watch(model), config.training.micro_batch_size
     steps, losses = [], []
     for step in range(config.training.steps):

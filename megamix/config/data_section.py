@@ -1,9 +1,10 @@
 """The section [data]: which tokens a run reads, mixed and packed how (docs/data.md)."""
 
 import math
+import os
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -29,6 +30,11 @@ class DataSource(Section):
             raise ValueError("must have either path or markov")
         return self
 
+    @property
+    def name(self) -> str | int:
+        """What it is, weight aside: equal for two spellings of one path."""
+        return os.path.normpath(self.path) if self.path is not None else cast(int, self.markov)
+
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """The smallest whole numbers in the same proportions, of the weights as they are written: 0.1 is a tenth."""
@@ -51,13 +57,12 @@ def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
     if not sources:
         raise ValueError("must not be empty")
     weights = [source.weight for source in sources if source.weight is not None]
-    paths = [source.path for source in sources if source.path is not None]
     if weights and len(weights) < len(sources):
         raise ValueError("must have a weight in every table, or in none")
-    if not weights and len(sources) > 1 and len(paths) < len(sources):
+    if not weights and len(sources) > 1 and any(source.path is None for source in sources):
         raise ValueError("must have weights, because markov has no end")
-    if len(set(paths)) < len(paths):
-        raise ValueError("must have each path once, with the sum of its weights")
+    if len({source.name for source in sources}) < len(sources):
+        raise ValueError("must have each path and each markov once, with the sum of its weights")
     if weights and sum(whole := whole_weights(weights)) > MOST_SAMPLES:
         room = MOST_SAMPLES - len(sources)
         near = whole_weights([float(max(1, weight * room // sum(whole))) for weight in whole])

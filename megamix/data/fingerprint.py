@@ -6,9 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
-from megamix.data.token_file import bin_path, idx_path
+from megamix.data.token_file import bin_path, idx_path, sampled_blocks
 
-_BLOCKS, _BLOCK = 256, 1 << 18  # of the tokens, evenly spread, bytes: 64 MiB, up to which every byte counts
 _PIECE = 1 << 22
 
 
@@ -21,9 +20,9 @@ def token_file_fingerprint(prefix: Path) -> str:
     with bin_path(prefix).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(size.to_bytes(8, "little"))
-        for number in range(_BLOCKS):
-            file.seek(number * max(_BLOCK, size // _BLOCKS))
-            digest.update(file.read(_BLOCK))
+        for start, stop in sampled_blocks(size):
+            file.seek(start)
+            digest.update(file.read(stop - start))
     return digest.hexdigest()
 
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from megamix.data.blend import Blend, Stage
 from megamix.data.sampler import num_windows, windows_of_samples
-from megamix.data.token_file import TokenFile
+from megamix.data.token_file import TokenFile, id_outside, id_problem
 from megamix.data.token_index import DocumentOffsets
 
 Numbers = range | NDArray[np.int64]  # of samples
@@ -61,10 +61,12 @@ class TokenFileSource:
     themselves: positions restart with each, and every token but a document's first is a target once an epoch.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], *, seq_len: int, seed: int, packed: bool = False) -> None:
+    def __init__(
+        self, stretches: Sequence[Stretch], *, seq_len: int, vocab_size: int, seed: int, packed: bool = False
+    ) -> None:
         """Raises: ValueError if there is no window."""
         self.seq_len, self.packed = seq_len, packed
-        self._stretches, self._seed = stretches, seed
+        self._stretches, self._vocab_size, self._seed = stretches, vocab_size, seed
         counts = [stretch.windows(seq_len, packed) for stretch in stretches]
         self._ends = np.cumsum(np.maximum(counts, 0))  # of each stretch's windows
         self.num_windows = int(self._ends[-1])
@@ -76,6 +78,7 @@ class TokenFileSource:
             )
 
     def read(self, samples: Numbers) -> Rows:
+        """Raises: ValueError for an id that the vocabulary lacks: of a large file only some are looked at before."""
         windows = windows_of_samples(samples, self.num_windows, self._seed)
         tokens = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
         positions = np.zeros_like(tokens) if self.packed else None
@@ -87,6 +90,8 @@ class TokenFileSource:
             stops = np.minimum(starts + self.seq_len + 1, stop)
             for row, first, last in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
                 tokens[row, : last - first] = file.tokens[first:last]
+            if (token_id := id_outside(tokens[rows], self._vocab_size)) is not None:
+                raise ValueError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
             if positions is not None:
                 positions[rows] = _positions(file.document_offsets, starts, stops, self.seq_len + 1)
         return Rows(tokens, positions)

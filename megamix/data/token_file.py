@@ -11,7 +11,7 @@ from megamix.data.durable import sync_directory, sync_file
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 
 _COPY_BYTES = 2**22
-_SCAN_TOKENS = 2**24  # tokens looked at in one go; the scan holds this much and no more
+_SAMPLED, _BLOCK = 256, 2**18  # blocks of a .bin, and bytes of one
 
 
 def bin_path(prefix: Path) -> Path:
@@ -20,6 +20,12 @@ def bin_path(prefix: Path) -> Path:
 
 def idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
+
+
+def sampled_blocks(size: int) -> list[tuple[int, int]]:
+    """Start and stop in bytes of 64 MiB spread evenly over a .bin of so many; of a smaller one that is every byte."""
+    starts = [number * max(_BLOCK, size // _SAMPLED) for number in range(_SAMPLED)]
+    return [(start, min(start + _BLOCK, size)) for start in starts if start < size]
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
@@ -141,7 +147,7 @@ class TokenFile:
         self.num_tokens = self.index.num_tokens
         self.num_documents = self.index.num_documents
         self.document_offsets: DocumentOffsets = self.index.document_offsets  # as INT64 (num_documents + 1,), tokens
-        path = bin_path(prefix)
+        self.path = path = bin_path(prefix)
         if not path.is_file():
             raise ValueError(f"{path} is missing, {idx_path(prefix)} is there; write both again (`megamix prepare`)")
         expected, size = self.num_tokens * self.dtype.itemsize, path.stat().st_size
@@ -154,18 +160,31 @@ class TokenFile:
             raise ValueError(f"{path} is empty; prepare it from a corpus with text")
         self.tokens: NDArray[np.integer] = np.memmap(path, dtype=self.dtype, mode="r")  # (num_tokens,) on disk
 
-    def id_outside(self, vocab_size: int) -> int | None:
-        """The largest id (or a negative one) of the first stretch that does not fit the vocabulary; None if all fit.
-
-        One pass over the file, because the format has no room for the number, a file beside could be stale or
-        absent, and a sample proves nothing. A wrong vocabulary nearly always shows in the first stretch.
+    def sampled_id_outside(self, vocab_size: int) -> int | None:
+        """`id_outside` of 64 MiB spread over the file: a start must not wait for all of it. A wrong vocabulary nearly
+        always shows in the first block; what does not is found where it is read.
         """
-        for start in range(0, self.num_tokens, _SCAN_TOKENS):
-            stretch = self.tokens[start : start + _SCAN_TOKENS]
-            for token_id in (int(stretch.max()), int(stretch.min())):
-                if not 0 <= token_id < vocab_size:
-                    return token_id
+        for start, stop in sampled_blocks(self.num_tokens * self.dtype.itemsize):
+            block = self.tokens[start // self.dtype.itemsize : stop // self.dtype.itemsize]
+            if (token_id := id_outside(block, vocab_size)) is not None:
+                return token_id
         return None
+
+
+def id_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
+    """The largest id, or else the smallest, if it does not fit the vocabulary; None if all fit."""
+    return next(
+        (token_id for token_id in (int(tokens.max()), int(tokens.min())) if not 0 <= token_id < vocab_size), None
+    )
+
+
+def id_problem(token_id: int, vocab_size: int) -> str:
+    """What to say of a file that holds an id outside the vocabulary."""
+    return (
+        f"holds token id {token_id}, but model.vocab_size = {vocab_size} allows 0 to {vocab_size - 1}; set "
+        "model.vocab_size to the size of the vocabulary that wrote the file"
+        + (f" (at least {token_id + 1})" if token_id >= 0 else " or write the file again")
+    )
 
 
 def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: int) -> list[str]:
@@ -185,11 +204,7 @@ def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: in
             f"{field} = {prefix!r}: {token_file.num_tokens} tokens are fewer than one sample of "
             f"model.seq_len + 1 = {seq_len + 1}; shorten model.seq_len or prepare more text"
         )
-    token_id = token_file.id_outside(vocab_size)
+    token_id = token_file.sampled_id_outside(vocab_size)
     if token_id is not None:
-        problems.append(
-            f"{field} = {prefix!r}: holds token id {token_id}, but model.vocab_size = {vocab_size} allows 0 to "
-            f"{vocab_size - 1}; set model.vocab_size to the size of the vocabulary that wrote the file"
-            + (f" (at least {token_id + 1})" if token_id >= 0 else " or write the file again")
-        )
+        problems.append(f"{field} = {prefix!r}: {id_problem(token_id, vocab_size)}")
     return problems

@@ -79,6 +79,11 @@ class Tokenizer:
     def __init__(self, tokenizer: "HuggingFaceTokenizer", end_token: str | None = None) -> None:
         # A document that spells the special token out must not end there: it is encoded as plain characters.
         tokenizer.encode_special_tokens = True
+        # Set for another use, these would cut or fill up documents and prompts, or give other ids at each run.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None
         self._tokenizer = tokenizer
         self._bulk: BulkEncoder | None = None
         known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megamix.data.token_file import TokenFile
+from megamix.data.token_file import TokenFile, id_outside
 from megamix.model.cross_entropy import IGNORE
 from megamix.model.transformer import Transformer
 
@@ -52,7 +52,7 @@ def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Eva
     token_file = TokenFile(prefix)
     if token_file.num_tokens < 2:
         raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
-    if (outside := token_file.id_outside(vocab_size)) is not None:
+    if (outside := id_outside(token_file.tokens, vocab_size)) is not None:
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from megamix.config import Config, DataSource, whole_weights
 from megamix.data.blend import Stage
+from megamix.data.sampler import mix64
 from megamix.data.source import BlendedSource, SampleSource, Stretch, TokenFileSource, split
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, token_file_problems
 
-# Seed of the order of validation samples: the same samples at every validation of every run, whatever training's
-# seed is.
-VALIDATION_SEED = 0
-
 Sources = tuple[DataSource, ...]
+_Names = tuple[str | int, ...]
+
+
+class _Seeds(NamedTuple):
+    order: int  # of files' windows
+    made_up: int  # of a chain's samples
+
+    def of(self, number: int) -> _Seeds:
+        """Of a mixture's source of that number. By one seed, files of one length would be read in one order."""
+        if not number:
+            return self
+        return _Seeds(*(int(mix64(np.uint64(seed), np.array([number], np.uint64))[0]) for seed in self))
+
+
+# The same samples at every validation of every run, whatever training's seed is; the second, no integer of TOML, is
+# never training's.
+_VALIDATION_SEEDS = _Seeds(0, 2**64 - 1)
 
 
 def training_source(config: Config) -> SampleSource:
@@ -24,7 +41,7 @@ def training_source(config: Config) -> SampleSource:
     Raises: ValueError if a file cannot be read, or a part of one has no window.
     """
     stages = [(0, config.data.train), *((stage.from_sample, stage.train) for stage in config.data.stages)]
-    return _mixed(config, stages, config.training.seed, part=0)
+    return _mixed(config, stages, _Seeds(config.training.seed, config.training.seed), part=0)
 
 
 def validation_source(config: Config) -> SampleSource | None:
@@ -33,18 +50,15 @@ def validation_source(config: Config) -> SampleSource | None:
     Raises: ValueError, as `training_source`.
     """
     if config.data.split is not None:
-        return _mixed(config, [(0, config.data.train)], VALIDATION_SEED, part=1)
+        return _mixed(config, [(0, config.data.train)], _VALIDATION_SEEDS, part=1)
     if config.data.valid is not None:
-        return _mixed(config, [(0, config.data.valid)], VALIDATION_SEED, part=0)
+        return _mixed(config, [(0, config.data.valid)], _VALIDATION_SEEDS, part=0)
     return None
 
 
 def token_prefixes(config: Config) -> dict[str, str]:
     """Every token file of the run: the key that names it, and its prefix."""
-    lists = [("data.train", config.data.train)]
-    lists += [(f"data.stages[{number}].train", stage.train) for number, stage in enumerate(config.data.stages)]
-    lists += [("data.valid", config.data.valid)] if config.data.valid is not None else []
-    return {field: path for name, sources in lists for field, path in _paths(name, sources)}
+    return {field: source.path for field, source in _entries(config) if source.path is not None}
 
 
 def data_problems(config: Config) -> list[str]:
@@ -56,13 +70,22 @@ def data_problems(config: Config) -> list[str]:
     problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
     if config.data.split is not None and not problems:
         problems = [problem for prefix, field in fields.items() for problem in _split_problems(config, field, prefix)]
-    return problems
+    return [*problems, *_markov_problems(config), *_stage_problems(config)]
 
 
-def _paths(name: str, sources: Sources) -> Iterator[tuple[str, str]]:
-    for number, source in enumerate(sources):
-        if source.path is not None:
-            yield name if len(sources) == 1 else f"{name}[{number}]", source.path
+def _lists(config: Config) -> Iterator[tuple[str, Sources]]:
+    """Every list of sources, by its key; the last one may be that of validation."""
+    yield "data.train", config.data.train
+    for number, stage in enumerate(config.data.stages):
+        yield f"data.stages[{number}].train", stage.train
+    if config.data.valid is not None:
+        yield "data.valid", config.data.valid
+
+
+def _entries(config: Config) -> Iterator[tuple[str, DataSource]]:
+    for name, sources in _lists(config):
+        for number, source in enumerate(sources):
+            yield name if len(sources) == 1 else f"{name}[{number}]", source
 
 
 def _split_problems(config: Config, field: str, prefix: str) -> Iterator[str]:
@@ -74,22 +97,38 @@ def _split_problems(config: Config, field: str, prefix: str) -> Iterator[str]:
             )
 
 
-def _mixed(config: Config, stages: list[tuple[int, Sources]], seed: int, part: int) -> SampleSource:
+def _markov_problems(config: Config) -> Iterator[str]:
+    vocab_size = config.model.vocab_size
+    for field, source in _entries(config):
+        if source.markov is not None and source.markov > vocab_size:
+            yield (
+                f"{field}: got markov = {source.markov}, more successors than model.vocab_size = {vocab_size} tokens; "
+                f"write markov = {min(4, vocab_size)}, or at most {vocab_size}"
+            )
+
+
+def _stage_problems(config: Config) -> Iterator[str]:
+    """A file in two corpora has two orders: the later one would read again what the earlier one has read."""
+    corpora: dict[str | int, tuple[str, _Names]] = {}  # of each name: the first list that has it, and as what
+    for field, sources in _lists(config):
+        for entry, _ in () if field == "data.valid" else shares(sources):
+            names = _names(entry)
+            known = {name: corpora.setdefault(name, (field, names)) for name in names}
+            for name in [name for name in names if known[name][1] != names][:1]:
+                yield (
+                    f"{field}: reads {str(name)!r} as part of another corpus than {known[name][0]} does, so what was "
+                    "read would come again; write the same list in both, or a weight for every file of both"
+                )
+
+
+def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, part: int) -> SampleSource:
     """One source for all stages; one that is in several of them goes on where it was."""
-    known: list[Sources] = []  # distinct, each without its weight
-    mixtures = []
-    for from_sample, sources in stages:
-        weights = {}
-        for entry, weight in shares(sources):
-            if entry not in known:
-                known.append(entry)
-            weights[known.index(entry)] = weight
-        mixtures.append((from_sample, weights))
-    built = [_source(config, entry, seed, part) for entry in known]
+    known = {_names(entry): entry for _, sources in stages for entry, _ in shares(sources)}  # as they first come
+    built = [_source(config, entry, seeds.of(number), part) for number, entry in enumerate(known.values())]
     if len(built) == 1:
         return built[0]
-    places = range(len(built))
-    blend = [Stage(start, tuple(weights.get(place, 0) for place in places)) for start, weights in mixtures]
+    mixtures = [(start, {_names(entry): weight for entry, weight in shares(sources)}) for start, sources in stages]
+    blend = [Stage(start, tuple(weights.get(names, 0) for names in known)) for start, weights in mixtures]
     return BlendedSource(built, blend, packed=config.data.packing == "documents")
 
 
@@ -98,19 +137,27 @@ def shares(sources: Sources) -> list[tuple[Sources, int]]:
     if sources[0].weight is None:
         return [(sources, 1)]
     weights = whole_weights([source.weight for source in sources if source.weight is not None])
-    return [
-        ((source.model_copy(update={"weight": None}),), weight) for source, weight in zip(sources, weights, strict=True)
-    ]
+    return [((source,), weight) for source, weight in zip(sources, weights, strict=True)]
 
 
-def _source(config: Config, entry: Sources, seed: int, part: int) -> SampleSource:
+def _names(entry: Sources) -> _Names:
+    return tuple(source.name for source in entry)
+
+
+def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleSource:
     seq_len = config.model.seq_len
     if entry[0].markov is not None:
         return MarkovSource(
-            vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seed
+            vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seeds.made_up
         )  # fmt: skip
     stretches = [_parts(config, source.path)[part] for source in entry if source.path is not None]
-    return TokenFileSource(stretches, seq_len=seq_len, seed=seed, packed=config.data.packing == "documents")
+    return TokenFileSource(
+        stretches,
+        seq_len=seq_len,
+        vocab_size=config.model.vocab_size,
+        seed=seeds.order,
+        packed=config.data.packing == "documents",
+    )
 
 
 def _parts(config: Config, prefix: str) -> tuple[Stretch, ...]:

@@ -12,7 +12,7 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged
-from megamix.config import Config, ConfigError, DataConfig, ModelConfig, config_to_toml, whole_weights
+from megamix.config import Config, ConfigError, DataConfig, DataSource, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
 from megamix.mixed_precision.engine import ShardedEngine
@@ -22,8 +22,8 @@ from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 
 RNG_RULE = (
-    "training.seed and the number of the sample, of the parameter for initial weights, of the try for dropout, "
-    "and for that of the first block of the pipeline's stage"
+    "training.seed and the number of the sample and of its source, of the parameter for initial weights, of the try "
+    "for dropout, and for that of the first block of the pipeline's stage"
 )
 # Whatever the shapes, with another value these make another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")
@@ -234,7 +234,7 @@ def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
         train = [{"path": train}]
     weights = [source.get("weight") for source in train]
     whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
-    known = [numbers.setdefault(source.get("path", source.get("markov")), len(numbers)) for source in train]
+    known = [numbers.setdefault(DataSource.model_validate(source).name, len(numbers)) for source in train]
     return [(source.get("markov"), number, weight) for source, number, weight in zip(train, known, whole, strict=True)]
 
 

@@ -50,6 +50,28 @@ def test_a_broken_link_is_no_file(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a.txt"]
 
 
+def test_linked_folders_are_read_once_whatever_loops_there_are(tmp_path: Path) -> None:
+    write_files(tmp_path, "in/a/x.txt", "out/y.txt", "out/z/w.txt")
+    for link, target in (("in/loop", "in"), ("in/twice", "in/a"), ("in/b", "out/z"), ("in/c", "out")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    (tmp_path / "out/back").symlink_to(tmp_path / "out")
+    assert names(tmp_path / "in") == ["a/x.txt", "b/w.txt", "c/y.txt"]
+
+
+def test_a_file_given_twice_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, "a/x.txt", "b.txt")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    for other in ("a", "a/x.txt", "link", "."):
+        with pytest.raises(ValueError, match=r"--input '.*a' and '.*' both hold .*x.txt; give each file once"):
+            names(tmp_path / "a", tmp_path / "b.txt", tmp_path / other)
+
+
+def test_one_path_in_two_spellings_is_one_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, "a/x.txt")
+    monkeypatch.chdir(tmp_path)
+    assert input_corpus(["a"]) == input_corpus(["./a"]) == input_corpus(["a/"])
+
+
 def test_the_standard_library_is_a_corpus_without_tests() -> None:
     paths = [file.name for file in named_corpus("stdlib").files]
     assert paths == sorted(paths)
@@ -79,9 +101,19 @@ def test_of_a_saved_dataset_the_split_s_own_files_are_read(tmp_path: Path) -> No
         input_corpus([str(tmp_path)], "valid")
 
 
+@pytest.mark.parametrize("state", ["{}", "[]", "{", '{"_data_files": [3]}'])
+def test_a_folder_that_only_looks_like_a_saved_dataset_is_refused(tmp_path: Path, state: str) -> None:
+    write_files(tmp_path, "dataset_info.json")
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(ValueError, match=r"state.json is not as `datasets` saves it .*; save it again, or give the"):
+        names(tmp_path)
+
+
 def test_what_is_not_there_is_refused_by_flag_value_and_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--input .*nowhere' is not there; give"):
         names(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"--input '' names nothing; give .* \. for the current one"):
+        input_corpus([""])
     with pytest.raises(ValueError, match=r"--input .* holds no file that can be read; give"):
         names(tmp_path)
 

@@ -25,7 +25,7 @@ def mixture(folder: Path) -> BlendedSource:
             for _ in range(10):
                 writer.add(rng.integers(0, 1000, size=rng.integers(1, 20)))
         file = Stretch.whole(TokenFile(folder / name))
-        sources.append(TokenFileSource([file], seq_len=SEQ_LEN, seed=3, packed=True))
+        sources.append(TokenFileSource([file], seq_len=SEQ_LEN, vocab_size=1000, seed=3, packed=True))
     sources.append(MarkovSource(vocab_size=1000, seq_len=SEQ_LEN, branching=4, seed=3))
     return BlendedSource(sources, [Stage(0, (7, 2, 0)), Stage(150, (1, 3, 2))], packed=True)
 

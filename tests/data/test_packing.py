@@ -26,7 +26,7 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
 
 
 def packed(file: TokenFile, seq_len: int = 8) -> TokenFileSource:
-    return TokenFileSource([Stretch.whole(file)], seq_len=seq_len, seed=1, packed=True)
+    return TokenFileSource([Stretch.whole(file)], seq_len=seq_len, vocab_size=2**16, seed=1, packed=True)
 
 
 def test_positions_restart_with_every_document_and_its_first_token_is_no_target(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_pat
 
 def test_several_files_are_one_corpus_in_one_order(tmp_path: Path) -> None:
     files = [write(tmp_path / name, [41], first) for name, first in (("a", 0), ("b", 100), ("c", 200))]
-    source = TokenFileSource([Stretch.whole(file) for file in files], seq_len=8, seed=1)
+    source = TokenFileSource([Stretch.whole(file) for file in files], seq_len=8, vocab_size=2**16, seed=1)
     rows = source.read(range(15)).tokens
     assert sorted(rows[:, 1:].ravel().tolist()) == [first + token for first in (0, 100, 200) for token in range(1, 41)]
     assert (np.diff(rows, axis=1) == 1).all()  # no window runs on from one file into another
@@ -93,10 +93,9 @@ def test_the_parts_of_a_split_share_no_document(tmp_path: Path, share: float, fi
     training, validation = split(file, share)
     assert training == (file, 0, 10 * first_part)
     assert validation == (file, 10 * first_part, 1000)
-    seen = [
-        set(TokenFileSource([part], seq_len=5, seed=0, packed=True).read(range(500)).tokens.ravel().tolist())
-        for part in (training, validation)
-    ]
+    sizes = {"seq_len": 5, "vocab_size": 2**16}
+    parts = [TokenFileSource([part], seed=0, packed=True, **sizes) for part in (training, validation)]
+    seen = [set(part.read(range(500)).tokens.ravel().tolist()) for part in parts]
     assert seen[0] & seen[1] <= {0}  # the padding
     assert len(seen[0] | seen[1]) == 1000
 

@@ -213,6 +213,33 @@ def test_where_no_document_validates_the_one_with_the_lowest_draw_moves_there_fr
     assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(rest)
 
 
+def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
+    texts = [f"record {number % 5} of some words" for number in range(10)]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for piece_bytes in (1, 100, 2**30):
+        output = tmp_path / f"{piece_bytes}"
+        counts = prepare(path, output, valid_fraction=1e-6, piece_bytes=piece_bytes).manifest["parts"]
+        tokenizer = Tokenizer.load(output / "tokenizer.json")
+        train, (moved, *others) = documents(output / "train", tokenizer), documents(output / "valid", tokenizer)
+        assert others == [moved]
+        assert train == [text for text in texts if text != moved]
+        assert counts["valid"] == {"num_documents": 2, "num_tokens": counts["valid"]["num_tokens"], "num_bytes": 44}
+        assert counts["train"]["num_bytes"] == 8 * 22
+    plan = make_plan(input_corpus([str(path)]))
+    assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(train)
+
+
+def test_files_of_one_name_validate_by_their_text(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}").mkdir()
+        (tmp_path / f"{number}" / "page.txt").write_text(f"page {number} of words")
+    corpus = input_corpus([str(tmp_path / f"{number}" / "page.txt") for number in range(40)])
+    request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0.25)
+    prepared = prepare_corpus(corpus, tmp_path / "out", request, Effort(num_workers=1))
+    assert 4 <= prepared.manifest["parts"]["valid"]["num_documents"] <= 16  # 40 draws at 0.25
+
+
 def test_no_validation_files_when_none_are_asked_for(text_dir: Path, tmp_path: Path) -> None:
     prepare(text_dir, tmp_path / "out", valid_fraction=0)
     assert sorted(contents(tmp_path / "out")) == [name for name in OUTPUTS if not name.startswith("valid")]

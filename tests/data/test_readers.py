@@ -113,7 +113,7 @@ from pathlib import Path
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
-request = Request(tokenizer=TokenizerChoice(sys.argv[2]), valid_fraction=0.1)
+request = Request(tokenizer=TokenizerChoice(sys.argv[2]), valid_fraction=0)
 effort = Effort(num_workers=1, piece_bytes=2**20)
 prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request, effort)
 # Not getrusage: its peak begins with that of the process this one was forked from.

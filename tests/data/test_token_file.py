@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_problems
+from megamix.data.token_file import (
+    TokenFile,
+    TokenFileWriter,
+    bin_path,
+    idx_path,
+    sampled_blocks,
+    token_file_problems,
+)
 from megamix.data.token_index import DTYPES
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6])]
@@ -247,10 +254,16 @@ def test_a_vocabulary_larger_than_the_model_s_is_found(tmp_path: Path) -> None:
     assert "(at least 7)" in found
 
 
-def test_the_last_token_of_a_long_file_is_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamix.data.token_file._SCAN_TOKENS", 5)  # the last stretch holds one token
-    assert TokenFile(write(tmp_path / "train")).id_outside(6) == 6
-    assert TokenFile(write(tmp_path / "train")).id_outside(7) is None
+def test_of_a_long_file_blocks_spread_over_it_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = tmp_path / "train"
+    with TokenFileWriter(prefix, 2**16) as writer:
+        writer.add(np.arange(1000))
+    assert TokenFile(prefix).sampled_id_outside(999) == 999  # a small file is looked at whole
+    monkeypatch.setattr("megamix.data.token_file._SAMPLED", 4)
+    monkeypatch.setattr("megamix.data.token_file._BLOCK", 20)
+    assert sampled_blocks(2000) == [(0, 20), (500, 520), (1000, 1020), (1500, 1520)]
+    assert TokenFile(prefix).sampled_id_outside(759) == 759
+    assert TokenFile(prefix).sampled_id_outside(760) is None
 
 
 def test_a_negative_id_of_a_signed_file_is_found(tmp_path: Path) -> None:

@@ -47,6 +47,25 @@ def test_a_saved_tokenizer_loads_to_the_same(tokenizer: Tokenizer, tmp_path: Pat
     assert (loaded.vocab_size, loaded.end_of_text) == (tokenizer.vocab_size, tokenizer.end_of_text)
 
 
+def test_truncation_padding_and_dropout_of_a_file_change_no_document_and_no_prompt(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    import tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    foreign = tokenizers.Tokenizer.from_file(str(path))
+    foreign.enable_truncation(max_length=3)
+    foreign.enable_padding(length=64)
+    foreign.model.dropout = 0.5
+    foreign.save(str(path))
+    loaded = Tokenizer.load(path)
+    assert [ids.tolist() for ids in loaded.encode_documents(TEXTS)] == [
+        ids.tolist() for ids in tokenizer.encode_documents(TEXTS)
+    ]
+    assert loaded.encode_prompt(TEXTS[0]) == tokenizer.encode_prompt(TEXTS[0])
+
+
 def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--vocab-size 256 is too small.* give at least 257"):
         Tokenizer.train(TEXTS, 256)

@@ -13,6 +13,7 @@ import pytest
 
 from megamix.config import Config, ConfigError, config_from_dict, config_to_toml
 from megamix.data.loader import Batch, BatchLoader
+from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.build_data import data_problems, training_source, validation_source
@@ -127,7 +128,7 @@ def test_what_was_read_may_not_change_and_what_was_not_may(tmp_path, files) -> N
     for changed, words in refused:
         with pytest.raises(ConfigError, match=words):
             run(job(tmp_path, files, started | changed))
-    other_words = {"train": weights(6, 2), "split": [0.9, 0.1]}
+    other_words = {"train": [weights(6)[0], {"path": f"{files}/./b", "weight": 2}], "split": [0.9, 0.1]}
     run(job(tmp_path, files, other_words | {"stages": [{"from_sample": 48, "train": f"{files}/c"}]}))
     assert metrics_of(tmp_path)[-1]["step"] == 8
 
@@ -151,10 +152,65 @@ def test_every_key_reaches_the_source_it_is_for(tmp_path, files) -> None:
 def test_all_that_is_wrong_with_the_files_of_a_mixture_is_told_at_once(tmp_path, files) -> None:
     train = [{"path": f"{files}/{name}", "weight": 1} for name in ("a", "nowhere", "b")]
     stages = [{"from_sample": 9, "train": [{"path": f"{files}/{name}"} for name in ("gone", "a")]}]
-    problems = data_problems(job(tmp_path, files, {"train": train, "stages": stages}))
-    assert [problem.partition(" =")[0] for problem in problems] == ["data.train[1]", "data.stages[0].train[0]"]
+    problems = data_problems(job(tmp_path, files, {"train": [*train, {"markov": 65, "weight": 1}], "stages": stages}))
+    wrong = [
+        "data.train[1] =",
+        "data.stages[0].train[0] =",
+        "data.train[3]: got markov = 65,",
+        "data.stages[0].train: ",
+    ]
+    assert [problem.startswith(words) for problem, words in zip(problems, wrong, strict=True)] == [True] * 4
     (problem,) = data_problems(job(tmp_path, files, {"train": f"{files}/a", "split": [1e6, 1]}))
     assert problem.startswith("data.split: leaves 0 tokens of data.train")
+
+
+def test_a_stage_of_files_that_were_read_as_another_corpus_is_refused(tmp_path, files) -> None:
+    # It would have another order, so windows would come twice before their epoch is over.
+    def listed(names: str, **weight: float) -> list[dict[str, Any]]:
+        return [{"path": f"{files}/{name}"} | weight for name in names]
+
+    def refused(train: Any, stage: Any) -> list[str]:
+        return data_problems(job(tmp_path, files, {"train": train, "stages": [{"from_sample": 9, "train": stage}]}))
+
+    for before, after in (("a", "ab"), ("ab", "b"), ("ab", "ba")):
+        (problem,) = refused(listed(before), listed(after))
+        assert "as part of another corpus than data.train does" in problem
+    (problem,) = refused(listed("ab"), listed("ab", weight=1))[:1]
+    assert problem.endswith("write the same list in both, or a weight for every file of both")
+    assert not refused(listed("ab"), listed("ab"))
+    assert not refused(listed("ab"), listed("c"))
+    assert not refused(f"{files}/a", listed("ab", weight=1))
+    assert not refused(f"{files}/a", f"{files}/./a")  # the same source, not a second one
+    config = job(tmp_path, files, {"train": f"{files}/a", "stages": [{"from_sample": 9, "train": f"{files}/./a"}]})
+    assert isinstance(training_source(config), TokenFileSource)
+
+
+def test_two_files_of_one_length_are_read_in_orders_of_their_own_and_a_single_one_as_ever(tmp_path) -> None:
+    for name in ("a", "b"):
+        with TokenFileWriter(tmp_path / name, 6401) as writer:
+            writer.add(np.arange(6401))  # a window tells its place
+    plain = {"packing": "none", "split": None}
+    never = {"model": {"vocab_size": 6401}, "training": {"eval_interval": 0}}
+
+    def places(*names: str) -> list[int]:
+        train = [{"path": f"{tmp_path}/{name}", "weight": 1} for name in names]
+        source = training_source(job(tmp_path, tmp_path, plain | {"train": train}, **never))
+        return source.read(range(200 * len(names))).tokens[:, 0].tolist()
+
+    both = places("a", "b")
+    first, second = both[0::2], both[1::2]
+    assert first == places("a")
+    assert sorted(first) == sorted(second)
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < 10
+
+
+def test_a_made_up_chain_validates_on_other_samples_than_it_trains_on_whatever_the_seed(tmp_path) -> None:
+    for seed in (0, 1234):
+        config = job(tmp_path, tmp_path, {"train": [{"markov": 4}], "packing": "none"}, training={"seed": seed})
+        held_out = validation_source(config)
+        assert held_out is not None
+        seen = {tuple(row) for row in training_source(config).read(range(500)).tokens.tolist()}
+        assert not seen & {tuple(row) for row in held_out.read(range(500)).tokens.tolist()}
 
 
 def test_a_mixture_survives_the_way_to_toml_and_back(tmp_path, files) -> None:

@@ -4,9 +4,11 @@ import importlib.util
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megamix.data.prepare.readers import kind_of
 
@@ -22,6 +24,7 @@ class CorpusFile:
     path: str  # where it lies
     name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
     kind: str  # of readers.KINDS, or text
+    drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +64,45 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
 
     Raises: ValueError for a path that is none of these, or holds no file.
     """
-    flag = f"--input {' '.join(paths)}"
     files: list[CorpusFile] = []
-    for path in paths:
-        found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(Path(path), split)
+    given: dict[str, int] = {}  # each file, and the number of the path that holds it
+    for number, path in enumerate(paths):
+        found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split)
         if not found:
             raise ValueError(f"--input {path!r} holds no file that can be read; give files, or a folder of them")
+        for file in found:
+            before = given.setdefault(os.path.realpath(file.path), number)
+            if before != number:
+                raise ValueError(f"--input {paths[before]!r} and {path!r} both hold {file.path}; give each file once")
         files += found
-    return Corpus(flag, tuple(files))
+    names = Counter(file.name for file in files)
+    flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
+    return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files))
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
     """Files below a folder, sorted by name as strings: the same on every file system.
 
-    Hidden files, hidden directories and `left_out` directories are not read.
+    Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed behind
+    the others, so that no directory is read twice and the one that is no link gives the name.
     """
     names: list[str] = []
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
-        names += [
-            path.relative_to(root).as_posix()
-            for name in files
-            if name.endswith(suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
-        ]
+    read: set[Path] = set()
+    tops = deque([root])
+    while tops:
+        for folder, subfolders, files in os.walk(tops.popleft()):
+            real = Path(folder).resolve()
+            subfolders[:] = sorted(name for name in subfolders if name not in left_out and not name.startswith("."))
+            if real in read:
+                subfolders.clear()
+                continue
+            read.add(real)
+            tops.extend(path for name in subfolders if (path := Path(folder, name)).is_symlink())
+            names += [
+                path.relative_to(root).as_posix()
+                for name in files
+                if name.endswith(suffix) and not name.startswith(".") and (path := Path(folder, name)).is_file()
+            ]
     return _files(root, sorted(names))
 
 
@@ -91,20 +110,35 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
     return tuple(CorpusFile(str(root / name), name, kind_of(name)) for name in names)
 
 
-def _path_files(path: Path, split: str) -> tuple[CorpusFile, ...]:
+def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
+    if not given:
+        raise ValueError("--input '' names nothing; give files or folders, . for the current one")
+    path = Path(given)
     if path.is_file():
         return _files(path.parent, [path.name])
     if not path.is_dir():
-        raise ValueError(f"--input {str(path)!r} is not there; give files, or a folder of them")
+        raise ValueError(f"--input {given!r} is not there; give files, or a folder of them")
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        splits = _saved(path / "dataset_dict.json", lambda content: list(content["splits"]))
         if split not in splits:
-            raise ValueError(f"--input {str(path)!r} has no split {split!r}; set --split to one of {', '.join(splits)}")
+            raise ValueError(f"--input {given!r} has no split {split!r}; set --split to one of {', '.join(splits)}")
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        state = json.loads((path / "state.json").read_text())
-        return _files(path, [file["filename"] for file in state["_data_files"]])
+        return _files(
+            path, _saved(path / "state.json", lambda content: [x["filename"] for x in content["_data_files"]])
+        )
     return folder_files(path)
+
+
+def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
+    """Names from a file that save_to_disk of `datasets` writes."""
+    try:
+        return names(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"--input: {path} is not as `datasets` saves it ({error!r}), though the folder is like one that it saved; "
+            "save it again, or give the files themselves"
+        ) from error
 
 
 def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:

@@ -39,7 +39,8 @@ class DocumentInPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Which documents validate: by a hash of the name of a file of text, or of the text of a record.
+    """Which documents validate: by a hash of the name of a file of text, or of the text of a record, or of a file whose
+    name others have too.
 
     Adding a document moves no other one, and equal records never lie on both sides. A document longer than `longest`
     bytes stays in training. (Seen in the standard library: one file of English prose made up two thirds of validation.)
@@ -50,7 +51,7 @@ class Split:
 
     def place(self, file: CorpusFile, text: str) -> DocumentInPart:
         content = text.encode()
-        name = os.fsencode(file.name) if file.kind == "text" else content
+        name = os.fsencode(file.name) if file.kind == "text" and file.drawn_by_name else content
         draw = int.from_bytes(hashlib.sha256(name).digest()[:8])
         valid = draw / 2**64 < self.valid_fraction and len(content) <= self.longest
         return DocumentInPart("valid" if valid else "train", draw, text, len(content))
@@ -98,7 +99,8 @@ class PieceReport:
     num_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # of text, as UTF-8
     num_empty: int = 0
     bad_records: list[dict[str, str | int]] = field(default_factory=list)
-    lowest_draw: list[int] | None = None  # of the documents in train: draw, number and bytes
+    least_draw: int | None = None  # of the documents in train
+    drew_least: list[list[int]] = field(default_factory=list)  # number and bytes of each that has it; they are equal
     checksums: list[int] = field(default_factory=list)  # of the token files
 
 
@@ -147,8 +149,11 @@ def documents_of(
         else:
             document = split.place(file, record.text)
             number = report.num_documents[document.part]
-            if document.part == "train" and (report.lowest_draw is None or document.draw < report.lowest_draw[0]):
-                report.lowest_draw = [document.draw, number, document.num_bytes]
+            if document.part == "train":
+                if report.least_draw is None or document.draw < report.least_draw:
+                    report.least_draw, report.drew_least = document.draw, []
+                if document.draw == report.least_draw:
+                    report.drew_least.append([number, document.num_bytes])
             report.num_bytes[document.part] += document.num_bytes
             report.num_documents[document.part] = number + 1
             yield document

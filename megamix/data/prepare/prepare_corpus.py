@@ -99,8 +99,8 @@ class Prepared:
 def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: Effort = Effort()) -> Prepared:
     """Make the tokenizer, encode everything piece by piece, join the pieces, commit by one rename.
 
-    Raises: ValueError naming flag, value and fix. RuntimeError if a worker died. What is finished is kept beside the
-    output for a rerun, whatever is raised.
+    Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. What is finished is kept
+    beside the output for a rerun, whatever is raised.
     """
     output_dir = output_dir.resolve()
     unfinished = output_dir.with_name(f"{output_dir.name}.partial")
@@ -128,9 +128,12 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
 def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
     """Hold the folder of unfinished work, empty unless it is of the same request.
 
-    Raises: ValueError if another process holds it.
+    Raises: ValueError if it cannot be made, or another process holds it.
     """
-    unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output: {error}; name a place in a folder that you may write to") from error
     with (unfinished / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

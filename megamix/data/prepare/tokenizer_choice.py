@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,14 @@ def sample_texts(plan: Plan, text_key: str) -> list[str]:
 def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
     """Documents of train; of a corpus beyond TRAIN_BYTES the first ones of pieces spread evenly over it.
 
-    If none of them validates, the one with the lowest draw will, so it is held back until that is known.
+    If none of them validates, the one with the lowest draw will, with its equals, so they are held back until that is
+    known.
     """
     pieces = _spread(plan.pieces, _TRAIN_PIECES)
     total = sum(piece.num_bytes for piece in pieces)
     report = PieceReport()
     held: DocumentInPart | None = None
+    times = 0  # that it came
     for piece in pieces:
         left = TRAIN_BYTES * piece.num_bytes // total
         for document in documents_of(piece, text_key, split, report):
@@ -132,14 +135,16 @@ def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
                 break
             left -= document.num_bytes
             if held is None:
-                held = document
+                held, times = document, 1
             elif document.draw < held.draw:
-                yield held.text
-                held = document
+                yield from repeat(held.text, times)
+                held, times = document, 1
+            elif document.draw == held.draw:
+                times += 1
             else:
                 yield document.text
     if held is not None and (report.num_documents["valid"] or not split.valid_fraction):
-        yield held.text
+        yield from repeat(held.text, times)
 
 
 def _spread(pieces: Sequence[Piece], count: int) -> list[Piece]:

@@ -19,12 +19,16 @@ from megamix.data.prepare.plan import Piece
 _LOCK_NAME = "workers.lock"
 
 
+class WorkerDiedError(RuntimeError):
+    """Ended by the system, most often because memory ran out."""
+
+
 def encode_pieces(
     folder: Path, job: Job, pieces: Sequence[Piece], numbers: Sequence[int], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
     """Encode the pieces with these numbers; yield number and report of each as it is finished.
 
-    `folder` is that of the unfinished work. Raises: as `PieceEncoder.encode`; RuntimeError if a worker died.
+    `folder` is that of the unfinished work. Raises: as `PieceEncoder.encode`; WorkerDiedError.
     """
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
@@ -58,7 +62,7 @@ def encode_pieces(
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
     """What a function returns that is called in a process of its own, with which the memory it took ends too.
 
-    Raises: what the function raises; RuntimeError if the process died.
+    Raises: what the function raises; WorkerDiedError.
     """
     worker = _Worker(folder, partial(_call, function))
     try:
@@ -106,9 +110,9 @@ class _Worker:
     def _raise_death(self) -> NoReturn:
         self._process.join()
         place = "the tokenizer" if self.number < 0 else f"piece {self.number}"
-        raise RuntimeError(
+        raise WorkerDiedError(
             f"a worker died at {place} (exit code {self._process.exitcode}; -9 is most often the system "
-            "out of memory: fewer --workers need less); run the same command again, finished pieces are kept"
+            "out of memory: fewer --workers need less); finished pieces are kept"
         )
 
 
