@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -112,6 +113,22 @@ def attempts_recorded(record: Record, before: Callable[[BatchPlan], None] = lamb
         mock.patch.object(BatchPlan, "settle", recorded_settle),
     ):
         yield
+
+
+class Crash(BaseException):
+    """What no handler expects."""
+
+
+@contextmanager
+def crash_contained() -> Iterator[None]:
+    """A Crash ends the job within. In a process of its own it would also end what is being saved; here that would write
+    beside the next start, and so is waited for.
+    """
+    with suppress(Crash):
+        yield
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 @contextmanager

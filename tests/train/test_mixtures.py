@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,19 @@ from megamix.data.source import TokenFileSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.build_data import data_problems, training_source, validation_source
-from tests.train.jobs import VOCAB, Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job
+from tests.train.jobs import (
+    VOCAB,
+    Crash,
+    Record,
+    attempts_recorded,
+    crash_contained,
+    overflows_injected,
+    run_on_ranks,
+    tiny_job,
+)
 from tests.train.outcome import differences, end_of, metrics_of
 
 BAD = frozenset((1, 4))  # attempts that overflow
-
-
-class _Crash(BaseException):
-    """What no handler expects."""
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +62,9 @@ def run(config: Config, crash_at: int | None = None) -> Record:
 
     def crash(plan: BatchPlan) -> None:
         if plan.launched == crash_at:
-            raise _Crash
+            raise Crash
 
-    with attempts_recorded(record, crash), overflows_injected(record, BAD, frozenset()), suppress(_Crash):
+    with crash_contained(), attempts_recorded(record, crash), overflows_injected(record, BAD, frozenset()):
         record.valid_loss = run_on_ranks(config)
     return record
 

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +29,11 @@ from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
 from tests.train.jobs import (
+    Crash,
     Record,
     attempts_recorded,
     counted_calls,
+    crash_contained,
     overflows_injected,
     run_on_ranks,
     tiny_job,
@@ -60,10 +61,6 @@ def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Co
     return tiny_job(folder, **tree)
 
 
-class _Crash(BaseException):
-    """What no handler expects."""
-
-
 def _run(config: Config, crash_at: int | None = None, leave_at: int | None = None) -> list[Attempt]:
     """The job, with its overflows, to its end, or until it crashes or is asked to leave before an attempt; what was
     applied.
@@ -72,19 +69,17 @@ def _run(config: Config, crash_at: int | None = None, leave_at: int | None = Non
 
     def end_early(plan: BatchPlan) -> None:
         if plan.launched == crash_at:
-            raise _Crash
+            raise Crash
         if plan.launched == leave_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with (
+        crash_contained(),
+        suppress(PreemptedError),
         attempts_recorded(record, end_early),
         overflows_injected(record, BAD, frozenset()),
-        suppress(_Crash, PreemptedError),
     ):
         run_on_ranks(config)
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint":
-            thread.join()  # a crash would have ended it; here it would write beside the next start
     return record.applied
 
 
