@@ -63,6 +63,10 @@ class StaticLossScale:
         """What its state means: other rules have states of the same names."""
         return type(self).__name__
 
+    def settings(self) -> dict[str, Any]:
+        """All that decides how it goes on, its first state too, as numbers: equal where two go on alike."""
+        return {"rule": self.rule, **vars(self), **{name: state.tolist() for name, state in self.state_dict().items()}}
+
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in self.state_names}
 

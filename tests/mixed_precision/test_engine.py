@@ -12,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import (
+    NAG,
+    AdamW,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    ParamGroup,
+    Precision,
+    ShardedEngine,
+    Sharding,
+    StaticLossScale,
+    TorchLossScale,
+)
 from tests.distributed.models import loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
@@ -409,6 +421,33 @@ def test_a_foreign_state_is_refused() -> None:
     other = _engine(sharding=Sharding(bucket_size=100))
     with pytest.raises(ValueError, match=r"rank 0's of layout \w+, here is rank 0 of"):
         engine.load_state_dict(other.state_dict())
+
+
+def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
+    def build(scale: StaticLossScale) -> ShardedEngine:
+        return _engine(precision=Precision(torch.bfloat16, loss_scale=scale))
+
+    engine, others = build(TorchLossScale()), [build(rule()) for rule in (HeadroomLossScale, MegatronLossScale)]
+    before = engine.full_weights()
+    for other in others:
+        _train(other, 1)
+        with pytest.raises(ValueError, match="build the engine as it was: .* kind of loss scale"):
+            engine.load_state_dict(other.state_dict())
+        assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
+        assert int(engine.applied_updates) == 0
+
+
+def test_a_state_leaves_an_engine_its_own_settings() -> None:
+    def build(lr: float, scale: float) -> ShardedEngine:
+        precision = Precision(torch.bfloat16, loss_scale=StaticLossScale(scale))
+        return ShardedEngine(make_model(), AdamW(lr=lr), precision, compile_update=False)
+
+    engine, other = build(0.5, 4.0), build(0.25, 8.0)
+    _train(other, 1)
+    engine.load_state_dict(other.state_dict())
+    engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
+    result = engine.step()
+    assert (float(result.lr), float(result.loss_scale), int(engine.applied_updates)) == (0.5, 4.0, 2)
 
 
 def test_the_step_reports_what_a_user_logs() -> None:
