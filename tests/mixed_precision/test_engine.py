@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import weakref
 
@@ -297,7 +298,8 @@ WRONG_SETTINGS = [
     ),
     (lambda: _engine(precision=Precision(torch.float32, reduce_dtype="half")), "'fp32' with FP32 gradients"),
     (lambda: _engine(precision=Precision(reduce_dtype="bf16")), "precision.reduce_dtype must be .* got 'bf16'"),
-    (lambda: _engine(clip_grad=-1.0), "clip_grad must not be negative, got -1.0"),
+    (lambda: _engine(clip_grad=-1.0), "clip_grad must be a number of at least 0, got -1.0"),
+    (lambda: _engine(clip_grad=math.nan), "clip_grad must be a number of at least 0, got nan; 0 turns clipping off"),
     (lambda: _engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
     (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
     (
@@ -310,7 +312,15 @@ WRONG_SETTINGS = [
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
     (lambda: NAG(lr=1.0, momentum=1.0), r"momentum must lie in \[0, 1\), got 1.0"),
     (lambda: NAG(lr=1.0, momentum_form="heavy"), 'momentum_form must be "gradient" or "velocity", got \'heavy\''),
-    (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
+    (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must be a finite number of at least 0, got -0.1"),
+    (lambda: AdamW(lr=1.0, weight_decay=math.nan), "weight_decay must be a finite number of at least 0, got nan"),
+    (lambda: AdamW(lr=1.0, eps=0.0), r"eps must be a positive .*, got 0.0: .* 0 / \(0 \+ eps\); use 1e-8"),
+    (lambda: AdamW(lr=1.0, eps=-1.0), "eps must be a positive number"),
+    (lambda: AdamW(lr=1.0, eps=1e-50), "eps must be a positive number of FP32's normal range, got 1e-50"),
+    (lambda: AdamW(lr=1.0, eps=math.nan), "eps must be a positive number"),
+    (lambda: ParamGroup(pattern="*", lr_factor=-1.0), r"lr_factor of group '\*' must be a finite number .* got -1.0"),
+    (lambda: ParamGroup(pattern="*", lr_factor=math.nan), r"lr_factor of group '\*' must be"),
+    (lambda: ParamGroup(pattern="*.b", weight_decay=math.inf), r"weight_decay of group '\*.b' must be .* got inf"),
 ]
 
 
