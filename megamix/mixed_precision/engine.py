@@ -98,7 +98,8 @@ class ShardedEngine:
             require_equal(own, device, order)
         grad_shards = make_grad_shards(self.half_grads.flat, self.owners, precision)
         self._update, row_stats = choose_update(
-            optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
+            optimizer, groups, self.half_params.flat[0], [shard.dtype for shard in grad_shards], self.collectives,
+            compile_update,
         )  # fmt: skip
         self.grad_reduce = GradReduce(
             self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
