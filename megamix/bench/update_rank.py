@@ -53,8 +53,8 @@ class UpdateRank:
         self._scalars = self._make_scalars()
 
         def choose(try_compiler: bool) -> tuple[Update, Callable[[Tensor], Tensor]]:
-            buffers = self._half[0], self._grads[0]
-            return choose_update(self._optimizer, self._groups, *buffers, Collectives(Axis()), try_compiler)
+            alone = Collectives(Axis())
+            return choose_update(self._optimizer, self._groups, self._half[0], [work.dtype], alone, try_compiler)
 
         compiled, stats = choose(work.try_compiler)
         library, library_stats = choose(False)

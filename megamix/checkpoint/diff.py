@@ -51,7 +51,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         run["config"] = tomllib.loads(manifest.run.config)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
-    counters = manifest.model_dump(include={"applied_updates", "skipped_steps", "loss_scale", "states"})
+    kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
+    counters = manifest.model_dump(include=kept, exclude_none=True)
     return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}
 
 

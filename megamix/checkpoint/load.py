@@ -147,8 +147,18 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
 
 def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     saved = {name: torch.tensor(value, dtype=torch.float64) for name, value in manifest.loss_scale.items()}
-    own = engine.loss_scale.state_dict()
-    if {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in own.items()}:
-        engine.loss_scale.load_state_dict(saved)
-    else:  # another rule, as where a run that gave up goes on in BF16
-        log.warning("the checkpoint's loss scale has another rule (%s): it begins anew", ", ".join(saved) or "none")
+    scale = engine.loss_scale
+    same_names = {name: value.dim() for name, value in saved.items()} == {
+        name: value.dim() for name, value in scale.state_dict().items()
+    }
+    # A checkpoint that does not name its rule is taken at its states' names, which `dynamic` and the presets share.
+    if not same_names or manifest.loss_scale_rule not in (None, scale.rule):
+        # As where a run that gave up goes on in BF16.
+        rule = manifest.loss_scale_rule or ", ".join(saved) or "none"
+        log.warning(
+            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, scale.loss_scale
+        )
+        return
+    scale.load_state_dict(saved)
+    if (before := float(saved["loss_scale"])) != (now := float(scale.loss_scale)):
+        log.warning("the loss scale goes on at %.10g, as the settings ask; the checkpoint has %.10g", now, before)

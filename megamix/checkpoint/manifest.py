@@ -65,6 +65,7 @@ class Manifest(Record):
     applied_updates: Count
     skipped_steps: Count
     loss_scale: dict[str, _Number | list[_Number]]  # by the loss scale's own state names
+    loss_scale_rule: str | None = None  # what they mean; None: saved before it was kept
     run: RunRecord
     layout: LayoutRecord
     states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
@@ -83,6 +84,7 @@ def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> 
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),
         loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
+        loss_scale_rule=engine.loss_scale.rule,
         run=run,
         layout=LayoutRecord(
             dp_size=engine.topology.dp.size,

@@ -70,9 +70,10 @@ class ShardedEngine:
         by_axis = connect_owners(self.layout, axes, precision, device)
         self.owners = [by_axis[bucket.owners] for bucket in self.layout.buckets]
         self.clock = Clock(device)
-        self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype)
-        settings = (optimizer, clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype)
-        require_equal(self.collectives, device, settings)
+        self.loss_scale = precision.loss_scale or StaticLossScale()
+        self._fingerprint = fingerprint(self.layout, optimizer.state_names, precision.dtype, self.loss_scale.rule)
+        settings = (clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype, compile_update)
+        require_equal(self.collectives, device, optimizer, self.loss_scale.settings(), settings)
         for number, own in enumerate(by_axis):
             require_equal(own, device, [bucket for bucket in self.layout.buckets if bucket.owners == number])
 
@@ -88,15 +89,18 @@ class ShardedEngine:
         for tensor in cast_frozen(model, trained, precision.dtype):
             by_axis[0].broadcast(tensor)
 
-        self.loss_scale = precision.loss_scale or StaticLossScale()
         self.loss_scale.to(device)
         self.half_grads = HalfGrads(self.layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(
             model, sharding.units, self.layout, self.half_params.flat, self.owners, sharding.overlap, self.clock
         )
+        for own in by_axis:
+            order = [self.layout.buckets[k] for k in self.param_gather.order_of_need if self.owners[k] is own]
+            require_equal(own, device, order)
         grad_shards = make_grad_shards(self.half_grads.flat, self.owners, precision)
         self._update, row_stats = choose_update(
-            optimizer, groups, self.half_params.flat[0], grad_shards[0], self.collectives, compile_update,
+            optimizer, groups, self.half_params.flat[0], [shard.dtype for shard in grad_shards], self.collectives,
+            compile_update,
         )  # fmt: skip
         self.grad_reduce = GradReduce(
             self.half_grads.flat, grad_shards, row_stats, self.owners, sharding.overlap, self.clock
@@ -249,14 +253,17 @@ class ShardedEngine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave on the same rank of the same layout. Every rank must call it.
 
-        Raises: ValueError if the layout, the optimizer's settings or the rank differ.
+        Masters, states and counters are taken over; lr and all other settings stay this engine's own.
+        Raises: ValueError if the layout (with the optimizer's groups), the names of the optimizer's states, the loss
+        scale's rule or the rank differ; nothing is changed then.
         """
         self._require_between_steps("load_state_dict()")
         rank = self.topology.world.rank
         if (state["layout"], state["rank"]) != (self._fingerprint, rank):
             raise ValueError(
                 f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-                f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, optimizer settings"
+                f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, dtype, optimizer "
+                "and its groups, kind of loss scale"
             )
         self.master_shard.restore(state["master"], state["states"])
         self.publish_masters()

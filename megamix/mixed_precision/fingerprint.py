@@ -22,5 +22,6 @@ def require_equal(collectives: Collectives, device: torch.device, *values: objec
     if different:
         raise ValueError(
             f"rank {axis.ranks[axis.rank]} and ranks {different} hold different models or settings: parameter "
-            "names, shapes, dtype, optimizer settings, clip_grad and grad_accum_steps must be equal on every rank"
+            "names, shapes, dtypes, optimizer, loss_scale, clip_grad, grad_accum_steps, compile_update and the order "
+            "of the parameters in units must be equal on every rank"
         )

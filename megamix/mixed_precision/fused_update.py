@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,7 +88,9 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         for state, new_state in zip(states, new_states, strict=True):
             state.copy_(new_state)
 
-    return update_
+    # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
+    # every engine of the process would share this one.
+    return types.FunctionType(update_.__code__.replace(), update_.__globals__, closure=update_.__closure__)
 
 
 class LibraryUpdate:
@@ -117,15 +120,16 @@ def choose_update(
     optimizer: Optimizer,
     groups: Sequence[Group],
     half: Tensor,
-    grad: Tensor,
+    grad_dtypes: Iterable[torch.dtype],
     collectives: Collectives,
     try_compiler: bool,
 ) -> tuple[Update, Callable[[Tensor], Tensor]]:
     """The update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
-    `half` and `grad`: any flat half parameters and sums of gradients, for their dtypes and device. One answer for all
-    ranks: the two paths round differently (fused multiply-adds), and the choice is logged.
+    `half`: any flat half parameters, for their dtype and device; `grad_dtypes`: of all sums of gradients, since what is
+    first compiled amid a step may fail there. One answer for all ranks: the two paths round differently (fused
+    multiply-adds), and the choice is logged.
     """
     library = LibraryUpdate(optimizer, groups), chunked_row_stats
     if not try_compiler:
@@ -137,7 +141,8 @@ def choose_update(
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
-            _try_out(optimizer, *compiled, half.new_zeros(_TRIAL), grad.new_zeros(_TRIAL))
+            for grad_dtype in dict.fromkeys(grad_dtypes):
+                _try_out(optimizer, *compiled, half.new_zeros(_TRIAL), half.new_zeros(_TRIAL, dtype=grad_dtype))
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):

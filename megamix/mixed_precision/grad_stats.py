@@ -72,11 +72,9 @@ class PieceStats:
 class GradStats:
     """What every rank knows of this step's gradients, all of it still on the device."""
 
-    # FP64 (ranks, 5): each rank's sum of squares, max abs (both scaled, summed), sums of losses and of their weights,
-    # stop request
-    by_rank: Tensor
-    sum_of_squares: Tensor  # FP64 (): of the same table by the same operation, so equal on every rank
-    max_abs: Tensor  # FP64 ()
+    # Of the ranks' one table by the same operation, so equal on every rank.
+    sum_of_squares: Tensor  # FP64 (): of the summed gradient, with the scale
+    max_abs: Tensor  # FP64 (): likewise
     loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the scale
     weight_sum: Tensor  # FP64 (): likewise; 1 where it is 0, and the loss and every gradient too
     found_inf: Tensor  # bool ()
@@ -91,12 +89,12 @@ def agree(
     Shapes: by_piece FP64 (2, pieces), loss_sum FP32 (), weight_sum and stop_request FP64 ().
     """
     row = torch.stack([by_piece[0].sum(), by_piece[1].amax(), loss_sum.double(), weight_sum, stop_request])
-    by_rank = collectives.table(row)
+    by_rank = collectives.table(row)  # FP64 (ranks, 5)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
-        by_rank, sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
+        sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
         ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(),
     )  # fmt: skip
 

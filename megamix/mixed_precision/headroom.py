@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class HeadroomLossScale(StaticLossScale):
         self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))
         self.wants_probe = False
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        peaks = state["peaks"]  # of another window the newest are kept; before them nothing is known
+        fitted = torch.cat([peaks, peaks.new_zeros(self.peaks.shape)])[: self.peaks.numel()]
+        super().load_state_dict({**state, "peaks": fitted})
         self.wants_probe = False

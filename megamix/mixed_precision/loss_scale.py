@@ -7,6 +7,7 @@ constant one and the one that searches; `headroom` measures, `loss_scale_presets
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class StaticLossScale:
 
     def __init__(self, init_scale: float = 1.0):
         require_power_of_two("init_scale", init_scale)
-        self.min_scale = init_scale  # it never falls below
+        self.min_scale = self.max_scale = init_scale  # it never leaves this range, and a constant one's is one number
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32)  # FP32 (), on the engine's device after `to`
 
     def to(self, device: torch.device) -> None:
@@ -57,12 +58,25 @@ class StaticLossScale:
         scale that this step's backward used, whatever `loss_scale` was set to since.
         """
 
+    @property
+    def rule(self) -> str:
+        """What its state means: other rules have states of the same names."""
+        return type(self).__name__
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides how it goes on, its first state too, as numbers: equal where two go on alike."""
+        return {"rule": self.rule, **vars(self), **{name: state.tolist() for name, state in self.state_dict().items()}}
+
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in self.state_names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of the same rule, whose settings may have been others: these here hold from now on, so
+        the scale moves into their range, and a constant one stays as it is.
+        """
         for name in self.state_names:
             getattr(self, name).copy_(state[name])
+        self.loss_scale.clamp_(self.min_scale, self.max_scale)
 
 
 class DynamicLossScale(StaticLossScale):

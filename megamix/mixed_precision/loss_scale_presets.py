@@ -34,7 +34,8 @@ class TorchLossScale(DynamicLossScale):
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
-        due = self.clean_steps == self.growth_interval
+        # Not ==, here and below: a run that goes on with a shorter interval may have counted more than that already.
+        due = self.clean_steps >= self.growth_interval
         self._move_(due & torch.isfinite(self.loss_scale * self.growth_factor), found_inf)
         self.clean_steps.masked_fill_(due, 0)
 
@@ -59,7 +60,7 @@ class MegatronLossScale(DynamicLossScale):
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
-        grow = self.clean_steps == self.growth_interval
+        grow = self.clean_steps >= self.growth_interval
         self._move_(grow, found_inf & (self.patience <= 0))
         self.clean_steps.masked_fill_(grow, 0)
         self.patience.masked_fill_(grow, self.hysteresis)
@@ -89,7 +90,7 @@ class DeepSpeedLossScale(DynamicLossScale):
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
-        grow = self.clean_steps == self.growth_interval + 1
+        grow = self.clean_steps >= self.growth_interval + 1
         self._move_(grow, found_inf & (self.patience <= 0))
         self.clean_steps.masked_fill_(grow, 1)
         self.patience.masked_fill_(~found_inf if self.consecutive_hysteresis else grow, self.hysteresis)

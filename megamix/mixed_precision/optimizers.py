@@ -66,6 +66,16 @@ class ParamGroup:
     lr_factor: float = 1.0
     weight_decay: float | None = None  # None: the optimizer's
 
+    def __post_init__(self) -> None:
+        _require_finite(f"lr_factor of group {self.pattern!r}", self.lr_factor)
+        if self.weight_decay is not None:
+            _require_finite(f"weight_decay of group {self.pattern!r}", self.weight_decay)
+
+
+def _require_finite(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:  # NaN neither
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value}; 0 turns it off")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
@@ -84,8 +94,7 @@ class Optimizer:
         table = self.lr_table()
         if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        _require_finite("weight_decay", self.weight_decay)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -153,7 +162,12 @@ class AdamW(Optimizer):
     def __post_init__(self) -> None:
         super(AdamW, self).__post_init__()
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}; use (0.9, 0.95)")
+        if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
+            raise ValueError(
+                f"eps must be a positive number of FP32's normal range, got {self.eps}: where all gradients were zero, "
+                "as padding's are, the step is 0 / (0 + eps); use 1e-8"
+            )
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -102,8 +102,8 @@ def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
         )
-    if clip_grad < 0:
-        raise ValueError(f"clip_grad must not be negative, got {clip_grad}; 0 turns clipping off")
+    if not clip_grad >= 0:  # NaN neither
+        raise ValueError(f"clip_grad must be a number of at least 0, got {clip_grad}; 0 turns clipping off")
     if grad_accum_steps < 1:
         raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
 

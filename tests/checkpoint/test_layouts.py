@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import itertools
 import random
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamix import NAG, AdamW, HeadroomLossScale, ParamGroup, Precision, ShardedEngine
+from megamix import (
+    NAG,
+    AdamW,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    ParamGroup,
+    Precision,
+    ShardedEngine,
+    StaticLossScale,
+    TorchLossScale,
+)
 from megamix.checkpoint import tensor_file
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.files import Files
@@ -238,7 +251,56 @@ def test_another_rule_of_the_loss_scale_begins_anew(tmp_path: Path, caplog) -> N
     load(checkpoint, target, together_of(target))
     assert int(target.applied_updates) == 3
     assert (float(target.loss_scale.loss_scale), target.loss_scale.peaks.count_nonzero()) == (2.0**7, 0)
-    assert "another rule (loss_scale, clean_steps, patience)" in caplog.text
+    assert "another rule (DynamicLossScale): it begins anew at 128" in caplog.text
+
+
+def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
+    precision = Precision(torch.bfloat16 if scale is None else torch.float16, loss_scale=scale)
+    return ShardedEngine(torch.nn.Linear(2, 2), AdamW(lr=0.01), precision, compile_update=False)
+
+
+def _resumed_scale(
+    folder: Path, saved: StaticLossScale, own: StaticLossScale | None, named: bool = True
+) -> list[float]:
+    """Its states after three overflows with `saved` and a load, from a checkpoint that names its rule or not."""
+    source, target = _scaled(saved), _scaled(own)
+    for _ in range(3):
+        saved.update_(torch.tensor(True), torch.tensor(0.0), saved.loss_scale.clone())
+    save(folder, take_snapshot(source, RunRecord()), together_of(source))
+    checkpoint = newest_checkpoint(folder, together_of(target))
+    assert checkpoint is not None
+    if not named:
+        manifest = checkpoint.manifest.model_copy(update={"loss_scale_rule": None})
+        checkpoint = replace(checkpoint, manifest=manifest)
+    load(checkpoint, target, together_of(target))
+    return [value for state in target.loss_scale.state_dict().values() for value in state.view(-1).tolist()]
+
+
+RESUMED_SCALES = [
+    (StaticLossScale(2.0**10), StaticLossScale(2.0**12), [2.0**12], "goes on at 4096, as the settings ask"),
+    (StaticLossScale(2.0**10), None, [1.0], "goes on at 1, as the settings ask; the checkpoint has 1024"),
+    (TorchLossScale(), MegatronLossScale(2.0**20), [2.0**20, 0, 2], "another rule (TorchLossScale): it begins anew"),
+    (DynamicLossScale(2.0**9), DynamicLossScale(16.0, max_scale=32.0), [32.0, 0, 1], "goes on at 32, as the"),
+    (DynamicLossScale(2.0**4), DynamicLossScale(16.0, min_scale=8.0), [8.0, 0, 1], "the checkpoint has 2"),
+    (DynamicLossScale(2.0**9), DynamicLossScale(2.0**20), [2.0**6, 0, 1], ""),
+    # After three overflows at 8, 4 and 2: what calls for 4, 2 and 1; the newest first.
+    (HeadroomLossScale(8.0, window=3), HeadroomLossScale(window=2), [1.0, 16376.0, 8188.0], ""),
+    (HeadroomLossScale(8.0, window=3), HeadroomLossScale(window=4), [1.0, 16376.0, 8188.0, 4094.0, 0.0], ""),
+]
+
+
+@pytest.mark.parametrize(("saved", "own", "want", "told"), RESUMED_SCALES)
+def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path: Path, caplog, saved, own, want, told: str) -> None:
+    assert _resumed_scale(tmp_path, deepcopy(saved), deepcopy(own)) == want
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
+def test_a_checkpoint_that_does_not_name_its_loss_scale_s_rule_loads(tmp_path: Path) -> None:
+    one, other = DynamicLossScale(2.0**9), StaticLossScale(2.0**12)
+    assert _resumed_scale(tmp_path / "1", one, DynamicLossScale(), named=False) == [2.0**6, 0, 1]
+    assert _resumed_scale(tmp_path / "2", StaticLossScale(2.0**10), other, named=False) == [2.0**12]
+    assert _resumed_scale(tmp_path / "3", one, StaticLossScale(2.0**5), named=False) == [2.0**5]
 
 
 def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:

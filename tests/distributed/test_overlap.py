@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, TorchLossScale
 from megamix.comm import collectives
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
@@ -200,6 +200,42 @@ def _different_models() -> str:
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def _different_settings() -> list[str]:
+    """What building an engine says where the second rank has another loss scale, order of gathers, or compiler."""
+
+    def build(
+        scale: StaticLossScale | None = None, units: tuple[int, ...] = (), compile_update: bool = False
+    ) -> ShardedEngine:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        sharding = Sharding(units=[model[place] for place in units], bucket_size=1)
+        precision = Precision(torch.float16, loss_scale=scale or DynamicLossScale())
+        return ShardedEngine(model, AdamW(lr=0.01), precision, sharding, compile_update=compile_update)
+
+    others = [
+        {"scale": TorchLossScale(2.0**24)},
+        {"scale": DynamicLossScale(2.0**23)},
+        {"scale": DynamicLossScale(growth_interval=1999)},
+        {"units": (0,)},  # the second layer, which the root awaits, would be sent first
+        {"units": (0, 1)},  # the same order as without
+        {"compile_update": True},
+    ]
+    told = []
+    for other in others:
+        try:
+            build(**other if dist.get_rank() else {})
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            told.append("accepted")
+    return told
+
+
+def test_ranks_with_different_settings_are_told_so(run_ranks) -> None:
+    for told in run_ranks(_different_settings, 2):
+        assert told.pop(4) == "accepted"
+        assert ["hold different models or settings" in message for message in told] == [True] * 5
 
 
 def test_ranks_with_different_models_are_told_so(run_ranks) -> None:

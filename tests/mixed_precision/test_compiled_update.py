@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import random
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW
+from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, StepScalars, choose_update, gated_update
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.optimizers import Group, UpdateScalars
+from megamix.mixed_precision.settings import Placement
 
 EPS = 2.0**-23
 GROUPS = [Group(1.0, 0.1), Group(0.5, 0.0)]
@@ -40,7 +42,7 @@ def kind(request):
     zeros = torch.zeros(64, dtype=dtype)
     torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
     before = counters["stats"]["unique_graphs"]
-    update, stats = choose_update(optimizer, GROUPS, zeros, zeros, Collectives(Axis()), try_compiler=True)
+    update, stats = choose_update(optimizer, GROUPS, zeros, [dtype], Collectives(Axis()), try_compiler=True)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
     )  # else nothing was compiled, and these tests would prove nothing
@@ -173,7 +175,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     try:
         zeros = torch.zeros(64, dtype=torch.float16)
         collectives = make_collectives(Topology.current().world, 64, torch.float16, zeros.device)
-        update, _ = choose_update(AdamW(lr=0.1), GROUPS, zeros, zeros, collectives, try_compiler=True)
+        update, _ = choose_update(AdamW(lr=0.1), GROUPS, zeros, [zeros.dtype], collectives, try_compiler=True)
     finally:
         fused_update._try_out = kept
         logging.getLogger("megamix").removeHandler(handler)
@@ -185,8 +187,43 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     zeros = torch.zeros(64, dtype=torch.float16)
     plain_sgd = NAG(lr=0.1, momentum=0.0)
-    update, _ = choose_update(plain_sgd, GROUPS, zeros, zeros, Collectives(Axis()), try_compiler=True)
+    update, _ = choose_update(plain_sgd, GROUPS, zeros, [zeros.dtype], Collectives(Axis()), try_compiler=True)
     assert isinstance(update, CompiledUpdate)
+
+
+def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> None:
+    # What is limited is the number of graphs of one code object, whoever makes the kernels.
+    traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
+    monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
+    monkeypatch.setattr(fused_update, "_TRIAL", 64)
+    half, alone = torch.zeros(64, dtype=torch.float16), Collectives(Axis())
+    for number in range(10):
+        update, _ = choose_update(NAG(lr=0.1, momentum=0.05 * number), GROUPS, half, [half.dtype], alone, True)
+        assert isinstance(update, CompiledUpdate)
+
+
+def _tried_dtypes() -> set[torch.dtype]:
+    """In which sums of gradients come to the trial where one layer is divided and the other has two owners."""
+    world = Topology.current().world
+    topology = Topology(world=world, dp=Axis((world.rank,)), tp=world, stage=world)
+    placements = {
+        "0.weight": Placement((8, 8), (0, 0), topology.stage),
+        "1.weight": Placement((16, 8), (8 * topology.tp.rank, 0), topology.dp),
+    }
+    tried = set()
+
+    def try_out(optimizer: object, update: object, stats: object, half: Tensor, grad: Tensor) -> None:
+        tried.add(grad.dtype)
+
+    with mock.patch.object(fused_update, "_try_out", try_out):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        sharding = Sharding(topology=topology, placements=placements)
+        ShardedEngine(model, NAG(lr=0.1), Precision(torch.bfloat16, reduce_dtype="half_fp32_sum"), sharding)
+    return tried
+
+
+def test_every_dtype_that_a_step_sums_in_is_tried_before_the_first_one(run_ranks) -> None:
+    assert run_ranks(_tried_dtypes, 2) == [{torch.bfloat16, torch.float32}] * 2
 
 
 def test_where_compiling_fails_the_library_kernels_take_over_and_the_log_says_why() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import weakref
 
@@ -12,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import (
+    NAG,
+    AdamW,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    ParamGroup,
+    Precision,
+    ShardedEngine,
+    Sharding,
+    StaticLossScale,
+    TorchLossScale,
+)
 from tests.distributed.models import loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
@@ -300,7 +313,8 @@ WRONG_SETTINGS = [
     ),
     (lambda: _engine(precision=Precision(torch.float32, reduce_dtype="half")), "'fp32' with FP32 gradients"),
     (lambda: _engine(precision=Precision(reduce_dtype="bf16")), "precision.reduce_dtype must be .* got 'bf16'"),
-    (lambda: _engine(clip_grad=-1.0), "clip_grad must not be negative, got -1.0"),
+    (lambda: _engine(clip_grad=-1.0), "clip_grad must be a number of at least 0, got -1.0"),
+    (lambda: _engine(clip_grad=math.nan), "clip_grad must be a number of at least 0, got nan; 0 turns clipping off"),
     (lambda: _engine(grad_accum_steps=0), "grad_accum_steps must be at least 1, got 0"),
     (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
     (
@@ -317,7 +331,15 @@ WRONG_SETTINGS = [
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
     (lambda: NAG(lr=1.0, momentum=1.0), r"momentum must lie in \[0, 1\), got 1.0"),
     (lambda: NAG(lr=1.0, momentum_form="heavy"), 'momentum_form must be "gradient" or "velocity", got \'heavy\''),
-    (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must not be negative, got -0.1"),
+    (lambda: NAG(lr=1.0, weight_decay=-0.1), "weight_decay must be a finite number of at least 0, got -0.1"),
+    (lambda: AdamW(lr=1.0, weight_decay=math.nan), "weight_decay must be a finite number of at least 0, got nan"),
+    (lambda: AdamW(lr=1.0, eps=0.0), r"eps must be a positive .*, got 0.0: .* 0 / \(0 \+ eps\); use 1e-8"),
+    (lambda: AdamW(lr=1.0, eps=-1.0), "eps must be a positive number"),
+    (lambda: AdamW(lr=1.0, eps=1e-50), "eps must be a positive number of FP32's normal range, got 1e-50"),
+    (lambda: AdamW(lr=1.0, eps=math.nan), "eps must be a positive number"),
+    (lambda: ParamGroup(pattern="*", lr_factor=-1.0), r"lr_factor of group '\*' must be a finite number .* got -1.0"),
+    (lambda: ParamGroup(pattern="*", lr_factor=math.nan), r"lr_factor of group '\*' must be"),
+    (lambda: ParamGroup(pattern="*.b", weight_decay=math.inf), r"weight_decay of group '\*.b' must be .* got inf"),
 ]
 
 
@@ -428,6 +450,33 @@ def test_a_foreign_state_is_refused() -> None:
     other = _engine(sharding=Sharding(bucket_size=100))
     with pytest.raises(ValueError, match=r"rank 0's of layout \w+, here is rank 0 of"):
         engine.load_state_dict(other.state_dict())
+
+
+def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
+    def build(scale: StaticLossScale) -> ShardedEngine:
+        return _engine(precision=Precision(torch.bfloat16, loss_scale=scale))
+
+    engine, others = build(TorchLossScale()), [build(rule()) for rule in (HeadroomLossScale, MegatronLossScale)]
+    before = engine.full_weights()
+    for other in others:
+        _train(other, 1)
+        with pytest.raises(ValueError, match="build the engine as it was: .* kind of loss scale"):
+            engine.load_state_dict(other.state_dict())
+        assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
+        assert int(engine.applied_updates) == 0
+
+
+def test_a_state_leaves_an_engine_its_own_settings() -> None:
+    def build(lr: float, scale: float) -> ShardedEngine:
+        precision = Precision(torch.bfloat16, loss_scale=StaticLossScale(scale))
+        return ShardedEngine(make_model(), AdamW(lr=lr), precision, compile_update=False)
+
+    engine, other = build(0.5, 4.0), build(0.25, 8.0)
+    _train(other, 1)
+    engine.load_state_dict(other.state_dict())
+    engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
+    result = engine.step()
+    assert (float(result.lr), float(result.loss_scale), int(engine.applied_updates)) == (0.5, 4.0, 2)
 
 
 def test_the_step_reports_what_a_user_logs() -> None:

@@ -62,7 +62,7 @@ def test_a_static_scale_never_moves() -> None:
     scale.update_(torch.tensor(True), torch.tensor(1.0), scale.loss_scale)
     restored = StaticLossScale(2.0)
     restored.load_state_dict(scale.state_dict())
-    assert float(scale.loss_scale) == float(restored.loss_scale) == 128.0
+    assert (float(scale.loss_scale), float(restored.loss_scale)) == (128.0, 2.0)
 
 
 WRONG = [

@@ -159,3 +159,11 @@ def test_a_restored_rule_goes_on_as_if_never_stopped(rule: type[DynamicLossScale
     before = _after(first, events[:cut])
     second.load_state_dict(first.state_dict())
     assert before + _after(second, events[cut:]) == whole
+
+
+@pytest.mark.parametrize("rule", [TorchLossScale, MegatronLossScale, DeepSpeedLossScale, DynamicLossScale])
+def test_a_rule_that_goes_on_with_a_shorter_interval_grows_at_once(rule: type[DynamicLossScale]) -> None:
+    first, second = rule(8.0, growth_interval=9), rule(8.0, growth_interval=3)
+    _after(first, "......")
+    second.load_state_dict(first.state_dict())
+    assert _after(second, ".") == [16]

@@ -242,5 +242,5 @@ def test_the_state_of_one_form_is_refused_by_the_other() -> None:
         ShardedEngine(Fed(), NAG(lr=0.1, momentum_form=form), FP32, compile_update=False)
         for form in ("gradient", "velocity")
     )
-    with pytest.raises(ValueError, match="optimizer settings"):
+    with pytest.raises(ValueError, match="optimizer and its groups"):
         velocity.load_state_dict(gradient.state_dict())
