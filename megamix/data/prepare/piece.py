@@ -149,7 +149,7 @@ def documents_of(
         else:
             document = split.place(file, record.text)
             number = report.num_documents[document.part]
-            if document.part == "train":
+            if document.part == "train" and split.valid_fraction:  # else none is ever moved to valid
                 if report.least_draw is None or document.draw < report.least_draw:
                     report.least_draw, report.drew_least = document.draw, []
                 if document.draw == report.least_draw:
