@@ -42,7 +42,8 @@ MICRO_BATCHES = 8  # of a step, over all data-parallel ranks
 def _config(layout: str) -> Config:
     """The same model and global batch for all."""
     place = parse_layout(layout)
-    config = make_config("pp2", dtype="fp32", sequence_parallel=False)  # four blocks, a tied table
+    # Four blocks, a tied table; biases, of which ranks have parts or copies.
+    config = make_config("pp2", family="gpt", dtype="fp32", sequence_parallel=False)
     return place.apply(config, MICRO_BATCHES // place.size("dp"))
 
 

@@ -1,0 +1,59 @@
+"""Full weights go through the engine of any mesh, and a copy that differs is named on all of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.replicas import DamagedError, check_replicas
+from tests.parallel.layouts import Case, Owned, assemble, backward, build, states, world_rank
+
+
+def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Owned], bool]:
+    """(full weights, masters, whether another engine that is given the weights has the same masters)."""
+    _, source = build(case)
+    backward(case, source, 0)
+    source.step()
+    weights = source.full_weights()
+    _, target = build(case)
+    target.load_weights(weights)
+    check_replicas(target)
+    mine, loaded = states(source)["master"], states(target)["master"]
+    return weights, mine, all(torch.equal(one.values, other.values) for one, other in zip(mine, loaded, strict=True))
+
+
+@pytest.mark.parametrize("case", [Case(dp_size=2, tp_size=2), Case(model="llama", tied=False, tp_size=2)], ids=str)
+def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case: Case) -> None:
+    ranks = run_ranks(_weights_through_the_engine, case.world_size, case)
+    masters, _ = assemble([owned for _, owned, _ in ranks])
+    for weights, _, same in ranks:
+        assert same
+        assert weights.keys() == masters.keys() | ({"head.weight"} if case.tied else set())
+        assert all(torch.equal(weights[name], masters[name]) for name in masters)
+
+
+def _damage(case: Case, victim: int, name: str) -> str:
+    _, engine = build(case)
+    backward(case, engine, 0)
+    engine.step()
+    engine.param_gather.wait_all()
+    if world_rank() == victim:
+        for bucket, flat in zip(engine.layout.buckets, engine.half_params.flat, strict=True):
+            for slot in bucket.slots:
+                if slot.spec.name == name:
+                    flat[slot.start] += 1
+    try:
+        check_replicas(engine)
+    except DamagedError as error:
+        return str(error)
+    return "clean"
+
+
+def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks) -> None:
+    case = Case(dp_size=2, tp_size=2)
+    for victim, name in ((3, "norm.weight"), (2, "blocks.0.attention.out.weight")):
+        told = run_ranks(_damage, 4, case, victim, name)
+        assert told[0] == told[1] == told[2] == told[3]
+        assert f"rank {victim}: the half parameter {name}" in told[0]
+    assert run_ranks(_damage, 4, case, 4, "norm.weight") == ["clean"] * 4
