@@ -54,7 +54,7 @@ class Topology:
 
     @property
     def tells_loss(self) -> bool:
-        """Of the ranks that compute one loss together, one counts it: the first of the last stage."""
+        """Of the ranks that compute one loss together, one counts it: the first of the last stage, if each has one."""
         return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
 
     @staticmethod
