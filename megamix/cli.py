@@ -192,7 +192,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
     except (OSError, WorkerDiedError) as error:  # the disk, or memory
-        raise ConfigError([f"{error}; run the same command again, it goes on from there"], "prepare") from error
+        raise ConfigError([f"{error}; mend that and run the same command again: it goes on"], "prepare") from error
     print(prepared.summary())
 
 

@@ -188,18 +188,6 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         'write position = "rotary"',
         {"model": {"position": "rotary", "rope_scaling": {"rule": "linear", "factor": 2.0}}},
     ),
-    (
-        {"optimizer": {"min_lr": 1e-5}, "lr_schedule": {"decay_style": "constant"}},
-        "optimizer.min_lr",
-        'decay_style = "constant" never decays; write another decay_style, or leave min_lr out',
-        {"optimizer": {"min_lr": 1e-5}},
-    ),
-    (
-        {"lr_schedule": {"decay_style": "constant", "decay_steps": 5}},
-        "lr_schedule.decay_steps",
-        "or leave decay_steps out",
-        {"lr_schedule": {"decay_style": "linear", "decay_steps": 5}},
-    ),
     ({"optimizer": {"min_lr": 0.1}}, "optimizer.min_lr", "min_lr = 0.0001", {"optimizer": {"min_lr": 0.0001}}),
     ({"lr_schedule": {"warmup_steps": 101}}, "lr_schedule.warmup_steps", "= 10", {"lr_schedule": {"warmup_steps": 10}}),
     (

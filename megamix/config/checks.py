@@ -130,17 +130,6 @@ def _warmup_fits(config: Config) -> Iterator[str]:
         )
 
 
-def _constant_rate_has_no_decay(config: Config) -> Iterator[str]:
-    if config.lr_schedule.decay_style == "constant":
-        given = {"lr_schedule.decay_steps": config.lr_schedule.decay_steps, "optimizer.min_lr": config.optimizer.min_lr}
-        for name, value in given.items():
-            if value:
-                yield (
-                    f'{name}: got {value}, but decay_style = "constant" never decays; '
-                    f"write another decay_style, or leave {name.partition('.')[2]} out"
-                )
-
-
 def _decay_fits(config: Config) -> Iterator[str]:
     warmup_steps, decay_steps = config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps
     steps, decay_style = config.training.steps, config.lr_schedule.decay_style
@@ -269,7 +258,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _only_rotary_stretches,
     _lr_falls,
     _warmup_fits,
-    _constant_rate_has_no_decay,
     _decay_fits,
     _fp16_is_scaled,
     _sums_suit_gradients,

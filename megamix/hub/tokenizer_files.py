@@ -43,9 +43,8 @@ def copy_tokenizer(place: Path, output: Path) -> None:
                 shutil.copyfile(folder / name, output / name)
     if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        tokenizer = open_tokenizer(place if place.is_file() else output / TOKENIZER)
-        with contextlib.suppress(ValueError):  # no end token is known
-            settings["eos_token"] = tokenizer.end_token
+        with contextlib.suppress(ValueError):  # it cannot be opened here, or no end token is known
+            settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
         (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 

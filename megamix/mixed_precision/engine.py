@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,6 +27,8 @@ from megamix.mixed_precision.optimizers import Optimizer, lr_of
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_loss, check_settings
 from megamix.mixed_precision.weights import full_weights, load_weights
+
+log = logging.getLogger("megamix")
 
 
 class ShardedEngine:
@@ -62,7 +65,9 @@ class ShardedEngine:
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
         self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
-        optimizer.check_groups(self.param_names)
+        if topology.world.rank == 0:
+            for pattern in optimizer.idle_groups(self.param_names):
+                log.warning("the optimizer's group %r matches no parameter of the model", pattern)
         self._own_names = frozenset(spec.name for spec in specs)
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
@@ -145,8 +150,8 @@ class ShardedEngine:
         return self.accumulation.expect(micro_batches)
 
     def discard_step(self) -> None:
-        """Forget the micro-batches since the last `step()`, for instance when a forward between them has failed; a
-        `backward` that fails does it by itself. Every rank must call it.
+        """Forget the micro-batches since the last `step()`, and `examine_next_step()`, for instance when a forward
+        between them has failed; a `backward` that fails does it by itself. Every rank must call it.
         """
         self.accumulation.discard()
 

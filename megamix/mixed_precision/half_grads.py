@@ -218,8 +218,8 @@ class Accumulation:
 
 
 def refuse_second_engine(model: nn.Module) -> None:
-    """Raises: ValueError if another engine's hooks sit on the model: the first to run would rob the other."""
+    """Raises: ValueError if the model is or was another engine's: of two the first to run would rob the other."""
     for name, param in model.named_parameters():
         for hook in (param._post_accumulate_grad_hooks or {}).values():
             if isinstance(hook, partial) and hook.func is _on_grad:
-                raise ValueError(f"parameter {name} belongs to another engine already; give a new engine a new model")
+                raise ValueError(f"parameter {name} belongs to another engine, or did; give a new engine a new model")

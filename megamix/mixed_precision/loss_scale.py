@@ -117,6 +117,10 @@ class DynamicLossScale(StaticLossScale):
         # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
         self.patience = torch.ones((), dtype=torch.int32)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.patience.clamp_(max=self.hysteresis)
+
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
         back_off = found_inf & (self.patience <= 0)

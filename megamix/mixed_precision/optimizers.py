@@ -5,7 +5,6 @@ An optimizer is settings and formulas; its states live in the master shard and i
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Sequence
@@ -112,12 +111,10 @@ class Optimizer:
                 return Group(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
         return Group(1.0, default_decay)
 
-    def check_groups(self, names: Sequence[str]) -> None:
-        """Raises: ValueError naming the first pattern that matches no parameter."""
-        for pattern in (group.pattern for group in self.groups):
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                near = ", ".join(difflib.get_close_matches(pattern, names, cutoff=0.0))
-                raise ValueError(f"groups: the pattern {pattern!r} matches no parameter; the nearest names are {near}")
+    def idle_groups(self, names: Sequence[str]) -> list[str]:
+        """The patterns that match none of a model's parameters: misspelt, or meant for another one."""
+        patterns = (group.pattern for group in self.groups)
+        return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
 
     def coefficients(self, update: Tensor) -> Tensors:
         """What the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""

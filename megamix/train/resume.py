@@ -169,7 +169,8 @@ def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
     ]
     if refused:
         raise ConfigError(refused, "job")
-    return _told(old, new)
+    rules = {"rng_rule": saved.rng_rule}, {"rng_rule": now.rng_rule}  # another order of the data, other initial weights
+    return _told(old | rules[0], new | rules[1])
 
 
 def _changes_of_model(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

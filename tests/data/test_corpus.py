@@ -127,3 +127,14 @@ def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
     with pytest.raises(ValueError, match=r"pip install 'megamix\[datasets\]'"):
         input_corpus(["hf:somebody/something"])
+
+
+def test_what_prepare_writes_is_left_out_through_a_link_too(tmp_path: Path) -> None:
+    (tmp_path / "data/out").mkdir(parents=True)
+    (tmp_path / "data/out/train.bin").touch()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").touch()
+    (tmp_path / "in/link").symlink_to(tmp_path / "data")
+    corpus = input_corpus([str(tmp_path / "in")])
+    assert [file.name for file in corpus.files] == ["a.txt", "link/out/train.bin"]
+    assert [file.name for file in corpus.outside(tmp_path / "data/out").files] == ["a.txt"]

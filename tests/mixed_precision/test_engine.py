@@ -143,6 +143,14 @@ def test_groups_set_lr_factor_and_weight_decay_by_name() -> None:
     assert not torch.equal(model.blocks[0].down.weight, down)
 
 
+def test_a_group_that_matches_no_parameter_is_named(caplog) -> None:
+    groups = (ParamGroup(pattern="*.biass"), ParamGroup(pattern="*.up.*"))
+    ShardedEngine(make_model(), AdamW(lr=0.01, groups=groups), FP32, compile_update=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the optimizer's group '*.biass' matches no parameter of the model"
+    ]
+
+
 # What breaks a view, and what the message must say.
 BREAKERS = [
     (lambda model: model.float(), "lost its place"),
@@ -322,10 +330,6 @@ WRONG_SETTINGS = [
         "units must be submodules of the model; Linear is not",
     ),
     (lambda: _engine(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
-    (
-        lambda: ShardedEngine(nn.Linear(2, 2), AdamW(lr=1.0, groups=(ParamGroup(pattern="*.biass"),))),
-        r"the pattern '\*.biass' matches no parameter; the nearest names are bias, weight",
-    ),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
     (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
@@ -352,7 +356,7 @@ def test_a_wrong_setting_is_named(build, message: str) -> None:
 def test_a_second_engine_on_the_same_model_is_refused() -> None:
     model = make_model()
     first = _engine(model)
-    with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine already"):
+    with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
         _engine(model)
     assert _train(first) == _train(_engine())  # the first one is as it was
 

@@ -167,3 +167,12 @@ def test_a_rule_that_goes_on_with_a_shorter_interval_grows_at_once(rule: type[Dy
     _after(first, "......")
     second.load_state_dict(first.state_dict())
     assert _after(second, ".") == [16]
+
+
+@pytest.mark.parametrize("rule", [MegatronLossScale, DeepSpeedLossScale, DynamicLossScale])
+def test_a_rule_that_goes_on_with_less_hysteresis_is_no_more_patient(rule: type[DynamicLossScale]) -> None:
+    first, second = rule(8.0, growth_interval=2, hysteresis=5), rule(8.0, growth_interval=2, hysteresis=1)
+    _after(first, "......")
+    second.load_state_dict(first.state_dict())
+    before = float(second.loss_scale)
+    assert _after(second, "x") == [before / 2]

@@ -290,6 +290,8 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
     manifest = checkpoint.manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
     before = replace(checkpoint, manifest=manifest)
     assert changes(before, run, 0) == ['data.packing: not set -> "none"', "model.qk_norm: not set -> false"]
+    otherwise = run.model_copy(update={"rng_rule": "dice"})
+    assert changes(checkpoint, otherwise, 0) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
     other = run.config.replace("qk_norm = false", "qk_norm = true")
     with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has not set, the configuration true"):
         changes(before, run.model_copy(update={"config": other}), 0)

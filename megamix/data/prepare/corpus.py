@@ -36,9 +36,9 @@ class Corpus:
 
     def outside(self, *folders: Path) -> "Corpus":
         """Without files in these folders: what prepare writes into a folder that it reads is no text of the user's."""
-        inside = tuple(f"{os.path.abspath(folder)}{os.sep}" for folder in folders)
+        inside = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
         return Corpus(
-            self.flag, tuple(file for file in self.files if not os.path.abspath(file.path).startswith(inside))
+            self.flag, tuple(file for file in self.files if not os.path.realpath(file.path).startswith(inside))
         )
 
 

@@ -42,8 +42,9 @@ class Split:
     """Which documents validate: by a hash of the name of a file of text, or of the text of a record, or of a file whose
     name others have too.
 
-    Adding a document moves no other one, and equal records never lie on both sides. A document longer than `longest`
-    bytes stays in training. (Seen in the standard library: one file of English prose made up two thirds of validation.)
+    Adding a document moves no other one, but for files that come to share their name; equal records never lie on both
+    sides. A document longer than `longest` bytes stays in training. (Seen in the standard library: one file of English
+    prose made up two thirds of validation.)
     """
 
     valid_fraction: float
