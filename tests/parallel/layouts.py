@@ -141,6 +141,21 @@ def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
     }
 
 
+def contents(engine: ShardedEngine) -> list[Tensor]:
+    """Copies of masters, moments and half parameters: all that an overflow must leave as it is."""
+    owned = [one.values for kind in states(engine).values() for one in kind]
+    return owned + [flat.clone() for flat in engine.half_params.flat]
+
+
+def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+def with_one_inf(grad: Tensor) -> Tensor:
+    """A hook for a parameter."""
+    return grad.index_fill(0, torch.tensor([0]), torch.inf)
+
+
 def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:
     """(full tensors by name; those of which an element is not owned by exactly one rank)."""
     full: dict[str, Tensor] = {}

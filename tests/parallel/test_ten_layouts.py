@@ -27,7 +27,7 @@ from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import batches
 from tests.conftest import FULL
-from tests.parallel.layouts import Owned, assemble, states
+from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
 from tests.verify.jobs import make_config
 from tests.verify.test_layouts import LAYOUTS
 
@@ -74,20 +74,14 @@ def _overflows(config: Config) -> list[str]:
     engine = passes.engine
     rank, wrong = engine.topology.world.rank, []
     _step(config, passes, 0)
-    before, half = states(engine), [flat.clone() for flat in engine.half_params.flat]
+    before = contents(engine)
     params = [*engine.half_params.params.values()]
     for victim in range(engine.topology.world.size):
-        inf = lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf)  # noqa: E731
-        handle = params[(3 * victim + 1) % len(params)].register_hook(inf) if rank == victim else None
+        handle = params[(3 * victim + 1) % len(params)].register_hook(with_one_inf) if rank == victim else None
         _, skipped = _step(config, passes, 1)
         if handle is not None:
             handle.remove()
-        engine.param_gather.wait_all()
-        same = all(
-            torch.equal(one.values, other.values)
-            for kind, owned in states(engine).items()
-            for one, other in zip(before[kind], owned, strict=True)
-        ) and all(torch.equal(one, other) for one, other in zip(half, engine.half_params.flat, strict=True))
+        same = are_equal(before, contents(engine))
         if not (skipped and same and int(engine.skipped_steps) == victim + 1 and int(engine.applied_updates) == 1):
             wrong.append(f"rank {victim} overflows, rank {rank}: skipped {skipped}, unchanged {same}")
     if _step(config, passes, 1)[1]:

@@ -24,12 +24,14 @@ from tests.parallel.layouts import (
     VOCAB,
     Case,
     Outcome,
+    are_equal,
     backward,
+    contents,
     first_difference,
     run,
     same_everywhere,
-    states,
     train,
+    with_one_inf,
     world_rank,
 )
 from tests.parallel.layouts import build as build_case
@@ -149,19 +151,13 @@ def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]
     model, engine = build_case(case)
     backward(case, engine, 0)
     engine.step()
-    before = states(engine)
-    half_before = [flat.clone() for flat in engine.half_params.flat]
+    before = contents(engine)
     if world_rank() == victim:
         params = [*model.parameters()]
-        params[victim % len(params)].register_hook(lambda grad: grad.index_fill(0, torch.tensor([0]), torch.inf))
+        params[victim % len(params)].register_hook(with_one_inf)
     backward(case, engine, 1)
     result = engine.step()
-    engine.param_gather.wait_all()
-    unchanged = all(
-        torch.equal(one.values, other.values)
-        for kind, owned in states(engine).items()
-        for one, other in zip(before[kind], owned, strict=True)
-    ) and all(torch.equal(one, other) for one, other in zip(half_before, engine.half_params.flat, strict=True))
+    unchanged = are_equal(before, contents(engine))
     faults = [peak.fault for peak in gather_peaks(engine, result.by_piece) if peak.fault]
     return bool(result.found_inf), unchanged, float(engine.skipped_steps), faults
 
