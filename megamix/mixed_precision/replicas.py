@@ -1,17 +1,24 @@
-"""Silent damage: does every rank still hold the same half parameters, and are they the casts of their masters?
+"""Silent damage: does every rank still hold the same half parameters and counters, and do masters and halves agree?
 
-Every rank holds each element in half, and its owner holds it in FP32 as well. What a memory fault, a wrong kernel or a
-lost message changes in one of them shows as a difference. What has no second copy cannot be checked: the digits of a
-master that its cast drops, and the optimizer's states.
+Every rank holds each element in half, and its owner holds it in FP32 as well; the counters, the loss scale and the
+learning rates every rank holds whole. What a memory fault, a wrong kernel or a lost message changes in one of them
+shows as a difference. What has no second copy cannot be checked: the digits of a master that its cast drops, and the
+optimizer's states.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.fingerprint import fingerprint
 from megamix.mixed_precision.flat_layout import ROW
+
+Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
 
 _CHUNK = 1 << 18  # elements: on a CPU the second pass finds what the first left in cache
 _CHUNK_GPU = 1 << 24  # a GPU's launches cost more than its cache saves; bounds the memory of a check
@@ -24,20 +31,47 @@ class DamagedError(Exception):
     """Memory does not hold what was written; the message names ranks and parameters."""
 
 
-def check_replicas(engine: ShardedEngine) -> None:
-    """Compare every rank's half parameters with the masters. Every rank must call it, after the same step.
+def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> None:
+    """Compare every rank's half parameters with the masters, and every rank's counters, loss scale and table of
+    learning rates with the other ranks'. Every rank must call it, after the same step.
 
+    `counters`: the caller's own, by name, that must be equal on every rank.
     One pass over the half parameters and this rank's masters, one gather of a number of 8 bytes for each bucket from
-    its owners, one of a byte from every rank, one read of the device.
+    its owners, one of two such numbers from every rank, one read of the device.
     Raises: DamagedError on all ranks alike, after a closer look at every element.
     """
     engine.half_params.check()
     engine.param_gather.wait_all()
     agree = torch.stack([_copies_agree(engine, buckets) for buckets in _buckets_by_owners(engine)]).all()
-    by_rank = engine.collectives.table(agree.view(1).to(torch.uint8))[:, 0].bool().tolist()
-    if not all(by_rank):
-        ranks = [rank for rank, ok in enumerate(by_rank) if not ok]
-        raise DamagedError(f"memory does not hold what was written: {_describe(engine, ranks)}")
+    row = torch.stack([agree.long(), _state_hash(engine, counters or {})])
+    by_rank = engine.collectives.table(row).tolist()
+    problems = []
+    if wrong := [rank for rank, (ok, _) in enumerate(by_rank) if not ok]:
+        problems.append(_describe(engine, wrong))
+    if len({state for _, state in by_rank}) > 1:
+        problems += _disagreements(engine, counters or {}) or ["no counter differs at a second look"]
+    if problems:
+        raise DamagedError(f"memory does not hold what was written: {'; '.join(problems)}")
+
+
+def _state(engine: ShardedEngine) -> dict[str, Tensor]:
+    """What lies on the device of every rank, and must be equal there."""
+    scale = {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
+    counts = {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps}
+    return {**counts, **scale, "lr_table": engine._lr_table}
+
+
+def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tensor:
+    """A hash of the bits of all that must be equal on every rank: INT64 ()."""
+    state = _state(engine)
+    # As a number that fills a tensor: a tensor made of a list would be copied to the device, and the host wait for it.
+    # With the lengths, since the end is filled up: a table that ends with zeros is not one that is shorter.
+    told = int(fingerprint(dict(counters), [tensor.numel() for tensor in state.values()])[:15], 16)
+    parts = [torch.full((1,), told, device=engine.applied_updates.device), *state.values()]
+    rows = [part.reshape(-1).view(torch.uint8) for part in parts]
+    end = rows[0].new_zeros(-sum(row.numel() for row in rows) % (8 * ROW))
+    words = torch.cat([*rows, end]).view(torch.int64)
+    return shard_hashes(words, 1, torch.int64)[0]
 
 
 def _buckets_by_owners(engine: ShardedEngine) -> list[list[int]]:
@@ -119,3 +153,47 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
         else:
             found += [f"rank {numbers[rank]}: the half parameter {name}" for rank in wrong]
     return found
+
+
+def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
+    """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
+    device = engine.applied_updates.device
+    held = _state(engine) | {name: _exact(numbers).to(device) for name, numbers in counters.items()}
+    return [line for name, tensor in held.items() if (line := _disagreement(engine, name, tensor))]
+
+
+def _exact(numbers: Numbers) -> Tensor:
+    """Not in torch's FP32, to which two counts beyond 2^24 are one."""
+    whole = all(isinstance(number, int) for number in (numbers if isinstance(numbers, Sequence) else [numbers]))
+    return torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
+
+
+def _disagreement(engine: ShardedEngine, name: str, tensor: Tensor) -> str:
+    """Who holds which value at the first place where one differs; empty if none does. Every rank must call it."""
+    flat = tensor.reshape(-1).contiguous()
+    table = engine.collectives.table
+    lengths = table(torch.tensor([flat.numel()], device=flat.device))[:, 0].tolist()
+    if len(set(lengths)) > 1:
+        return _who_holds_what(f"the length of {name}", lengths)
+    first = flat.clone()
+    engine.collectives.broadcast(first)
+    bits = first.view(torch.uint8) != flat.view(torch.uint8)
+    differs = bits.view(flat.numel(), flat.itemsize).any(1)
+    places = torch.arange(flat.numel(), device=flat.device)[differs]
+    place = int(table(torch.cat([places, places.new_tensor([flat.numel()])])[:1]).min())
+    if place == flat.numel():
+        return ""
+    return _who_holds_what(f"{name}[{place}]" if tensor.dim() else name, table(flat[place : place + 1])[:, 0].tolist())
+
+
+def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:
+    """Those that are not of the majority's value; without a majority everybody."""
+    values = [repr(value) for value in by_rank]
+    (usual, count), *_ = Counter(values).most_common(1)
+    majority = 2 * count > len(values)
+    groups: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        if not majority or value != usual:
+            groups.setdefault(value, []).append(str(rank))
+    holders = ", ".join(f"rank {', '.join(ranks)}: {value}" for value, ranks in groups.items())
+    return f"{what}: {holders}" + (f", all others: {usual}" if majority else "")

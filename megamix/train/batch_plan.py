@@ -60,6 +60,19 @@ class PlanState(NamedTuple):
     last_applied_scale: float | None
     attempts: int = 0  # handed out so far
 
+    def counters(self) -> dict[str, float | list[int]]:
+        """All of it in numbers, by name: equal on every rank, or memory is damaged."""
+        waiting = [
+            number
+            for batch, due_in in self.waiting
+            for part in batch.samples
+            for number in (due_in, batch.tries, batch.counted_tries, part.start, part.stop)
+        ]
+        return {
+            "plan.applied": self.applied, "plan.cursor": self.cursor, "plan.waiting": waiting,
+            "plan.attempts": self.attempts, "plan.last_applied_scale": self.last_applied_scale or 0.0,
+        }  # fmt: skip
+
 
 class BatchPlan:
     """Hands out attempts and takes their outcomes, in order.
@@ -147,6 +160,13 @@ class BatchPlan:
     def state(self) -> PlanState:
         """What is needed to go on as if never stopped; only with nothing in flight."""
         assert not self._in_flight, "outcomes are still to come"
+        return self._so_far()
+
+    def counters(self) -> dict[str, float | list[int]]:
+        """What every rank must have counted alike, whatever is in flight."""
+        return self._so_far().counters()
+
+    def _so_far(self) -> PlanState:
         waiting = [Waiting(batch, due - self._attempts) for due, batch in self._waiting]
         left_over = [Waiting(GlobalBatch((part,)), 0) for part in self._left_over]
         return PlanState(self.applied, self._cursor, (*waiting, *left_over), self._last_applied_scale, self._attempts)

@@ -95,7 +95,7 @@ class Trainer:
         data.
 
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
-        every rank after the same update; DamagedError once the ranks' copies of a parameter differ.
+        every rank after the same update; DamagedError once the ranks' copies of a parameter or counter differ.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()
@@ -144,7 +144,7 @@ class Trainer:
             self._examinations[attempt.number] = result.examination
         if _is_due(attempt.number, self.config.checkpoint.verify_interval):
             with self.engine.clock.span("replica_check"):
-                check_replicas(self.engine)
+                check_replicas(self.engine, self.plan.counters())
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self.batches.micro_batches(global_batch.samples):

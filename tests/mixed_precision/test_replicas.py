@@ -3,35 +3,62 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
-from megamix.mixed_precision.replicas import DamagedError, check_replicas, shard_hashes
+from megamix import (
+    NAG,
+    AdamW,
+    DeepSpeedLossScale,
+    DynamicLossScale,
+    HeadroomLossScale,
+    MegatronLossScale,
+    Precision,
+    ShardedEngine,
+    Sharding,
+    StaticLossScale,
+    TorchLossScale,
+)
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.replicas import DamagedError, Numbers, check_replicas, shard_hashes
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
 HALF = (torch.float16, torch.bfloat16)
 TRIALS = 50 if FULL else 12  # for each of two dtypes
+RULES = {
+    rule.__name__: rule
+    for rule in (
+        StaticLossScale, DynamicLossScale, HeadroomLossScale, TorchLossScale, MegatronLossScale, DeepSpeedLossScale
+    )
+}  # fmt: skip
+OPTIMIZERS = {"AdamW": AdamW(lr=[0.01, 0.02, 0.03]), "NAG": NAG(lr=0.01)}
+CHECKS = 100 if FULL else 5  # without a change, of each rule and optimizer
+COUNTERS = {"plan.cursor": 40, "plan.waiting": [7, 2**60], "plan.last_applied_scale": 256.0}
 
 
-def _trained(dtype: torch.dtype, steps: int = 3, compile_update: bool = False) -> ShardedEngine:
+def _trained(
+    dtype: torch.dtype, steps: int = 3, optimizer: Optimizer | None = None, rule: str = "StaticLossScale"
+) -> ShardedEngine:
     model = make_model()
     rank = dist.get_rank() if dist.is_initialized() else 0
-    precision = Precision(dtype, loss_scale=StaticLossScale(2.0**8))
-    engine = ShardedEngine(model, AdamW(lr=0.01), precision, Sharding(bucket_size=1500), compile_update=compile_update)
+    precision = Precision(dtype, loss_scale=RULES[rule](2.0**8))
+    engine = ShardedEngine(
+        model, optimizer or AdamW(lr=0.01), precision, Sharding(bucket_size=1500), compile_update=False
+    )
     for step in range(steps):
         engine.backward(loss_of(model, make_batch(step, rank, 0)))
         engine.step()
     return engine
 
 
-def _verdict(engine: ShardedEngine) -> str:
+def _verdict(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> str:
     try:
-        check_replicas(engine)
+        check_replicas(engine, counters)
     except DamagedError as error:
         return str(error)
     return "clean"
@@ -114,6 +141,78 @@ def _after_an_overflow() -> str:
 
 def test_after_a_skipped_step_nothing_is_accused(run_ranks) -> None:
     assert run_ranks(_after_an_overflow, 2) == ["clean"] * 2
+
+
+def _change_each_counter(rule: str, optimizer: str, victim: int) -> tuple[set[str], list[tuple[str, str]]]:
+    """The verdicts without a change, and for each counter and state (what it is, what was said of one bit)."""
+    engine = _trained(torch.float16, 2, OPTIMIZERS[optimizer], rule)
+    rank = engine.topology.world.rank
+    clean = {_verdict(engine, COUNTERS) for _ in range(CHECKS)}
+    state = {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps}
+    state |= {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
+    outcomes = []
+    for name, tensor in (state | {"lr_table": engine._lr_table}).items():
+        element = tensor.numel() // 2
+        if rank == victim:
+            _flip(tensor.view(-1), element, 3)
+        outcomes.append((f"{name}[{element}]" if tensor.dim() else name, _verdict(engine, COUNTERS)))
+        if rank == victim:
+            _flip(tensor.view(-1), element, 3)
+    clean.add(_verdict(engine, COUNTERS))
+    return clean, outcomes
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(run_ranks, size) -> None:
+    for number, rule in enumerate(RULES):
+        optimizer = list(OPTIMIZERS)[number % 2]
+        answers = run_ranks(_change_each_counter, size, rule, optimizer, victim := number % size)
+        assert all(answer == answers[0] for answer in answers)
+        clean, outcomes = answers[0]
+        assert clean == {"clean"}, (rule, optimizer)
+        assert len(outcomes) == 3 + len(RULES[rule].state_names)
+        for name, said in outcomes:
+            assert said.startswith(f"memory does not hold what was written: {name}: rank "), (name, said)
+            assert f"rank {victim}: " in said
+            assert said.count("rank ") == (2 if size == 2 else 1), said  # of two, neither is the majority
+            assert (", all others: " in said) == (size == 3), said
+
+
+def _changed_on_one_rank(victim: int) -> list[str]:
+    engine = _trained(torch.bfloat16, 1, OPTIMIZERS["AdamW"])
+    mine = engine.topology.world.rank == victim
+    table = engine._lr_table.clone()
+    said = [_verdict(engine, COUNTERS | change) if mine else _verdict(engine, COUNTERS) for change in (
+        {"plan.cursor": 41}, {"plan.waiting": [7, 2**60 + 1]}, {"plan.waiting": []}, {"plan.last_applied_scale": 0.5}
+    )]  # fmt: skip
+    if mine:
+        engine.applied_updates += 1000
+    said.append(_verdict(engine))
+    if mine:
+        engine.applied_updates -= 1000
+        engine._lr_table = torch.cat([table, table.new_zeros(5)])
+    said.append(_verdict(engine))
+    if mine:
+        engine._lr_table = table
+        _flip(engine.half_params.flat[0], 3, 1)
+        engine.skipped_steps += 1
+    return [*said, _verdict(engine)]
+
+
+def test_the_values_of_what_differs_are_told(run_ranks) -> None:
+    said = run_ranks(_changed_on_one_rank, 3, 1)
+    assert said[0] == said[1] == said[2]
+    told = [line.removeprefix("memory does not hold what was written: ") for line in said[0]]
+    assert told[:6] == [
+        "plan.cursor: rank 1: 41, all others: 40",
+        f"plan.waiting[1]: rank 1: {2**60 + 1}, all others: {2**60}",
+        "the length of plan.waiting: rank 1: 0, all others: 2",
+        "plan.last_applied_scale: rank 1: 0.5, all others: 256.0",
+        "applied_updates: rank 1: 1001, all others: 1",
+        "the length of lr_table: rank 1: 8, all others: 3",
+    ]
+    assert told[6].startswith("rank 1 differs from the masters; rank 1: the half parameter ")
+    assert told[6].endswith("; skipped_steps: rank 1: 1, all others: 0")
 
 
 def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:

@@ -43,6 +43,8 @@ def _damage(case: Case, victim: int, name: str) -> str:
             for slot in bucket.slots:
                 if slot.spec.name == name:
                     flat[slot.start] += 1
+        if name == "skipped_steps":
+            engine.skipped_steps += 1
     try:
         check_replicas(engine)
     except DamagedError as error:
@@ -56,4 +58,6 @@ def test_a_copy_that_differs_is_named_on_every_rank_of_a_mesh(run_ranks) -> None
         told = run_ranks(_damage, 4, case, victim, name)
         assert told[0] == told[1] == told[2] == told[3]
         assert f"rank {victim}: the half parameter {name}" in told[0]
+    told = run_ranks(_damage, 4, case, 2, "skipped_steps")
+    assert told == ["memory does not hold what was written: skipped_steps: rank 2: 1, all others: 0"] * 4
     assert run_ranks(_damage, 4, case, 4, "norm.weight") == ["clean"] * 4
