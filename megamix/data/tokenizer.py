@@ -205,10 +205,12 @@ def check_vocab_size(vocab_size: int) -> None:
 
 def _configured_end_token(path: Path) -> str | None:
     """The eos_token of a tokenizer_config.json, which is text or an object with the text as its content."""
+    if not path.is_file():  # a FIFO would be waited for
+        return None
     try:
         token = json.loads(path.read_text(encoding="utf-8"))["eos_token"]
         return str(token["content"] if isinstance(token, dict) else token) if token else None
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

@@ -19,9 +19,10 @@ from megamix.checkpoint.folder import unfinished_name
 from megamix.checkpoint.pieces import pieces
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
 from megamix.hub.families import family_of
+from megamix.hub.finite import Weights
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS
 from megamix.hub.links import Link, their_shapes
-from megamix.hub.source import DTYPES, Source, Weights
+from megamix.hub.source import DTYPES, Source
 from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer
 
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it; a larger tensor has a shard of its own

@@ -34,6 +34,7 @@ class Family:
     architecture: str
     base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
     places: Mapping[str, Place]  # by our module's name, `blocks` without its number
+    size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
     read_config: Callable[[configs.Json], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
     allowed: Callable[[ModelConfig], dict[str, tuple[Any, ...]]]  # values by key of the section [model]
@@ -63,8 +64,20 @@ class Family:
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a model, a shared one under its first name. Allocates nothing."""
-    return {name: tuple(param.shape) for name, param in meta_model(config).named_parameters()}
+    """Every parameter of a model, a shared one under its first name. Allocates nothing.
+
+    Raises: ValueError if a parameter is larger than any memory.
+    """
+    try:
+        params = list(meta_model(config.model_copy(update={"num_layers": 1})).named_parameters())
+    except RuntimeError as error:
+        raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
+    # One block stands for all: to build a thousand takes 20 s.
+    block = [(name.removeprefix("blocks.0"), param) for name, param in params if name.startswith("blocks.0.")]
+    first = next(place for place, (name, _) in enumerate(params) if name.startswith("blocks.0."))
+    blocks = [(f"blocks.{layer}{leaf}", param) for layer in range(config.num_layers) for leaf, param in block]
+    every = (*params[:first], *blocks, *params[first + len(block) :])
+    return {name: tuple(param.shape) for name, param in every}
 
 
 def meta_model(config: ModelConfig) -> Transformer:
@@ -107,19 +120,19 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(
-            "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2,
+            "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, configs.GPT2_SIZES,
             configs.read_gpt2, configs.write_gpt2, configs.gpt2_allows,
         ),
         Family(
-            "llama", "LlamaForCausalLM", "model.", _LLAMA,
+            "llama", "LlamaForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
             configs.read_llama, configs.write_llama, configs.llama_allows,
         ),
         Family(
-            "qwen2", "Qwen2ForCausalLM", "model.", _LLAMA,
+            "qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
             configs.read_qwen2, configs.write_qwen, configs.qwen2_allows,
         ),
         Family(
-            "qwen3", "Qwen3ForCausalLM", "model.", _LLAMA,
+            "qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
             configs.read_qwen3, configs.write_qwen, configs.qwen3_allows,
         ),
     )

@@ -16,7 +16,18 @@ from megamix.model import sizes
 
 Json = Mapping[str, Any]
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_SHOWN = 80  # characters
 _UNSET_OR_ONE = (None, 1, 1.0)
+# The section's sizes that have a key of their own.
+GPT2_SIZES = {
+    "vocab_size": "vocab_size", "seq_len": "n_positions", "hidden_size": "n_embd", "num_layers": "n_layer",
+    "num_heads": "n_head", "ffn_hidden_size": "n_inner",
+}  # fmt: skip
+ROTARY_SIZES = {
+    "vocab_size": "vocab_size", "seq_len": "max_position_embeddings", "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
+}  # fmt: skip
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
@@ -39,8 +50,9 @@ def read_gpt2(json: Json) -> ModelConfig:
     problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
     _refuse(json, problems)
     return _model(
-        vocab_size=_size(json, "vocab_size"), seq_len=_size(json, "n_positions"), hidden_size=_size(json, "n_embd"),
-        num_layers=_size(json, "n_layer"), num_heads=_size(json, "n_head"), ffn_hidden_size=json.get("n_inner"),
+        GPT2_SIZES, vocab_size=_size(json, "vocab_size"), seq_len=_size(json, "n_positions"),
+        hidden_size=_size(json, "n_embd"), num_layers=_size(json, "n_layer"), num_heads=_size(json, "n_head"),
+        ffn_hidden_size=json.get("n_inner"),
         norm="layernorm", norm_eps=json.get("layer_norm_epsilon", 1e-5), position="learned",
         activation=_GELU[activation], bias=True, tie_embeddings=json.get("tie_word_embeddings", True),
         init_std=json.get("initializer_range", 0.02),
@@ -112,7 +124,7 @@ def _read_rotary(json: Json, problems: list[str], seq_len: int, **given: Any) ->
     theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
     _refuse(json, problems + rope_problems)
     return _model(
-        vocab_size=_size(json, "vocab_size"), seq_len=json.get("max_position_embeddings", seq_len),
+        ROTARY_SIZES, vocab_size=_size(json, "vocab_size"), seq_len=json.get("max_position_embeddings", seq_len),
         hidden_size=_size(json, "hidden_size"), num_layers=_size(json, "num_hidden_layers"),
         num_heads=_size(json, "num_attention_heads"), num_kv_heads=json.get("num_key_value_heads"),
         head_dim=json.get("head_dim"), ffn_hidden_size=_size(json, "intermediate_size"), norm="rmsnorm",
@@ -144,11 +156,13 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     """Theta, scaling, and what is in the way. The older form has theta beside `rope_scaling`, the newer one inside
     `rope_parameters`.
     """
-    rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
-    theta: float = rope.get("rope_theta") or json.get("rope_theta") or 10000.0
+    rope = _first_set(json.get("rope_parameters"), json.get("rope_scaling"), {})
+    if not isinstance(rope, Mapping):
+        return 0.0, None, [f"rope_parameters or rope_scaling is {shown(rope)}, and must be a table"]
+    theta: float = _first_set(rope.get("rope_theta"), json.get("rope_theta"), 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     problems = [
-        f"partial_rotary_factor is {table['partial_rotary_factor']}, ours turns whole heads"
+        f"partial_rotary_factor is {shown(table['partial_rotary_factor'])}, ours turns whole heads"
         for table in (json, rope)
         if table.get("partial_rotary_factor") not in _UNSET_OR_ONE
     ]
@@ -157,7 +171,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     if kind == "default" or problems:
         return theta, None, problems
     if kind not in ("linear", "llama3"):
-        return theta, None, [*problems, f"rope_type is {kind!r}, ours are 'default', 'linear' and 'llama3'"]
+        return theta, None, [*problems, f"rope_type is {shown(kind)}, ours are 'default', 'linear' and 'llama3'"]
     keys = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
     given = {ours: rope[theirs] for theirs, ours in keys.items() if theirs in rope}
     if kind == "llama3":
@@ -165,7 +179,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     try:
         return theta, RopeScaling(rule=kind, **given), problems
     except ValidationError as error:
-        return theta, None, [f"rope_scaling: {_first(error)}"]
+        return theta, None, [f"rope_scaling: {_first(error, {})}"]
 
 
 def _slides(json: Json) -> list[str]:
@@ -173,14 +187,17 @@ def _slides(json: Json) -> list[str]:
     problems = []
     if json.get("use_sliding_window", False) and json.get("sliding_window", 4096) is not None:
         problems.append("use_sliding_window is true, our attention looks back on all tokens")
-    if "sliding_attention" in (json.get("layer_types") or ()):
+    kinds = _first_set(json.get("layer_types"), [])
+    if not isinstance(kinds, list):
+        problems.append(f"layer_types is {shown(kinds)}, and must be a list")
+    elif "sliding_attention" in kinds:
         problems.append("layer_types names sliding_attention, our attention looks back on all tokens")
     return problems
 
 
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
     value = json.get(key, default)
-    return [] if value in allowed else [f"{key} is {value!r}, ours has {' or '.join(map(repr, allowed))}"]
+    return [] if value in allowed else [f"{key} is {shown(value)}, ours has {' or '.join(map(repr, allowed))}"]
 
 
 def _refuse(json: Json, problems: list[str]) -> None:
@@ -197,14 +214,34 @@ def _size(json: Json, key: str) -> int:
     return size
 
 
-def _model(**values: Any) -> ModelConfig:
+def _model(keys: Mapping[str, str], **values: Any) -> ModelConfig:
+    for ours, theirs in keys.items():
+        if isinstance(values.get(ours), int) and values[ours] >= 2**63:
+            raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
     try:
         return ModelConfig(**values)
     except ValidationError as error:
-        raise ValueError(f"config.json: {_first(error)}") from None
+        raise ValueError(f"config.json: {_first(error, keys)}") from None
 
 
-def _first(error: ValidationError) -> str:
-    """The first of pydantic's complaints, in one line."""
+def _first(error: ValidationError, keys: Mapping[str, str]) -> str:
+    """The first of pydantic's complaints, in one line, by config.json's name of the key."""
     problem = error.errors()[0]
-    return f"{'.'.join(map(str, problem['loc']))}: got {problem['input']!r}: {problem['msg']}"
+    key = ".".join(keys.get(str(name), str(name)) for name in problem["loc"])
+    return f"{key}: got {shown(problem['input'])}: {problem['msg']}"
+
+
+def _first_set(*values: Any) -> Any:
+    """The first that is not null: a key that is there with nothing in it is one that is not there."""
+    return next(value for value in values if value is not None)
+
+
+def shown(value: Any) -> str:
+    """A value of somebody else's file in a message: one line, and no longer than one."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of more digits than Python writes"
+    except RecursionError:
+        return "lists within lists"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

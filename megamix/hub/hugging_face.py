@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,16 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.hub.families import FAMILIES, Family
+from megamix.hub.family_configs import shown
 from megamix.hub.links import Link, their_shapes
+from megamix.hub.stored_sizes import contradictions
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
+# What is parsed before anything of it can be judged, in bytes. Ten times what the largest models that are known here
+# have; parsed it takes up to 25 times as much memory.
+_LARGEST_JSON, _LARGEST_HEADERS = 4 << 20, 2 << 20
+_TOLD = 20  # tensors in a message
 # Buffers that transformers' older versions saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
@@ -24,6 +32,7 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_
 class HuggingFaceWeights:
     """A folder whose tensors are those of a family, each with its shape. Reading takes a piece at a time.
 
+    Nothing is built by config.json's sizes before the tensors have confirmed them.
     Raises: ValueError naming what is missing, unknown or of another shape; OSError.
     """
 
@@ -31,56 +40,85 @@ class HuggingFaceWeights:
         self.folder = folder
         self.json = read_json(folder / CONFIG)
         self.family = _family(self.json, folder)
-        try:
+        with _naming(folder):
             self.config = self.family.read_config(self.json)
-            links = self.family.links(self.config)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from None
-        self._links = {link.ours: link for link in links}
-        self._files: dict[str, Any] = {}  # open ones, mapped: a header is parsed once
-        self._file_of = self._find_tensors()
+        self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
+        self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
         # A model saved without its head has names without the base.
         based = any(name.startswith(self.family.base) for name in self._file_of)
         self._base = "" if based else self.family.base
-        self._check_tensors(links)
+        shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
+        with _naming(folder):
+            if problems := contradictions(self.family, self._base, self.config, shapes):
+                raise ValueError(f"{CONFIG} and the tensors contradict each other: {'; '.join(problems)}")
+            links = self.family.links(self.config)
+        self._links = {link.ours: link for link in links}
+        self._check_tensors(links, shapes)
 
     def read(self, param: str, box: Box) -> Tensor:
         """A box of one of our parameters, FP32."""
         link = self._links[param]
-        name = link.theirs.removeprefix(self._base)
         origin = Box((0,) * len(box.size), box.size)
-        part: Tensor = self._file(self._file_of[name]).get_slice(name)[link.to_theirs(box).slices_in(origin)]
+        name = link.theirs.removeprefix(self._base)
+        part: Tensor = self._slice(name)[link.to_theirs(box).slices_in(origin)]
         return torch.empty(box.size).copy_(part.T if link.transposed else part)
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            try:
-                self._files[name] = safe_open(self.folder / name, "pt")
-            except SafetensorError as error:
-                raise ValueError(f"{self.folder / name}: {error}") from None
-        return self._files[name]
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        link = self._links[param]
+        theirs = link.to_theirs(Box(place, (1,) * len(place))).offset
+        return f"{link.theirs.removeprefix(self._base)} {list(theirs)}"
 
-    def _find_tensors(self) -> dict[str, str]:
-        """The file of each tensor, as the files themselves say."""
-        names = _file_names(self.folder)
-        return {tensor: name for name in names for tensor in self._file(name).keys()}  # noqa: SIM118 (it is no dict)
+    def _slice(self, tensor: str) -> Any:
+        return self._files[self._file_of[tensor]].get_slice(tensor)
 
-    def _check_tensors(self, links: list[Link]) -> None:
+    def _check_tensors(self, links: list[Link], shapes: Mapping[str, tuple[int, ...]]) -> None:
         want = {name.removeprefix(self._base): shape for name, shape in their_shapes(links).items()}
-        problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in self._file_of]
-        for name, file in self._file_of.items():
-            tensor = self._file(file).get_slice(name)
-            shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in shapes]
+        for name, shape in shapes.items():
+            dtype = self._slice(name).get_dtype()
             tied = name == "lm_head.weight" and self.config.tie_embeddings  # the embedding once more
             if name not in want:
                 if not tied and not _NOT_WEIGHTS.search(name):
-                    problems.append(f"unknown {name} {list(shape)}")
+                    problems.append(f"unknown {_printable(name)} {list(shape)}")
             elif shape != want[name]:
                 problems.append(f"{name} has shape {list(shape)}, config.json makes it {list(want[name])}")
             elif dtype not in _FLOATS:
                 problems.append(f"{name} is {dtype}, only {', '.join(_FLOATS)} are read")
         if problems:
-            raise ValueError(f"{self.folder}: the tensors are not those of its config.json: " + "; ".join(problems))
+            more = f"; and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
+            raise ValueError(
+                f"{self.folder}: the tensors are not those of its config.json: {'; '.join(problems[:_TOLD])}{more}"
+            )
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+
+
+def _open(folder: Path, names: list[str]) -> dict[str, Any]:
+    """The files by name. Raises: ValueError naming one that is no safetensors file; OSError."""
+    files, left = {}, _LARGEST_HEADERS
+    for name in names:
+        with open(folder / name, "rb") as file:
+            left -= int.from_bytes(file.read(8), "little")
+        if left < 0:
+            raise ValueError(
+                f"{folder / name}: its header and those before it take more than {_LARGEST_HEADERS:,} bytes"
+            )
+        try:
+            files[name] = safe_open(folder / name, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name}: {error}") from None
+    return files
+
+
+def _printable(name: str) -> str:
+    """A name out of somebody else's file, which may hold a line's end or what moves a terminal's cursor."""
+    return name if name.isprintable() and len(name) <= 200 else shown(name)
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -91,10 +129,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises: ValueError naming the file."""
     if not path.is_file():
         raise ValueError(f"{path} is missing; give a Hugging Face folder with config.json and safetensors")
+    if (size := path.stat().st_size) > _LARGEST_JSON:
+        raise ValueError(f"{path} has {size:,} bytes, such a file has at most {_LARGEST_JSON:,}; copy it again")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} has lists or tables within each other that are too deep to read") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no table")
     return content
@@ -102,9 +144,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _family(content: dict[str, Any], folder: Path) -> Family:
     model_type = content.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"{folder / CONFIG}: model_type is {model_type!r}; what is known here: {', '.join(FAMILIES)}")
-    return FAMILIES[str(model_type)]
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"{folder / CONFIG}: model_type is {shown(model_type)}; what is known here: {known}")
+    return FAMILIES[model_type]
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -125,5 +168,7 @@ def _file_names(folder: Path) -> list[str]:
     names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name}, which is not there; copy the folder again")
+            raise ValueError(
+                f"{folder / INDEX} names {_printable(name)}, which is no file of the folder; copy the folder again"
+            )
     return names

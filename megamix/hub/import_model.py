@@ -17,10 +17,11 @@ from megamix.checkpoint.pieces import pieces
 from megamix.checkpoint.save import begin, commit
 from megamix.checkpoint.snapshot import Snapshot
 from megamix.checkpoint.tensor_file import header, tensor_chunks
-from megamix.config import section_to_toml
+from megamix.config import ModelConfig, section_to_toml
 from megamix.config.toml_text import value_text
 from megamix.data.durable import sync_directory
 from megamix.hub.families import param_shapes
+from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 
@@ -28,10 +29,11 @@ MODEL = "model.toml"
 FILE_SIZE = 1 << 30  # bytes of one file at most: all ranks share in reading them
 
 
-def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE) -> str:
+def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allow_non_finite: bool = False) -> str:
     """Write `output`, whole or not at all; the path of the checkpoint in it. Holds a few pieces of 16 MiB at a time.
 
-    Raises: ValueError if the folder does not hold a model that ours can be, or `output` is there; OSError.
+    Raises: ValueError if the folder does not hold a model that ours can be, a weight is not finite and may not be, or
+    `output` is there; OSError.
     """
     if output.exists() or output.is_symlink():
         raise ValueError(f"--output {output} is there already; give a new name")
@@ -45,7 +47,9 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE) -> str:
         config = section_to_toml("model", weights.config)
         if tokenizer_in(aside):
             config += f"\n[data]\ntokenizer = {value_text(str(output / TOKENIZER))}\n"
-        name = _write_checkpoint(aside / CHECKPOINTS, weights, config, file_size)
+        watched = WatchedWeights(weights)
+        name = _write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size)
+        watched.judge(allow_non_finite)
         checkpoint = str(output / CHECKPOINTS / name)
         (aside / MODEL).write_text(f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n", encoding="utf-8")
         sync_directory(aside)
@@ -56,10 +60,10 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE) -> str:
     return checkpoint
 
 
-def _write_checkpoint(folder: Path, weights: HuggingFaceWeights, config: str, file_size: int) -> str:
+def _write_checkpoint(folder: Path, model: ModelConfig, weights: Weights, config: str, file_size: int) -> str:
     """Its name. Committed as a save of a run is."""
-    shapes = param_shapes(weights.config)
-    tied = ("head.weight",) if weights.config.tie_embeddings else ()
+    shapes = param_shapes(model)
+    tied = ("head.weight",) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
         layout=LayoutRecord(dp_size=1, buckets=()), states=(MASTER,),
@@ -94,7 +98,7 @@ def _files_of(shapes: dict[str, tuple[int, ...]], file_size: int) -> Iterator[li
     yield held
 
 
-def _chunks(boxes: list[StateBox], weights: HuggingFaceWeights) -> Iterator[memoryview]:
+def _chunks(boxes: list[StateBox], weights: Weights) -> Iterator[memoryview]:
     yield memoryview(header(boxes))
     for part in boxes:
         for piece in pieces(part.box):  # in order, so that one after the other they are the box

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -18,20 +18,13 @@ from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.families import meta_model, param_shapes
+from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.transformer import Transformer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-class Weights(Protocol):
-    """All parameters of a model on the disk, by our names, a piece at a time."""
-
-    def read(self, param: str, box: Box) -> Tensor:
-        """FP32, of the box's size."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +45,9 @@ class Source:
             return self.tokenizer.parent
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> Transformer:
-        """The model with its weights, for inference."""
+    def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Transformer:
+        """The model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
+        watched = WatchedWeights(self.weights)
         model = meta_model(self.config).to(dtype).to_empty(device=device)
         if self.config.tie_embeddings:
             model.head.weight = model.embedding.weight  # to_empty() unties them
@@ -61,7 +55,8 @@ class Source:
             for name, param in model.named_parameters():
                 whole = Box.whole(tuple(param.shape))
                 for piece in pieces(whole):
-                    param[piece.slices_in(whole)].copy_(self.weights.read(name, piece))
+                    param[piece.slices_in(whole)].copy_(watched.read(name, piece))
+        watched.judge(allow_non_finite)
         return model.requires_grad_(False).eval()
 
 
@@ -77,6 +72,9 @@ class CheckpointWeights:
             if common := box.intersection(stored.box):
                 out[common.slices_in(box)] = self._reader.read(stored, common)
         return out
+
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        return f"{param} {list(place)}"
 
 
 def open_source(path: Path) -> Source:
@@ -102,7 +100,8 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     except ValidationError as error:
         raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
     saved = {param.name: param.shape for param in checkpoint.manifest.params}
-    if saved != param_shapes(config):
+    layers = {name.split(".")[1] for name in saved if name.startswith("blocks.")}
+    if len(layers) != config.num_layers or saved != param_shapes(config):  # layers first: those must not be too many
         raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
     data = tables.get("data", {})
     tokenizer = data.get("tokenizer")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.tokenizer import open_tokenizer
+from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import CONFIG, read_json
 
 TOKENIZER, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
@@ -35,17 +36,31 @@ def copy_tokenizer(place: Path, output: Path) -> None:
     """
     usual_name = SENTENCEPIECE if place.suffix == ".model" else TOKENIZER
     if place.is_file() and place.name != usual_name:
-        shutil.copyfile(place, output / usual_name)
+        shutil.copyfile(place, output / usual_name)  # the user has named it
     else:
         folder = place.parent if place.is_file() else place
         for name in _FILES:
-            if (folder / name).is_file():
+            if _is_own_file(folder / name):
                 shutil.copyfile(folder / name, output / name)
     if (output / TOKENIZER).is_file() and not (output / _SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         with contextlib.suppress(ValueError):  # it cannot be opened here, or no end token is known
             settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
         (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _is_own_file(path: Path) -> bool:
+    """Whether it is there. Raises: ValueError if it is no file, or a link to one elsewhere: a folder from the net must
+    not make its reader publish a file of his own. A cache of Hugging Face links to `blobs` beside `snapshots`.
+    """
+    if not path.is_symlink() and not path.exists():
+        return False
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; remove it")
+    real, folder = path.resolve(), path.parent.resolve()
+    if real.parent not in (folder, folder.parent.parent / "blobs"):
+        raise ValueError(f"{path} is a link to {real}, which lies elsewhere; copy that file in its place")
+    return True
 
 
 def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[str, Any]:
@@ -63,12 +78,21 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
         if (folder / name).is_file():
-            ids |= {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
+            told = {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
+            for key, value in told.items():
+                _require_ids(folder / name, key, value)
+            ids |= told
     if ids["eos_token_id"] is None and tokenizer is not None:
         opened = open_tokenizer(tokenizer)
         with contextlib.suppress(ValueError):  # it has none, and nothing else names one
             ids["eos_token_id"] = opened.end_of_text
     return ids
+
+
+def _require_ids(path: Path, key: str, value: object) -> None:
+    several = value if isinstance(value, list) else [value]
+    if not all(type(one) is int and -(2**31) <= one < 2**31 for one in several):
+        raise ValueError(f"{path}: {key} is {shown(value)}, and must be a token's id or a list of such")
 
 
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ def add_verbs(verbs: Any) -> None:
     importing = verbs.add_parser("import", help="make a checkpoint to train on from a Hugging Face folder")
     importing.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
     importing.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    _add_allow(importing)
     importing.set_defaults(run=_or_config_error(_import))
 
     export = verbs.add_parser("export", help="write a model as a Hugging Face folder")
@@ -47,6 +48,7 @@ def add_verbs(verbs: Any) -> None:
     generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling, for each prompt anew (0)")
     generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
+    _add_allow(generate)
     generate.set_defaults(run=_or_config_error(_generate))
 
     evaluate = verbs.add_parser("evaluate", help="perplexity of a model on a token file")
@@ -59,7 +61,12 @@ def add_verbs(verbs: Any) -> None:
     evaluate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
+    _add_allow(evaluate)
     evaluate.set_defaults(run=_or_config_error(_evaluate))
+
+
+def _add_allow(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
 
 
 def _or_config_error(verb: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
@@ -83,7 +90,7 @@ def _or_config_error(verb: Callable[[argparse.Namespace], None]) -> Callable[[ar
 def _import(arguments: argparse.Namespace) -> None:
     from megamix.hub.import_model import MODEL, import_model
 
-    checkpoint = import_model(arguments.folder, arguments.output)
+    checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
     print(f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}")
 
 
@@ -112,7 +119,8 @@ def _generate(arguments: argparse.Namespace) -> None:
     if path is None:
         raise ValueError(f"{source.path} has no tokenizer; name one with --tokenizer FILE")
     tokenizer, ends = open_tokenizer(path), end_ids(special_ids(source.home, path))
-    model = source.load(DTYPES[arguments.dtype or source.dtype], local_device())
+    dtype = DTYPES[arguments.dtype or source.dtype]
+    model = source.load(dtype, local_device(), allow_non_finite=arguments.allow_non_finite)
     for prompt in arguments.prompt or [""]:
         print(sample_text(model, tokenizer, prompt, sampling, ends))
 
@@ -132,7 +140,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise ValueError(f"{source.path} names no held-out token file, or several; give --data PREFIX")
     seq_len = _within("--seq-len", arguments.seq_len, source.config.seq_len, "the model's seq_len")
     stride = _within("--stride", arguments.stride, seq_len, "the tokens of a window")
-    result = evaluate(source.load(DTYPES[dtype], local_device()), prefix, stride, seq_len)
+    model = source.load(DTYPES[dtype], local_device(), allow_non_finite=arguments.allow_non_finite)
+    result = evaluate(model, prefix, stride, seq_len)
     facts = {
         "model": str(source.path), "data": str(prefix), "dtype": dtype, "seq_len": seq_len,
         "stride": stride, "targets": result.targets, "nats_per_token": result.nats_per_token,

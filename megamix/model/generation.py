@@ -28,7 +28,7 @@ def generate(
     Holtzman et al. 2020, section 3.1). end_tokens: a text ends with any of them; its row is filled up with the last
     token until all have ended.
     Shapes: tokens INT64 (B, T), T at least 1 -> (B, T + up to max_new_tokens). The model sees the last seq_len of them.
-    Raises: ValueError for an empty prompt, and as `check_sampling`.
+    Raises: ValueError for an empty prompt, logits that are not finite, and as `check_sampling`.
     """
     if tokens.shape[-1] == 0:
         raise ValueError("tokens has no position to continue from: pass at least one token, such as the end of text")
@@ -67,6 +67,8 @@ def check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> Non
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None, top_p: float = 1.0) -> Tensor:
     """FP32 (B, vocab_size) -> INT64 (B, 1)."""
+    if not torch.isfinite(logits).all():
+        raise ValueError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     shares = torch.softmax(logits / temperature, -1)

@@ -88,6 +88,9 @@ class InMemory:
         value = self.params[param].detach()
         return value[box.slices_in(Box.whole(tuple(value.shape)))]
 
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        return f"{param} {list(place)}"
+
 
 def own_model(config: ModelConfig) -> Transformer:
     """Weights like those of random_model."""

@@ -1,0 +1,361 @@
+"""A Hugging Face folder made to do harm, or written by mistake: one line, at once, and nothing large allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megamix.cli import main
+from megamix.config import ModelConfig
+from megamix.data.tokenizer import Tokenizer
+from megamix.hub.families import meta_model, param_shapes
+from megamix.hub.family_configs import GPT2_SIZES, ROTARY_SIZES
+from megamix.hub.hugging_face import HuggingFaceWeights
+from megamix.hub.import_model import import_model
+from megamix.hub.source import open_source
+from tests.checkpoint.faults import listing
+from tests.conftest import FULL
+from tests.hub.folders import GPT2, LLAMA, write_hugging_face
+from tests.train.jobs import write_data
+
+QWEN3 = LLAMA.model_copy(update={"qk_norm": True})
+MODELS = {"gpt2": (GPT2, GPT2_SIZES), "llama": (LLAMA, ROTARY_SIZES), "qwen3": (QWEN3, ROTARY_SIZES)}
+MUTATIONS = 5000 if FULL else 150
+SLACK = 64 << 20  # bytes: 4 MiB of JSON become as much in Python
+INDEX = "model.safetensors.index.json"
+NOT_SIZES = (True, "12", 1.5, -1, 0, float("inf"), float("nan"), [[12]], {"a": 1}, -(2**70), 10**4000)
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def _refused(folder: Path, within: int = SLACK) -> str:
+    """What is said of a folder that neither can be imported nor opened, in one line."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = _peak_bytes()
+    with pytest.raises(ValueError, match=str(folder)) as error:
+        HuggingFaceWeights(folder)
+    assert _peak_bytes() - before <= within
+    told = str(error.value)
+    assert told.isprintable(), told
+    assert len(told) < len(str(folder)) + 1500
+    return told.removeprefix(f"{folder}: ").replace(str(folder), "")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {name: tmp_path_factory.mktemp("models") / name for name in MODELS}
+    for name, folder in made.items():
+        write_hugging_face(MODELS[name][0], folder)
+    return made
+
+
+def _with(folder: Path, target: Path, **keys: Any) -> Path:
+    """The folder's weights beside a config.json with other values."""
+    target.mkdir(exist_ok=True)
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (target / "config.json").write_text(json.dumps(config))
+    if not (target / "model.safetensors").exists():
+        (target / "model.safetensors").hardlink_to(folder / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_size_that_the_tensors_do_not_have_is_refused_by_key_and_value(name: str, folders, tmp_path: Path) -> None:
+    keys = MODELS[name][1]
+    for ours, theirs in keys.items():
+        for value in (10**8, 2**60):
+            told = _refused(_with(folders[name], tmp_path / "hf", **{theirs: value}))
+            assert str(value) in told, told
+            assert theirs in told or (ours in told and "must divide" in told), told
+        for value in NOT_SIZES:
+            told = _refused(_with(folders[name], tmp_path / "hf", **{theirs: value}))
+            assert theirs in told or ours in told, told
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers is 100000000, the tensors are of 2 layers"),
+        (
+            {"hidden_size": 2**60, "head_dim": 6},
+            "hidden_size 1152921504606846976 does not fit model.embed_tokens.weight [64, 12], which has 12",
+        ),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "num_attention_heads 3 times head_dim 6 does not fit model.layers.0.self_attn.q_proj.weight [12, 12], "
+            "which has 12; num_key_value_heads 3 times head_dim 6 does not fit "
+            "model.layers.0.self_attn.k_proj.weight [6, 12], which has 6",
+        ),
+        (
+            {"max_position_embeddings": 10**9},
+            "max_position_embeddings is 1000000000: tables of rotary positions of 24000000000 bytes",
+        ),
+        ({"rope_scaling": [1]}, "rope_parameters or rope_scaling is [1], and must be a table"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, "rope_scaling: factor: got inf"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "8"}}, "rope_scaling: factor: got '8'"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is ['linear']"),
+        ({"rope_theta": 0}, "rope_theta: got 0"),
+        ({"model_type": ["llama"]}, "model_type is ['llama']; what is known here"),
+        ({"model_type": "qwen2", "layer_types": 7}, "layer_types is 7, and must be a list"),
+        ({"hidden_act": "x" * 10**6}, "... (1000002 characters), ours has 'silu' or 'swish'"),
+        ({"layer_types": ["full_attention"] * 10**6}, "/config.json has 18,000,"),
+    ],
+)
+def test_what_config_json_says_is_told_beside_what_the_tensors_say(
+    keys: dict[str, Any], told: str, folders, tmp_path: Path
+) -> None:
+    assert told in _refused(_with(folders["llama"], tmp_path / "hf", **keys))
+
+
+def test_import_generate_and_evaluate_refuse_alike(folders, tmp_path: Path, capsys) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    folder = _with(folders["llama"], tmp_path / "hf", num_hidden_layers=10**8)
+    (folder / "tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
+    for verb in (
+        ["import", str(folder), "--output", str(tmp_path / "in")],
+        ["generate", str(folder)],
+        ["evaluate", str(folder), "--data", str(tmp_path / "data/train")],
+    ):
+        assert main(verb) == 2
+        assert "num_hidden_layers is 100000000, the tensors are of 2 layers" in capsys.readouterr().err
+    assert not (tmp_path / "in").exists()
+
+
+def _text(text: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _header(entries: object, length: int | None = None, body: bytes = bytes(64)) -> Callable[[Path], object]:
+    text = json.dumps(entries).encode()
+
+    def make(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        content = struct.pack("<Q", len(text) if length is None else length) + text + body
+        (folder / "model.safetensors").write_bytes(content)
+
+    return make
+
+
+def _index(names: object) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        (folder / "device.safetensors").symlink_to("/dev/zero")
+        os.mkfifo(folder / "pipe.safetensors")
+        (folder / INDEX).write_text(json.dumps({"weight_map": names}))
+
+    return make
+
+
+def _pipe(name: str) -> Callable[[Path], object]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def _sparse(folder: Path) -> None:
+    os.truncate(folder / "config.json", 10**9)
+
+
+F32 = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a config.json of 1 GB": (_sparse, "config.json has 1,000,000,000 bytes"),
+    "deep lists": (_text("[" * 10**6), "too deep to read"),
+    "deep tables": (_text('{"a":' * 10**5 + "1" + "}" * 10**5), "too deep to read"),
+    "a list": (_text("[1]"), "config.json holds no table"),
+    "no UTF-8": (_text(b'{"model_type": "\xff"}'), "config.json is no JSON"),
+    "a number of 5,000 digits": (_text('{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}"), "is no JSON"),
+    "a pipe as config.json": (_pipe("config.json"), "config.json is missing"),
+    "a pipe as weights": (_pipe("model.safetensors"), "has neither model.safetensors nor"),
+    "a header of 2^63 bytes": (_header({}, 2**63), "its header and those before it take more than"),
+    "a header of 90 MB": (_header({}, 90 << 20), "its header and those before it take more than"),
+    "a header longer than the file": (_header({"a": F32}, 10**5), "Error while deserializing header"),
+    "tensors that are not there": (_header({"a": F32 | {"shape": [4, 5], "data_offsets": [0, 80]}}), "Error while"),
+    "tensors that overlap": (_header({"a": F32, "b": F32}), "Error while deserializing header"),
+    "a shape beyond 2^64": (_header({"a": F32 | {"shape": [2**33, 2**33]}}), "Error while deserializing header"),
+    "a shape that its bytes are not": (_header({"a": F32 | {"shape": [2, 2]}}), "Error while deserializing header"),
+    "a name with a line's end": (_header({"a\nmegamix: all is well\x1b[2J": F32}), "the tensors are of 0 layers"),
+    "no rows": (
+        _header({"model.embed_tokens.weight": {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}}, body=b""),
+        "does not fit model.embed_tokens.weight [1152921504606846976, 0]",
+    ),
+    "an index that leads out": (_index({"a": "../../etc/passwd"}), "names ../../etc/passwd, which is no file"),
+    "an absolute name": (_index({"a": "/etc/passwd"}), "names /etc/passwd, which is no file of the folder"),
+    "the folder itself": (_index({"a": "."}), "names ., which is no file"),
+    "a device": (_index({"a": "device.safetensors"}), "names device.safetensors, which is no file"),
+    "a pipe in the index": (_index({"a": "pipe.safetensors"}), "names pipe.safetensors, which is no file"),
+    "a name of two lines": (_index({"a": "x\ny"}), r"names 'x\ny', which is no file"),
+    "a name with a zero": (_index({"a": "x\0y"}), r"names 'x\x00y', which is no file"),
+    "numbers as names": (_index({"a": 1}), "has no weight_map of names"),
+    "an index of itself": (_index({"a": INDEX}), "its header and those before it take more than"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_file_made_to_do_harm_is_refused_in_one_line(what: str, folders, tmp_path: Path) -> None:
+    make, told = HOSTILE[what]
+    make(_with(folders["llama"], tmp_path / "hf"))
+    assert told in _refused(tmp_path / "hf")
+
+
+def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path: Path) -> None:
+    _with(folders["llama"], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf/model.safetensors").unlink()
+    tensors |= {f"x{number}\n": torch.zeros(1) for number in range(5000)}
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    told = _refused(tmp_path / "hf")
+    assert told.startswith("the tensors are not those of its config.json: unknown 'x")
+    assert told.endswith(r"\n' [1]; and 4980 more")
+
+
+def _mutated(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """One to three keys of a config.json that are of another value or kind, or are not there."""
+    values = (*NOT_SIZES, None, "", [], {}, 2**31, 2**53 + 1, 1e-300, "silu", [0] * 1000, {"rope_type": "llama3"})
+    mutated = dict(config)
+    known = (*config, "rope_parameters", "layer_types", "partial_rotary_factor", "use_sliding_window", "mlp_bias")
+    for key in rng.sample(known, rng.randint(1, 3)):
+        match rng.randrange(4):
+            case 0:
+                mutated.pop(key, None)
+            case 1 if type(mutated.get(key)) in (int, float):
+                mutated[key] *= rng.choice((2, 3, 0.5, -1, 2**40))
+            case _:
+                mutated[key] = rng.choice(values)
+    return mutated
+
+
+def test_any_config_json_is_refused_in_one_line_or_is_a_model_whose_weights_are_there(folders, tmp_path: Path) -> None:
+    rng = random.Random(11)
+    loaded = 0
+    for number in range(MUTATIONS):
+        name = rng.choice(list(MODELS))
+        config = _mutated(rng, json.loads((folders[name] / "config.json").read_text()))
+        folder = _with(folders[name], tmp_path / name)
+        (folder / "config.json").write_text(json.dumps(config))
+        try:
+            model = open_source(folder).load(torch.float32, torch.device("cpu"))
+        except ValueError as error:
+            told = str(error)
+            assert str(folder) in told, (number, config, told)
+            assert told.isprintable(), (number, config, told)
+            assert len(told) < len(str(folder)) + 1500, (number, config, told)
+        else:
+            loaded += 1
+            seen = min(4, model.config.seq_len)
+            assert model(torch.arange(seen)[None] % model.config.vocab_size).shape[:2] == (1, seen)
+    assert 0 < loaded < MUTATIONS / 2
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN3, LLAMA.model_copy(update={"num_layers": 13})])
+def test_the_shapes_of_many_layers_are_those_of_the_model(config: ModelConfig) -> None:
+    built = {name: tuple(param.shape) for name, param in meta_model(config).named_parameters()}
+    assert list(param_shapes(config).items()) == list(built.items())
+
+
+def _spoil(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    tensors["model.layers.1.mlp.up_proj.weight"][9, 2:4] = float("inf")
+    tensors["model.norm.weight"][7] = float("-inf")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_weights_that_are_not_finite_are_told_by_tensor_and_refused_unless_asked_for(
+    folders, tmp_path: Path, capsys, caplog, monkeypatch
+) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    folder = _with(folders["llama"], tmp_path / "hf", eos_token_id=3)
+    _spoil(folder)
+    (folder / "tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
+    monkeypatch.setattr("megamix.checkpoint.pieces._LARGEST", 50)  # a tensor comes in several pieces
+    told = (
+        "weights that are not finite: 3, the first nan at model.layers.1.mlp.up_proj.weight [3, 5]; "
+        "1, the first -inf at model.norm.weight [7]"
+    )
+    out = tmp_path / "in"
+    verbs = (
+        ["import", str(folder), "--output", str(out)],
+        ["evaluate", str(folder), "--data", str(tmp_path / "data/train")],
+        ["generate", str(folder), "--prompt", "!", "--temperature", "0"],
+    )
+    for verb in verbs:
+        assert main(verb) == 2
+        assert f"{told}; the model is damaged: get it anew, or take it as it is with --allow" in capsys.readouterr().err
+    assert "in" not in listing(tmp_path)
+    for verb, status in zip(verbs, (0, 0, 2), strict=True):  # no token can be drawn from NaN
+        caplog.clear()
+        assert main([*verb, "--allow-non-finite"]) == status
+        assert caplog.messages == [told]
+    said = capsys.readouterr()
+    assert "nan nats a token" in said.out
+    assert "the model's logits are not finite" in said.err
+    assert (
+        main(["evaluate", str(out), "--data", str(tmp_path / "data/train")]) == 2
+    )  # what was imported is told as well
+    assert "3, the first nan at blocks.1.feed_forward.up.weight [3, 5]" in capsys.readouterr().err
+
+
+def test_the_place_of_a_weight_is_that_in_their_tensor(folders, tmp_path: Path) -> None:
+    folder = _with(folders["gpt2"], tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.h.0.attn.c_attn.weight"][4, 24 + 7] = float("inf")  # of the values: the last third
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r": 1, the first inf at transformer.h.0.attn.c_attn.weight \[4, 31\]"):
+        import_model(folder, tmp_path / "in")
+
+
+def test_files_of_the_tokenizer_are_files_of_the_folder(folders, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"password": 1}')
+    _with(folders["llama"], tmp_path / "hf")
+    tokenizer = tmp_path / "hf/tokenizer_config.json"
+    for make, told in (
+        (lambda: tokenizer.symlink_to(tmp_path / "secret.json"), "is a link to .*secret.json, which lies elsewhere"),
+        (lambda: os.mkfifo(tokenizer), "tokenizer_config.json is no file"),
+        (lambda: tokenizer.symlink_to("/dev/zero"), "tokenizer_config.json is no file"),
+        (lambda: tokenizer.mkdir(), "tokenizer_config.json is no file"),
+    ):
+        make()
+        with pytest.raises(ValueError, match=told):
+            import_model(tmp_path / "hf", tmp_path / "in")
+        tokenizer.rmdir() if tokenizer.is_dir() else tokenizer.unlink()
+    assert listing(tmp_path) == ["hf", "secret.json"]
+    os.mkfifo(tokenizer)
+    write_data(tmp_path / "data", tokenizer=True)
+    (tmp_path / "hf/tokenizer.json").write_bytes((tmp_path / "data/tokenizer.json").read_bytes())
+    assert Tokenizer.load(tmp_path / "hf/tokenizer.json").end_token  # without waiting for somebody to write
+
+
+def test_a_cache_of_hugging_face_with_its_links_is_read(folders, tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "cache/snapshots/abc", tmp_path / "cache/blobs"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(folders["llama"].iterdir())):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (blobs / "t").write_text("{}")
+    (snapshot / "special_tokens_map.json").symlink_to("../../blobs/t")
+    import_model(snapshot, tmp_path / "in")
+    assert "special_tokens_map.json" in listing(tmp_path / "in")
+
+
+@pytest.mark.parametrize("value", [True, "2", 1.0, {"a": 1}, [1, [2]], [True], 2**40, float("nan")])
+def test_ids_of_special_tokens_are_numbers(value: Any, folders, tmp_path: Path) -> None:
+    _with(folders["llama"], tmp_path / "hf", eos_token_id=value)
+    with pytest.raises(ValueError, match=r"config.json: eos_token_id is .*, and must be a token's id or a list"):
+        import_model(tmp_path / "hf", tmp_path / "in")
