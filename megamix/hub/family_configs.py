@@ -176,6 +176,9 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     given = {ours: rope[theirs] for theirs, ours in keys.items() if theirs in rope}
     if kind == "llama3":
         given["original_seq_len"] = rope.get("original_max_position_embeddings", seq_len)
+        if isinstance(given["original_seq_len"], int) and given["original_seq_len"] >= 2**63:
+            told = shown(given["original_seq_len"])
+            return theta, None, [*problems, f"rope_scaling: original_max_position_embeddings is {told}"]
     try:
         return theta, RopeScaling(rule=kind, **given), problems
     except ValidationError as error:
@@ -197,7 +200,7 @@ def _slides(json: Json) -> list[str]:
 
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
     value = json.get(key, default)
-    return [] if value in allowed else [f"{key} is {shown(value)}, ours has {' or '.join(map(repr, allowed))}"]
+    return [] if value in allowed else [f"{key} is {shown(value)}, ours has {' or '.join(map(shown, allowed))}"]
 
 
 def _refuse(json: Json, problems: list[str]) -> None:

@@ -20,10 +20,12 @@ from megamix.config import ModelConfig
 from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
+from megamix.hub.stored_sizes import tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.transformer import Transformer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST_TABLES = 1 << 32  # bytes, of rotary positions: a run has trained with them, if its record is its own
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -101,8 +103,16 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
         raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
     saved = {param.name: param.shape for param in checkpoint.manifest.params}
     layers = {name.split(".")[1] for name in saved if name.startswith("blocks.")}
-    if len(layers) != config.num_layers or saved != param_shapes(config):  # layers first: those must not be too many
+    try:
+        fits = len(layers) == config.num_layers and saved == param_shapes(
+            config
+        )  # so many layers as are there are built
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from None
+    if not fits:
         raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
+    if problems := tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
+        raise ValueError(f"{checkpoint.path}: {problems[0]}")
     data = tables.get("data", {})
     tokenizer = data.get("tokenizer")
     dtype = tables.get("precision", {}).get("dtype", "fp32")

@@ -44,7 +44,7 @@ def contradictions(family: Family, base: str, config: ModelConfig, shapes: Shape
         if dim < len(shape) and shape[dim] != math.prod(values[factor] for factor in factors):
             told = " times ".join(f"{keys[factor]} {shown(values[factor])}" for factor in factors)
             problems.append(f"{told} does not fit {tensor} {list(shapes[tensor])}, which has {shape[dim]}")
-    return problems or _tables_problem(config, keys["seq_len"], shapes)
+    return problems or tables_problem(config, keys["seq_len"], shapes)
 
 
 def _layers(name: str, shapes: Shapes) -> list[str]:
@@ -63,12 +63,13 @@ def _tensors(name: str | None, layers: list[str], shapes: Shapes) -> Iterator[st
                 yield tensor
 
 
-def _tables_problem(config: ModelConfig, key: str, shapes: Shapes) -> list[str]:
+def tables_problem(config: ModelConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
+    """The tables of rotary positions, if they take more than the weights and `usual` bytes."""
     if config.position != "rotary":
         return []
     tables = 4 * config.seq_len * effective(config)["head_dim"]
     weights = 4 * sum(map(math.prod, shapes.values()))
-    if tables <= max(_USUAL_TABLES, weights):
+    if tables <= max(usual, weights):
         return []
     return [
         f"{key} is {shown(config.seq_len)}: tables of rotary positions of {shown(tables)} bytes, the weights take "
