@@ -13,6 +13,7 @@ grad_stats     one read: sum of squares and max abs; one agreement of all ranks
 optimizers     the settings and pure equations of AdamW and Nesterov
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 param_gather   all-gather of half parameters while the next forward runs
+guards         what is refused when the engine is built, and later changes of the module
 weights        full FP32 weights by the module's own names, out of the masters and back
 fingerprint    every rank was given the same model and settings
 engine         the conductor

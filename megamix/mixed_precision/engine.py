@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,21 +14,20 @@ from megamix.clock import Clock
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.examination import Examination
-from megamix.mixed_precision.fingerprint import fingerprint, require_equal
-from megamix.mixed_precision.flat_layout import Run, build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
+from megamix.mixed_precision.fingerprint import fingerprint, require_equal, require_own_state
+from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_owners, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
+from megamix.mixed_precision.guards import attribute_error, check_kinds, explain_dtypes
 from megamix.mixed_precision.half_grads import Accumulation, HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, cast_frozen, describe_params, single_device
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.mixed_precision.master_shard import MasterShard, OwnedRange
-from megamix.mixed_precision.optimizers import Optimizer, lr_of
+from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding, StepResult, check_loss, check_settings
-from megamix.mixed_precision.weights import full_weights, load_weights
-
-log = logging.getLogger("megamix")
+from megamix.mixed_precision.weights import full_weights, load_weights, take_over
 
 
 class ShardedEngine:
@@ -54,7 +53,9 @@ class ShardedEngine:
         grad_accum_steps: int = 1,
         compile_update: bool = True,
     ):
-        precision, sharding = precision or Precision(), sharding or Sharding()
+        precision = Precision() if precision is None else precision
+        sharding = Sharding() if sharding is None else sharding
+        check_kinds(model, optimizer, precision, sharding)
         check_settings(precision, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         self.module, self.optimizer = model, optimizer
@@ -66,8 +67,7 @@ class ShardedEngine:
         specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
         self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
         if topology.world.rank == 0:
-            for pattern in optimizer.idle_groups(self.param_names):
-                log.warning("the optimizer's group %r matches no parameter of the model", pattern)
+            optimizer.warn_of_idle_groups(self.param_names)
         self._own_names = frozenset(spec.name for spec in specs)
         self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
@@ -84,12 +84,7 @@ class ShardedEngine:
 
         self.half_params = HalfParams(model, self.layout, precision.dtype, device)
         self.master_shard = MasterShard(self.layout, self.owners, len(optimizer.state_names), device)
-        for bucket, own in enumerate(self.owners):
-            full = self.half_params.full_precision(bucket)
-            own.broadcast(full)
-            self.master_shard.take(bucket, full)
-            self.half_params.install(full)
-            del full  # before the next one comes
+        take_over(self.half_params, self.master_shard, self.owners)
         trained = [self.half_params.params[spec.name] for spec in specs]
         for tensor in cast_frozen(model, trained, precision.dtype):
             by_axis[0].broadcast(tensor)
@@ -116,7 +111,7 @@ class ShardedEngine:
 
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._lr_table = torch.tensor(optimizer.lr_table(), dtype=torch.float32, device=device)
+        self._lr_table = put_lr_table(optimizer.lr_table(), device)
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -125,29 +120,53 @@ class ShardedEngine:
         """How this machine runs the update: "compiled", or "library" for torch's own kernels."""
         return "compiled" if isinstance(self._update, CompiledUpdate) else "library"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        raise attribute_error(name)
 
-    def backward(self, loss: Tensor, weight: float = 1.0) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            explain_dtypes(error, args, kwargs, self.half_params.dtype)
+            raise
+
+    def backward(self, loss: Tensor, weight: float = 1.0, last: bool = False) -> None:
         """Back-propagate `loss` (one element, the mean over this rank's micro-batch), times the loss scale.
 
         Where only some of its targets count, give the sum over those, divided by the number of all, and the share that
         counts as `weight`: a step's gradient and loss are the sums of what was given over the sum of the weights, the
         exact mean over all targets of all ranks. Where none counts anywhere they are zero.
-        In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete.
+        In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete. `last`:
+        this one is, though fewer than `grad_accum_steps` were given; ranks may end a step after different numbers.
         """
         check_loss(loss, weight)
-        last = self.accumulation.done == self.grad_accum_steps - 1
+        last = last or self.accumulation.done == self.grad_accum_steps - 1
         completes = self._own_names if last else ()
-        with self.accumulate(), self.accumulation.backward_pass(self.accumulation.done, completes):
+        with self.accumulate(last=last), self.accumulation.backward_pass(self.accumulation.done, completes):
             self.accumulation.scaled(loss, weight, counts=self.topology.tells_loss).backward()  # type: ignore[no-untyped-call]
 
-    def accumulate(self, micro_batches: int = 1) -> AbstractContextManager[None]:
+    def accumulate(self, micro_batches: int = 1, last: bool = False) -> AbstractContextManager[None]:
         """Within it, losses and gradients of the step's next micro-batches may come to `accumulation`: for a pipeline's
         schedule, which runs all of a step at once. `backward` does all of this for one.
         """
         self.half_params.check()
-        return self.accumulation.expect(micro_batches)
+        return self.accumulation.expect(micro_batches, last)
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
+        which the entry of the next update comes next. Groups keep their factors. The host does not wait.
+
+        The first rank's holds for all, and travels with the step's agreement; other ranks need not call it. No state
+        keeps it: whoever loads a state sets it again.
+        """
+        self.optimizer = replace(self.optimizer, lr=lr)  # refuses what cannot be
+        self._lr_table = put_lr_table(self.optimizer.lr_table(), self._lr_table.device)
+
+    def wait(self) -> None:
+        """Return once the module's parameters may be read in any way. Without `Sharding.units` they always may, after
+        `step()`; with them a forward and `state_dict()` await them. On NCCL the current stream waits, not the host.
+        """
+        self.param_gather.wait_all()
 
     def discard_step(self) -> None:
         """Forget the micro-batches since the last `step()`, and `examine_next_step()`, for instance when a forward
@@ -157,8 +176,7 @@ class ShardedEngine:
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
-        if done := self.accumulation.done:
-            raise RuntimeError(f"examine_next_step() after {done} backward() calls of a step; call it before the first")
+        self.accumulation.require_empty("examine_next_step()", "before the first")
         self.accumulation.examination = Examination(
             self.layout, self._shards, self.param_names, self.grad_accum_steps, self.accumulation.scale_used.device
         )
@@ -178,12 +196,14 @@ class ShardedEngine:
             grad_norm = stats.sum_of_squares.sqrt() / divisor
             multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
             update = self.applied_updates + 1
-            lr, coefficients = lr_of(self._lr_table, update), self.optimizer.coefficients(update.double())
-            scalars = StepScalars(multiplier, stats.found_inf, lr, update.float(), coefficients)
+            coefficients = self.optimizer.coefficients(update.double())
+            scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
         for bucket in self.param_gather.order_of_need:
             with self.clock.span("update"):
-                self._update_bucket(bucket, grad_shards[bucket], scalars)
+                shards = grad_shards[bucket], self.param_gather.half_shards[bucket]
+                self.master_shard.update(bucket, *shards, self._update, scalars, self.accumulation.examination)
             self.param_gather.launch(bucket)
+        self.param_gather.launched()
         examination, self.accumulation.examination = self.accumulation.examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
@@ -203,30 +223,17 @@ class ShardedEngine:
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
-        if (done := self.accumulation.done) != self.grad_accum_steps:
-            raise RuntimeError(f"{call} needs {self.grad_accum_steps} backward() calls (grad_accum_steps), got {done}")
+        self.accumulation.require_complete(call)
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            stats = agree(
-                by_piece, self.accumulation.loss_sum, self.accumulation.weight_sum, self.stop_request, self.collectives
-            )
-        self.grad_reduce.reset()
-        self.accumulation.done = 0
+            sums = self.accumulation.loss_sum, self.accumulation.weight_sum
+            lr = lr_of(self._lr_table, self.applied_updates + 1)
+            stats = agree(by_piece, *sums, self.stop_request, lr, self.collectives)
+        self.accumulation.reset()
         return grad_shards, by_piece, stats
-
-    def _update_bucket(self, bucket: int, grad_shard: Tensor, scalars: StepScalars) -> None:
-        master, states = self.master_shard.master[bucket], self.master_shard.states[bucket]
-        half_shard = self.param_gather.half_shards[bucket]
-        cuts: Iterable[tuple[Run, Update]] = ((run, self._update) for run in self.master_shard.runs[bucket])
-        if self.accumulation.examination is not None:
-            cuts = self.accumulation.examination.watched(self._update, bucket)
-        for run, update in cuts:
-            part = slice(run.start, run.end)
-            run_states = tuple(state[part] for state in states)
-            update(grad_shard[part], master[part], run_states, half_shard[part], run.group, scalars)
 
     def full_weights(self) -> dict[str, Tensor]:
         """The module's state dict, trained weights in FP32 from the masters, on the host. Every rank must call it."""
@@ -263,13 +270,7 @@ class ShardedEngine:
         scale's rule or the rank differ; nothing is changed then.
         """
         self._require_between_steps("load_state_dict()")
-        rank = self.topology.world.rank
-        if (state["layout"], state["rank"]) != (self._fingerprint, rank):
-            raise ValueError(
-                f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-                f"{self._fingerprint[:12]}; build the engine as it was: model, ranks, bucket_size, dtype, optimizer "
-                "and its groups, kind of loss scale"
-            )
+        require_own_state(state, self._fingerprint, self.topology.world.rank)
         self.master_shard.restore(state["master"], state["states"])
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
@@ -287,9 +288,6 @@ class ShardedEngine:
         self.param_gather.publish(self.master_shard.master)
 
     def _require_between_steps(self, call: str) -> None:
-        if self.accumulation.done:
-            raise RuntimeError(
-                f"{call} after {self.accumulation.done} backward() calls of a step; call it right after step()"
-            )
+        self.accumulation.require_empty(call, "right after step()")
         self.half_params.check()
         self.param_gather.wait_all()

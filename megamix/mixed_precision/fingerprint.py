@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -24,4 +26,14 @@ def require_equal(collectives: Collectives, device: torch.device, *values: objec
             f"rank {axis.ranks[axis.rank]} and ranks {different} hold different models or settings: parameter "
             "names, shapes, dtypes, optimizer, loss_scale, clip_grad, grad_accum_steps, compile_update and the order "
             "of the parameters in units must be equal on every rank"
+        )
+
+
+def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
+    """Raises: ValueError if the state is of another layout than the one with this fingerprint, or another rank's."""
+    if (state["layout"], state["rank"]) != (own, rank):
+        raise ValueError(
+            f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
+            f"{own[:12]}; build the engine as it was: model, ranks, bucket_size, dtype, optimizer and its groups, kind "
+            "of loss scale"
         )

@@ -79,23 +79,25 @@ class GradStats:
     weight_sum: Tensor  # FP64 (): likewise; 1 where it is 0, and the loss and every gradient too
     found_inf: Tensor  # bool ()
     stop_requested: Tensor  # FP64 (): the largest of the ranks' requests
+    lr: Tensor  # FP32 (): the first rank's, so that no two parts of the model can be updated with different ones
 
 
 def agree(
-    by_piece: Tensor, loss_sum: Tensor, weight_sum: Tensor, stop_request: Tensor, collectives: Collectives
+    by_piece: Tensor, loss_sum: Tensor, weight_sum: Tensor, stop_request: Tensor, lr: Tensor, collectives: Collectives
 ) -> GradStats:
     """The model's statistics from each rank's own.
 
-    Shapes: by_piece FP64 (2, pieces), loss_sum FP32 (), weight_sum and stop_request FP64 ().
+    Shapes: by_piece FP64 (2, pieces), loss_sum and lr FP32 (), weight_sum and stop_request FP64 ().
     """
-    row = torch.stack([by_piece[0].sum(), by_piece[1].amax(), loss_sum.double(), weight_sum, stop_request])
-    by_rank = collectives.table(row)  # FP64 (ranks, 5)
+    peak = by_piece[1].amax()
+    row = torch.stack([by_piece[0].sum(), peak, loss_sum.double(), weight_sum, stop_request, lr.double()])
+    by_rank = collectives.table(row)  # FP64 (ranks, 6)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
         sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
-        ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(),
+        ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(), by_rank[0, 5].float(),
     )  # fmt: skip
 
 

@@ -158,19 +158,38 @@ class Accumulation:
 
     def __init__(self, half_grads: HalfGrads, grad_reduce: GradReduce, loss_scale: StaticLossScale, steps: int):
         self._half_grads, self._grad_reduce, self._loss_scale = half_grads, grad_reduce, loss_scale
-        self._steps = steps
+        self._steps, self._ended = steps, False
         self.scale_used = loss_scale.loss_scale.clone()
         self.loss_sum = torch.zeros_like(self.scale_used)
         self.weight_sum = torch.zeros_like(self.scale_used, dtype=torch.float64)
         self.done = 0
         self.examination: Examination | None = None  # of this step, if it was asked for
 
-    @contextmanager
-    def expect(self, micro_batches: int) -> Iterator[None]:
-        """The step's next micro-batches; with the last one, what is left of the sums over the ranks begins."""
-        if self.done + micro_batches > self._steps:
+    @property
+    def complete(self) -> bool:
+        """All of the step's micro-batches are in."""
+        return self._ended or self.done == self._steps
+
+    def require_complete(self, call: str) -> None:
+        if not self.complete:
             raise RuntimeError(
-                f"backward() was called {self.done} times already, {micro_batches} more is too many for "
+                f"{call} needs {self._steps} backward() calls (grad_accum_steps), got {self.done}; to end a step with "
+                "fewer, call backward(loss, last=True)"
+            )
+
+    def require_empty(self, call: str, when: str) -> None:
+        if self.done:
+            raise RuntimeError(f"{call} after {self.done} backward() calls of a step; call it {when}")
+
+    @contextmanager
+    def expect(self, micro_batches: int, last: bool = False) -> Iterator[None]:
+        """The step's next micro-batches; with the last one, what is left of the sums over the ranks begins. `last`: the
+        step ends with these, however few came before.
+        """
+        if self._ended or self.done + micro_batches > self._steps:
+            given = f"{self.done} times already" + (", with last=True" if self._ended else "")
+            raise RuntimeError(
+                f"backward() was called {given}, {micro_batches} more is too many for "
                 f"grad_accum_steps {self._steps}; call step() now, or discard_step() to begin it anew"
             )
         if self.done == 0:
@@ -183,15 +202,21 @@ class Accumulation:
             self.discard()
             raise
         self.done += micro_batches
-        if self.done == self._steps:
+        self._ended = last
+        if self.complete:
             self._half_grads.fill_missing()
             self._grad_reduce.launch_rest()
 
     def discard(self) -> None:
         """The step begins anew: what has arrived would be added to the next attempt's gradients."""
         self._half_grads.expect_step()
+        self.examination = None
+        self.reset()
+
+    def reset(self) -> None:
+        """The next micro-batch is a step's first."""
         self._grad_reduce.reset()
-        self.examination, self.done = None, 0
+        self.done, self._ended = 0, False
 
     def scaled(self, loss: Tensor, weight: float, *, counts: bool) -> Tensor:
         """What is to be back-propagated of a micro-batch's loss. `counts`: it goes into the step's loss; of the ranks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
+from megamix.mixed_precision.guards import ModuleGuard
 from megamix.mixed_precision.optimizers import Group, Optimizer
 from megamix.mixed_precision.settings import Placement
 
@@ -19,8 +20,6 @@ from megamix.mixed_precision.settings import Placement
 class _Installed:
     """What must still be true of a parameter for the engine's writes to reach the module."""
 
-    owner: nn.Module
-    attribute: str
     param: nn.Parameter
     data_ptr: int
     version: int
@@ -94,10 +93,8 @@ class HalfParams:
         self.layout, self.dtype, self._device = layout, dtype, device
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.flat: list[Tensor] = []
-        self._owners = {
-            slot.spec.name: _owner(model, slot.spec.name) for bucket in layout.buckets for slot in bucket.slots
-        }
         self._installed: list[_Installed] = []
+        self._guard = ModuleGuard(model)
 
     def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """One bucket's parameters (or this rank's blocks of full `values` by name) in FP32, flat and padded: FP32
@@ -123,22 +120,17 @@ class HalfParams:
         for slot in self.layout.buckets[bucket].slots:
             param = self.params[slot.spec.name]
             param.data = flat[slot.start : slot.end].view(slot.spec.shape)
-            owner, attribute = self._owners[slot.spec.name]
-            self._installed.append(
-                _Installed(owner, attribute, param, param.data_ptr(), param._version, slot.spec.name)
-            )
+            self._installed.append(_Installed(param, param.data_ptr(), param._version, slot.spec.name))
 
     def check(self) -> None:
-        """Raise RuntimeError if a call has broken a view, or written to one, since the engine took the module over.
+        """Raise RuntimeError if a call has changed which parameters there are, broken a view, or written to one, since
+        the engine took the module over.
 
         The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
         """
+        self._guard.check()
         for item in self._installed:
-            if item.owner._parameters.get(item.attribute) is not item.param:
-                broken = (
-                    "is another Parameter now than the one that the engine trains; build the engine after the model"
-                )
-            elif item.param.data_ptr() != item.data_ptr:
+            if item.param.data_ptr() != item.data_ptr:
                 broken = (
                     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
                     "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
@@ -164,8 +156,3 @@ def cast_frozen(model: nn.Module, trained: Iterable[nn.Parameter], dtype: torch.
                 param.data = param.data.to(dtype)
             yield param.data
     yield from model.buffers()
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute

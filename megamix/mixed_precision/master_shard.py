@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
+from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, Run
+from megamix.mixed_precision.fused_update import StepScalars, Update
 
 
 class OwnedRange(NamedTuple):
@@ -38,6 +40,22 @@ class MasterShard:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
         axis = self._owners[bucket].axis
         self.master[bucket].copy_(full.view(axis.size, -1)[axis.rank])
+
+    def update(
+        self, bucket: int, grad_shard: Tensor, half_shard: Tensor, update: Update, step: StepScalars,
+        examination: Examination | None,
+    ) -> None:  # fmt: skip
+        """Update this rank's part of a bucket in place.
+
+        Shapes: grad_shard half or FP32, half_shard half, both (shard_numel,).
+        """
+        cuts: Iterable[tuple[Run, Update]] = ((run, update) for run in self.runs[bucket])
+        if examination is not None:
+            cuts = examination.watched(update, bucket)
+        for run, update_ in cuts:
+            part = slice(run.start, run.end)
+            states = tuple(state[part] for state in self.states[bucket])
+            update_(grad_shard[part], self.master[bucket][part], states, half_shard[part], run.group, step)
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Every element of a parameter that this rank owns, without the padding."""

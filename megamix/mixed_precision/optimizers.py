@@ -6,19 +6,33 @@ An optimizer is settings and formulas; its states live in the master shard and i
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("megamix")
 
 Tensors = tuple[Tensor, ...]
 
 # Elements that an equation takes at a time where nothing is compiled. Its temporaries stay in cache, and are small
 # enough for malloc to keep them: in pieces of 1 Mi elements the velocity form of NAG took 10 ns per parameter, not 2.6.
 _PIECE = 1 << 16
+
+
+def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
+    """FP32 (updates,) on the device, without waiting for it."""
+    if len(table) == 1:
+        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
+    host = torch.tensor(table, dtype=torch.float32)
+    if device.type == "cuda":  # pragma: CUDA only
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
 
 
 def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
@@ -90,6 +104,12 @@ class Optimizer:
     groups: tuple[ParamGroup, ...] = ()
 
     def __post_init__(self) -> None:
+        for group in self.groups:
+            if not isinstance(group, ParamGroup):
+                raise TypeError(
+                    f"groups takes ParamGroup, got {type(group).__name__} {group!r}; write "
+                    "ParamGroup(pattern='*.bias', lr_factor=..., weight_decay=...): a group is chosen by its names"
+                )
         table = self.lr_table()
         if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
@@ -101,7 +121,13 @@ class Optimizer:
         raise NotImplementedError
 
     def lr_table(self) -> list[float]:
-        return [self.lr] if isinstance(self.lr, int | float) else [float(lr) for lr in self.lr]
+        """One per update; a number counts for all. Empty where `lr` is neither."""
+        if isinstance(self.lr, Real):
+            return [float(self.lr)]
+        try:
+            return [*map(float, self.lr)]  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return []
 
     def group_of(self, name: str, num_dims: int) -> Group:
         """The group of one parameter."""
@@ -111,10 +137,11 @@ class Optimizer:
                 return Group(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
         return Group(1.0, default_decay)
 
-    def idle_groups(self, names: Sequence[str]) -> list[str]:
-        """The patterns that match none of a model's parameters: misspelt, or meant for another one."""
-        patterns = (group.pattern for group in self.groups)
-        return [pattern for pattern in patterns if not any(fnmatch.fnmatchcase(name, pattern) for name in names)]
+    def warn_of_idle_groups(self, names: Sequence[str]) -> None:
+        """Log the patterns that match none of a model's parameters: misspelt, or meant for another one."""
+        for pattern in (group.pattern for group in self.groups):
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                log.warning("the optimizer's group %r matches no parameter of the model", pattern)
 
     def coefficients(self, update: Tensor) -> Tensors:
         """What the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +13,18 @@ from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, Pending
 from megamix.mixed_precision.flat_layout import FlatLayout
 
+log = logging.getLogger("megamix")
+
 
 class ParamGather:
-    """Launches gathers in the order in which forward needs them; a forward pre-hook on each unit awaits them,
-    nothing else does.
+    """Launches gathers in the order in which forward needs them, and awaits each where its weights are next read.
 
-    A unit is a submodule whose parameters are first read inside its own forward (a transformer block). Its hook
-    awaits every bucket that its subtree touches; parameters outside all units, and everything when no units are
-    given, are awaited at the root. Hooks on smaller modules than units would not do: some modules read a child's
-    weight without calling the child.
+    With units they overlap with the forward, and a pre-hook on each unit awaits them. A unit is a submodule whose
+    parameters are first read inside its own forward (a transformer block). Its hook awaits every bucket that its
+    subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
+    do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
+    who reads in another way calls `wait_all` first.
+    Without units nothing would overlap: `launched` awaits all, and every read after it is right.
     """
 
     def __init__(
@@ -30,48 +35,98 @@ class ParamGather:
         self.half_shards = [
             flat.view(own.axis.size, -1)[own.axis.rank] for flat, own in zip(half_params, owners, strict=True)
         ]
-        self._pending: dict[int, Pending] = {}
+        self.pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        if any(own.axis.size > 1 for own in owners):
+        self._beside_forward = overlap and len(needs) > 1 and any(own.axis.size > 1 for own in owners)
+        if self._beside_forward:
             for module, buckets in needs:
-                module.register_forward_pre_hook(self._make_hook(buckets))
+                module.register_forward_pre_hook(_Await(self, buckets))
+        everything = _Await(self, self.order_of_need)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+        self._told_of_copy = half_params[0].dtype == torch.float32
 
     def launch(self, bucket: int) -> None:
         """This rank's shard of `bucket` is up to date: send it, receive the others'."""
-        assert bucket not in self._pending
-        self._pending[bucket] = self._owners[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
+        assert bucket not in self.pending
+        self.pending[bucket] = self._owners[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
         if not self._overlap:
-            self._wait([bucket])
+            self.wait([bucket])
+
+    def launched(self) -> None:
+        """All buckets are on their way."""
+        if not self._beside_forward:
+            self.wait_all()
 
     def publish(self, masters: Sequence[Tensor]) -> None:
         """Cast every bucket's master shard into this rank's half shard, and launch it."""
         for bucket in self.order_of_need:
             self.half_shards[bucket].copy_(masters[bucket])
             self.launch(bucket)
+        self.launched()
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
-        self._wait(self.order_of_need)
+        self.wait(self.order_of_need)
 
-    def _wait(self, buckets: Sequence[int]) -> None:
+    def wait(self, buckets: Sequence[int]) -> None:
+        """Return once these half parameters may be read: on NCCL by what the current stream does next."""
         for bucket in buckets:
-            pending = self._pending.pop(bucket, None)
+            pending = self.pending.pop(bucket, None)
             if pending is not None:
                 with self._clock.span("exposed_all_gather"):
                     pending.wait()
 
-    def _make_hook(self, buckets: Sequence[int]) -> Callable[..., None]:
-        # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
-        # split it.
-        def await_parameters(module: nn.Module, args: object) -> None:
-            if self._pending:
-                self._wait(buckets)
+    def note_copy(self) -> None:
+        """Say once what a copy in half is no good for."""
+        if not self._told_of_copy:
+            log.warning(
+                "the module was copied in %s. Evaluate the copy as it is; an average of weights (EMA, AveragedModel) "
+                "would lose in it every change below its rounding: copy the module before the engine is built, or call "
+                ".float() on the copy",
+                self._half_params[0].dtype,
+            )
+        self._told_of_copy = True
 
-        disabled: Callable[..., None] = torch.compiler.disable(await_parameters)  # type: ignore[no-untyped-call]
-        return disabled
+
+class _Await:
+    """The hook of a module: await these buckets before its forward, or before its state_dict.
+
+    It holds the gathers weakly: a module that outlives its engine must not keep the buffers and process groups alive.
+    """
+
+    def __init__(self, gather: ParamGather | None = None, buckets: Sequence[int] = ()):
+        self._gather = (lambda: None) if gather is None else weakref.ref(gather)
+        self._buckets = buckets
+
+    # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently split it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: object) -> None:
+        gather = self._gather()
+        if gather is not None and gather.pending:
+            gather.wait(self._buckets)
+
+    def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
+        """In a copy or a pickle of the module the hook awaits nothing: its weights are nobody's.
+
+        Raises: RuntimeError while gathers are under way: some of the module's weights may be in the copy already.
+        """
+        gather = self._gather()
+        if gather is not None and gather.pending:
+            raise RuntimeError(
+                "this module's weights are still on their way from the other ranks (Sharding.units): call "
+                "engine.wait() before you copy or pickle it"
+            )
+        return _Await, ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Await:
+        kind, arguments = self.__reduce__()
+        if (gather := self._gather()) is not None:
+            gather.note_copy()
+        return kind(*arguments)
 
 
 def _buckets_by_unit(

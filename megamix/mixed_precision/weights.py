@@ -57,6 +57,16 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
     return torch.cat([part.view(spec.shape) for part in tp.table(block)], dim)
 
 
+def take_over(half_params: HalfParams, master_shard: MasterShard, owners: Sequence[Collectives]) -> None:
+    """Take the module's weights, those of each bucket's first owner, into masters and half parameters."""
+    for bucket, own in enumerate(owners):
+        full = half_params.full_precision(bucket)
+        own.broadcast(full)
+        master_shard.take(bucket, full)
+        half_params.install(full)
+        del full  # before the next one comes
+
+
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
     params: Sequence[ParamSpec],

@@ -82,7 +82,7 @@ def _under_way(overlap: bool) -> tuple[int, int]:
     rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
     engine = rank._built()
     rank._train_step(engine)
-    pending = engine.engine.param_gather._pending
+    pending = engine.engine.param_gather.pending
     after_step = len(pending)
     rank.turn()
     return after_step, len(pending)

@@ -29,7 +29,7 @@ def train_reference(
     model: nn.Module,
     loss_of: Callable[[nn.Module, int, int, int], Tensor],  # model, step, rank, micro-batch
     optimizer: Optimizer,
-    settings: Any,  # steps, dp_size, grad_accum_steps, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
+    settings: Any,  # steps, dp_size, micro_batches, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
 ) -> Reference:
     """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded
     once unless the sum stays in FP32.
@@ -48,7 +48,7 @@ def train_reference(
         rank_sums, losses = [], []
         for rank in range(settings.dp_size):
             sums: dict[str, Tensor] = {}
-            for micro_batch in range(settings.grad_accum_steps):
+            for micro_batch in range(settings.micro_batches(step, rank)):
                 loss = loss_of(model, step, rank, micro_batch).float()
                 losses.append(loss.item())
                 grads = torch.autograd.grad(loss * settings.loss_scale, list(params.values()), allow_unused=True)
@@ -64,7 +64,7 @@ def train_reference(
             if settings.reduce_dtype != "half_fp32_sum":
                 total[name] = total[name].to(settings.grad_dtype).float()
             total[name] = F.pad(total[name].flatten(), (0, -param.numel() % 64))
-        divisor = settings.loss_scale * settings.dp_size * settings.grad_accum_steps
+        divisor = settings.loss_scale * len(losses)
         rows = torch.cat([grad.view(-1, 64).square().sum(1) for grad in total.values()])
         grad_norm = rows.double().sum().sqrt() / divisor
         clip = (settings.clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if settings.clip_grad else torch.ones(())

@@ -48,11 +48,15 @@ class Case:
     units: bool = True
     recompute: bool = False
     flavours: str = "all"  # which blocks a rank's batch runs: "all", or "differ" between ranks
+    ends: str = "full"  # a step's micro-batches: "full", grad_accum_steps; "short", 1 to that, by step and rank
     steps: int = 4
 
     @property
     def loss_scale(self) -> float:
         return 2.0**8 if self.dtype == torch.float16 else 1.0
+
+    def micro_batches(self, step: int, rank: int) -> int:
+        return 1 + (step + rank) % self.grad_accum_steps if self.ends == "short" else self.grad_accum_steps
 
     def loss(self, model: nn.Module, step: int, rank: int, micro_batch: int) -> Tensor:
         flavour = (1 + (rank + step) % 2) if self.flavours == "differ" else 0
@@ -72,6 +76,7 @@ AXES = {
     "units": [True, False],
     "recompute": [False, True],
     "flavours": ["all", "differ"],
+    "ends": ["full", "short"],
 }  # fmt: skip
 
 
@@ -111,10 +116,11 @@ def run_engine(
     losses, grad_norms = [], []
     for step in range(case.steps):
         step_losses = []
-        for micro_batch in range(case.grad_accum_steps):
+        micro_batches = case.micro_batches(step, rank)
+        for micro_batch in range(micro_batches):
             loss = case.loss(model, step, rank, micro_batch)
             step_losses.append(loss.item())
-            engine.backward(loss)
+            engine.backward(loss, last=micro_batch == micro_batches - 1)
         grad_norms.append(float(engine.step().grad_norm))
         losses.append(step_losses)
     engine.param_gather.wait_all()
@@ -140,7 +146,10 @@ def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], gr
                     wrong.append(f"{kind} {number} of bucket {index}: off by up to {gap:.3g}")
                 if kind == "master" and not torch.equal(engine.half_params.flat[index], full.to(case.dtype)):
                     wrong.append(f"half parameters of bucket {index}")
-    want_losses = [step[rank * case.grad_accum_steps : (rank + 1) * case.grad_accum_steps] for step in reference.losses]
+    want_losses = []
+    for step, all_ranks in enumerate(reference.losses):
+        start = sum(case.micro_batches(step, other) for other in range(rank))
+        want_losses.append(all_ranks[start : start + case.micro_batches(step, rank)])
     if losses != want_losses:
         wrong.append(f"losses {losses} instead of {want_losses}")
     if grad_norms != reference.grad_norms:

@@ -105,7 +105,7 @@ def _train_where_every_sum_exceeds_fp16(reduce_dtype: str) -> tuple[list[bool], 
 
 def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run_ranks) -> None:
     settings = SimpleNamespace(
-        steps=3, dp_size=2, grad_accum_steps=1, dtype=torch.float16, grad_dtype=torch.float16,
+        steps=3, dp_size=2, micro_batches=lambda step, rank: 1, dtype=torch.float16, grad_dtype=torch.float16,
         reduce_dtype="half_fp32_sum", loss_scale=1.0, clip_grad=0.5,
     )  # fmt: skip
     want = train_reference(_Slope(), _steep, AdamW(lr=0.1), settings)

@@ -14,40 +14,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, TorchLossScale
-from megamix.comm import collectives
+from tests.distributed.late_gather import late_gathers
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
 
 
-class _LateGather:
-    """A gather that lands at the last moment: the other ranks' parts hold NaN until it is awaited."""
-
-    def __init__(self, gather, flat: torch.Tensor, shard: torch.Tensor):
-        self.side = flat.clone()
-        rank, size = dist.get_rank(), dist.get_world_size()
-        self.pending = gather(self.side, self.side.view(size, -1)[rank])
-        self.flat, self.done = flat, False
-        own = shard.clone()
-        flat.fill_(float("nan"))
-        shard.copy_(own)
-
-    def wait(self) -> None:
-        self.pending.wait()
-        if not self.done:
-            self.flat.copy_(self.side)
-        self.done = True
-
-
 def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)
-    gather = collectives.GlooCollectives.all_gather
-
-    def late(self, flat, shard):
-        return _LateGather(lambda *args: gather(self, *args), flat, shard)
-
-    with mock.patch.object(collectives.GlooCollectives, "all_gather", late):
+    with late_gathers():
         if forget:  # a unit's hook that awaits nothing
-            with mock.patch("megamix.mixed_precision.param_gather.ParamGather._make_hook", lambda *_: lambda *_: None):
+            with mock.patch("megamix.mixed_precision.param_gather._Await.__call__", lambda *_: None):
                 engine, losses, norms = run_engine(case)
         else:
             engine, losses, norms = run_engine(case)
@@ -119,7 +95,7 @@ def _train_after_a_backward_that_failed_under_way(reduce_dtype: str) -> list[str
     case = Case(torch.bfloat16, torch.bfloat16, reduce_dtype, dp_size=2, bucket_size=1500, tied=False)
     backward, attempts = ShardedEngine.backward, []
 
-    def twice(engine: ShardedEngine, loss: torch.Tensor) -> None:
+    def twice(engine: ShardedEngine, loss: torch.Tensor, last: bool) -> None:
         attempts.append(loss)
         if len(attempts) == 1:
             block = engine.module.blocks[1]  # the first bucket, and no other, is on its way when this one fails

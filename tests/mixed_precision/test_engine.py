@@ -26,6 +26,7 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.mixed_precision.half_params import single_device
 from tests.distributed.models import loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
@@ -89,7 +90,7 @@ def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks) -> None:
 
 
 def test_parameters_are_cast_and_buffers_keep_their_dtype() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
     model[0].bias.requires_grad_(False)
     params = list(model.parameters())
     _engine(model, Precision(torch.bfloat16))
@@ -329,7 +330,7 @@ WRONG_SETTINGS = [
         lambda: _engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
         "units must be submodules of the model; Linear is not",
     ),
-    (lambda: _engine(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
+    (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
     (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
     (lambda: AdamW(lr=1.0, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),

@@ -1,0 +1,43 @@
+"""Gathers that are as slow as they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from megamix.comm import collectives
+
+
+class _LateGather:
+    """A gather that lands at the last moment: the other ranks' parts hold NaN until it is awaited."""
+
+    def __init__(self, gather, flat: torch.Tensor, shard: torch.Tensor):
+        self.side = flat.clone()
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self.pending = gather(self.side, self.side.view(size, -1)[rank])
+        self.flat, self.done = flat, False
+        own = shard.clone()
+        flat.fill_(float("nan"))
+        shard.copy_(own)
+
+    def wait(self) -> None:
+        self.pending.wait()
+        if not self.done:
+            self.flat.copy_(self.side)
+        self.done = True
+
+
+@contextmanager
+def late_gathers() -> Iterator[None]:
+    """Within it every gather between Gloo ranks is a `_LateGather`."""
+    gather = collectives.GlooCollectives.all_gather
+
+    def late(self, flat, shard):
+        return _LateGather(lambda *args: gather(self, *args), flat, shard)
+
+    with mock.patch.object(collectives.GlooCollectives, "all_gather", late):
+        yield

@@ -1,0 +1,208 @@
+"""Whoever reads the module after `step()` gets that step's weights, however slow the gathers are and however he reads.
+
+Gathers land when they are awaited and not before; until then what other ranks own is NaN.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from tests.conftest import FULL
+from tests.distributed.late_gather import late_gathers
+from tests.distributed.models import loss_of, make_batch, make_model
+
+Read = Callable[[nn.Module, int], dict[str, Tensor]]  # of a module after a step: what was read
+
+
+def _of_one_submodule(module: nn.Module, step: int) -> dict[str, Tensor]:
+    submodules = [one for one in module.modules() if any(True for _ in one.parameters())]
+    return submodules[step % len(submodules)].state_dict()
+
+
+def _averaged(module: nn.Module, step: int) -> dict[str, Tensor]:
+    average = AveragedModel(make_model(), avg_fn=lambda average, weight, count: weight.float())
+    average.update_parameters(module)
+    average.update_parameters(module)
+    return average.module.state_dict()
+
+
+def _saved(what: object) -> object:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _evaluated(module: nn.Module, step: int) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {"logits": module(make_batch(step, 0, 1))}
+
+
+BY_STATE_DICT: dict[str, Read] = {
+    "state_dict": lambda module, step: module.state_dict(),
+    "state_dict of a submodule": _of_one_submodule,
+    "torch.save(state_dict)": lambda module, step: _saved(module.state_dict()),
+    "evaluation": _evaluated,
+}
+COPIES: dict[str, Read] = {
+    "torch.save(module)": lambda module, step: _saved(module).state_dict(),
+    "pickle": lambda module, step: pickle.loads(pickle.dumps(module)).state_dict(),
+    "deepcopy": lambda module, step: copy.deepcopy(module).state_dict(),
+    "deepcopy of a submodule": lambda module, step: copy.deepcopy(module.blocks[step % 3].up).state_dict(),
+}
+OTHERS: dict[str, Read] = {
+    "named_parameters": lambda module, step: dict(module.named_parameters()),
+    "AveragedModel.update_parameters": _averaged,
+    "call of a submodule": lambda module, step: {"row": module.embedding(torch.arange(5))},
+}
+READS = BY_STATE_DICT | COPIES | OTHERS
+
+
+def _engine(units: bool) -> ShardedEngine:
+    model = make_model()
+    sharding = Sharding(units=[*model.blocks] if units else [], bucket_size=1500)
+    return ShardedEngine(model, AdamW(lr=0.05), Precision(torch.bfloat16), sharding, compile_update=False)
+
+
+def _train(engine: ShardedEngine, step: int) -> None:
+    engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), 0)))
+    engine.step()
+
+
+def _of_masters(engine: ShardedEngine) -> nn.Module:
+    """A plain module with the weights that every read should have given."""
+    plain = make_model()
+    plain.load_state_dict(engine.full_weights())
+    return plain.bfloat16()
+
+
+def _stale(units: bool, names: list[str], steps: int, waits: bool = False) -> dict[str, tuple[int, int]]:
+    """Of each way to read: (stale tensors, tensors) over all steps."""
+    found = {}
+    with late_gathers():
+        for name in names:
+            engine, stale, count = _engine(units), 0, 0
+            for step in range(steps):
+                _train(engine, step)
+                if waits:
+                    engine.wait()
+                got = {key: value.detach().clone() for key, value in READS[name](engine.module, step).items()}
+                want = READS[name](_of_masters(engine), step)
+                assert got.keys() == want.keys()
+                count += len(got)
+                stale += sum(not torch.equal(got[key], want[key]) for key in want)
+            found[name] = stale, count
+    return found
+
+
+STEPS = 20 if FULL else 2
+RANKS = [2, 4] if FULL else [2]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("units", "names", "waits"),
+    [(False, [*READS], False), (True, [*BY_STATE_DICT], False), (True, [*COPIES, *OTHERS], True)],
+    ids=["without units, any way", "with units, by state_dict", "with units, after engine.wait()"],
+)
+def test_a_read_after_a_step_is_of_this_step(run_ranks, ranks: int, units: bool, names: list[str], waits: bool) -> None:
+    for found in run_ranks(_stale, ranks, units, names, STEPS, waits):
+        assert found.keys() == {*names}
+        assert {name: stale for name, (stale, _) in found.items() if stale} == {}
+        assert all(count >= STEPS for _, count in found.values())
+
+
+def _refused_copies() -> list[str]:
+    """What each way of copying says while gathers are under way; then that the next step is trained as if nothing
+    had been asked.
+    """
+    told = []
+    with late_gathers():
+        engine = _engine(units=True)
+        _train(engine, 0)
+        for name, copies in COPIES.items():
+            try:
+                copies(engine.module, 0)
+            except RuntimeError as error:
+                told.append(str(error))
+            else:
+                told.append(f"{name} was not refused")
+        _train(engine, 1)
+        engine.wait()
+        want = _of_masters(engine).state_dict()
+        told += [name for name, value in engine.module.state_dict().items() if not torch.equal(value, want[name])]
+    return told
+
+
+def test_a_copy_while_gathers_are_under_way_is_refused(run_ranks) -> None:
+    for told in run_ranks(_refused_copies, 2):
+        assert len(told) == len(COPIES)
+        assert all("call engine.wait() before" in message for message in told), told
+
+
+def _read_after_a_load() -> list[bool]:
+    answers = []
+    with late_gathers():
+        for units in (False, True):
+            source, engine = _engine(units), _engine(units)
+            _train(source, 0)
+            engine.load_state_dict(source.state_dict())
+            if units:
+                engine.wait()
+            got = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+            want = dict(_of_masters(source).named_parameters())
+            answers += [torch.equal(got[name], want[name]) for name in want]
+    return answers
+
+
+def test_a_read_after_a_load_is_of_what_was_loaded(run_ranks) -> None:
+    for answers in run_ranks(_read_after_a_load, 2):
+        assert len(answers) == 48
+        assert all(answers)
+
+
+def _live_apart_from_the_engine() -> list[bool]:
+    """A copy and a pickle go on by themselves: they keep no engine alive, await nothing, and train under their own."""
+    with late_gathers():
+        engine = _engine(units=True)
+        _train(engine, 0)
+        engine.wait()
+        copied = copy.deepcopy(engine.module)
+        unpickled = pickle.loads(pickle.dumps(engine.module))
+        before = {name: value.clone() for name, value in copied.state_dict().items()}
+        _train(engine, 1)  # its gathers are under way
+        for one in (copied, unpickled):
+            one.state_dict(), loss_of(one, make_batch(1, 0, 0))
+        answers = [len(engine.param_gather.pending) > 0]
+        answers += [torch.equal(value, before[name]) for name, value in copied.state_dict().items()]
+        engine.wait()
+        module, gather = engine.module, weakref.ref(engine.param_gather)
+        del engine
+        gc.collect()
+        answers.append(gather() is None)  # though the module and its copies live
+        answers.append(bool(torch.isfinite(loss_of(module, make_batch(2, 0, 0)))))
+        second = ShardedEngine(
+            unpickled, AdamW(lr=0.05), Precision(torch.bfloat16), Sharding([*unpickled.blocks]), compile_update=False
+        )
+        _train(second, 2)
+        second.wait()
+        want = _of_masters(second).state_dict()
+        return answers + [torch.equal(value, want[name]) for name, value in unpickled.state_dict().items()]
+
+
+def test_copies_live_apart_from_the_engine(run_ranks) -> None:
+    for answers in run_ranks(_live_apart_from_the_engine, 2):
+        assert len(answers) > 50
+        assert all(answers)

@@ -1,0 +1,324 @@
+"""Wrong kinds, and what people try with an engine that is none of torch's: refused with what to call instead."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, StaticLossScale
+from tests.distributed.models import loss_of, make_batch, make_model
+
+BF16 = Precision(torch.bfloat16)
+
+
+def _engine(model: nn.Module | None = None, precision: Precision = BF16, **settings) -> ShardedEngine:
+    return ShardedEngine(model or make_model(), AdamW(lr=0.01), precision, compile_update=False, **settings)
+
+
+def _step(engine: ShardedEngine, step: int = 0) -> None:
+    engine.backward(loss_of(engine.module, make_batch(step, 0, 0)))
+    engine.step()
+
+
+def _with_batch_norm(kind: type[nn.Module], **settings) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"norm": kind(4, **settings)}))
+
+
+WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (
+        lambda: ShardedEngine(make_model(), torch.optim.AdamW(make_model().parameters(), lr=1e-3)),
+        TypeError,
+        r"optimizer is torch.optim.AdamW, .* pass megamix.AdamW\(lr=3e-4\) or megamix.NAG",
+    ),
+    (
+        lambda: ShardedEngine(make_model(), 3e-4),
+        TypeError,
+        r"optimizer must be a Optimizer, got float; pass megamix.AdamW",
+    ),
+    (
+        lambda: ShardedEngine(make_model().parameters(), AdamW(lr=1.0)),
+        TypeError,
+        "model must be a Module, got generator",
+    ),
+    (
+        lambda: _engine(precision=torch.bfloat16),
+        TypeError,
+        r"precision must be a Precision, got dtype; pass megamix.Pr",
+    ),
+    (lambda: _engine(sharding=[]), TypeError, r"sharding must be a Sharding, got list; pass megamix.Sharding\(...\)"),
+    (
+        lambda: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]),
+        TypeError,
+        r"groups takes ParamGroup, got dict .*; write ParamGroup\(pattern=",
+    ),
+    (lambda: AdamW(lr=torch.tensor(1.0)), ValueError, "lr must be a finite number .* or a sequence of such"),
+    (lambda: AdamW(lr="1e-3"), ValueError, "lr must be a finite number .* got '1e-3'"),
+    (lambda: _engine(nn.Linear(2, 2, device="meta")), ValueError, "weight is on the meta device .* model.to_empty"),
+    (
+        lambda: _engine(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False, device="meta"))),
+        ValueError,
+        "1.running_mean is on the meta device",
+    ),
+    (
+        lambda: _engine(nn.DataParallel(nn.Linear(2, 2))),
+        ValueError,
+        "the model is wrapped by DataParallel.*module inside",
+    ),
+    *(
+        (
+            lambda kind=kind: _engine(_with_batch_norm(kind)),
+            ValueError,
+            f"module 1.norm is a {kind.__name__} whose torch.bfloat16 weights would .* GroupNorm or LayerNorm",
+        )
+        for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "kind", "message"), WRONG_KINDS)
+def test_a_wrong_kind_is_answered_with_the_right_one(build, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"),
+    [(Precision(torch.float32), {}), (BF16, {"affine": False}), (BF16, {"track_running_stats": False})],
+)
+def test_the_ways_out_of_batch_norm_train(precision: Precision, settings: dict[str, bool]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **settings))
+    engine = _engine(model, precision)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).to(precision.dtype)
+    engine.backward((engine(x).float() * torch.arange(32).view(8, 4)).mean())
+    engine.step()
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    if model[1].running_mean is not None:
+        assert model[1].running_mean.dtype == torch.float32
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+
+def _wrapped() -> list[str]:
+    """What the engine says of a model that torch has sharded or replicated, and of one inside a larger model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = fully_shard(make_model(), mesh=mesh)
+    inner = make_model()
+    fully_shard(inner.blocks[0], mesh=mesh)
+    models = [DistributedDataParallel(make_model()), nn.ModuleDict({"net": DistributedDataParallel(make_model())})]
+    models += [FullyShardedDataParallel(make_model(tied=False), device_id=torch.device("cpu")), sharded, inner]
+    told = []
+    for model in models:
+        try:
+            _engine(model)
+        except ValueError as error:
+            told.append(str(error))
+    from torch.distributed.tensor import distribute_tensor
+
+    plain = nn.Linear(4, 4)
+    plain.weight = nn.Parameter(distribute_tensor(plain.weight.data, mesh))
+    with pytest.raises(ValueError, match="weight is a DTensor, .* pass the plain module") as error:
+        _engine(plain)
+    return [*told, str(error.value)]
+
+
+def test_a_model_inside_ddp_or_fsdp_is_refused(run_ranks) -> None:
+    for ddp, inner_ddp, fsdp1, fsdp2, inner_fsdp2, _ in run_ranks(_wrapped, 2):
+        assert "the model is wrapped by DistributedDataParallel" in ddp
+        assert "module net is wrapped by DistributedDataParallel" in inner_ddp
+        assert "the model is wrapped by FullyShardedDataParallel" in fsdp1
+        assert "the model is wrapped by FSDPModule" in fsdp2
+        assert "module blocks.0 is wrapped by FSDPModule" in inner_fsdp2
+
+
+class _Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) + mask.to(x.dtype)
+
+
+def test_fp32_inputs_are_named_when_the_module_cannot_take_them() -> None:
+    engine = _engine(_Masked(4, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype") as error:
+        engine(torch.ones(2, 4), mask=torch.ones(2, 4).bfloat16())
+    (note,) = error.value.__notes__
+    assert note.startswith("input [0] of the module is torch.float32, the engine's parameters are torch.bfloat16: cast")
+    assert engine(torch.ones(2, 4).bfloat16(), mask=torch.ones(2, 4)).dtype == torch.bfloat16  # a mask may be FP32
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        engine(torch.ones(2, 5).bfloat16(), mask=torch.ones(2, 4))
+    assert not hasattr(error.value, "__notes__")  # the mask is not why
+
+
+ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
+    (
+        lambda engine: torch.optim.lr_scheduler.LambdaLR(engine, lambda step: 1.0),
+        r"'param_groups'; .*engine.set_lr\(lr\)",
+    ),
+    (lambda engine: engine.zero_grad(), "'zero_grad'; there is nothing to clear"),
+    (lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0), "'parameters'; .* set clip_grad to clip"),
+    (lambda engine: engine.eval(), r"'eval'; call engine.module.eval\(\)"),
+    (lambda engine: engine.nonsense, "ShardedEngine has no attribute 'nonsense'$"),
+]
+
+
+@pytest.mark.parametrize(("attempt", "message"), ATTEMPTS)
+def test_what_torchs_objects_have_is_answered_with_what_the_engine_has(attempt, message: str) -> None:
+    with pytest.raises(AttributeError, match=message):
+        attempt(_engine())
+
+
+def _ema(average: Tensor, weight: Tensor, count: Tensor) -> Tensor:
+    return average.lerp(weight.float(), 0.001)
+
+
+def _ema_in_half(caplog, precision: Precision) -> list[str]:
+    engine = _engine(precision=precision)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="megamix"):
+        AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
+        copy.deepcopy(engine.module)  # said once
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_average_copied_in_half_is_told_and_what_the_words_say_works(caplog) -> None:
+    (message,) = _ema_in_half(caplog, BF16)
+    assert "copied in torch.bfloat16" in message
+    assert "AveragedModel" in message
+    assert _ema_in_half(caplog, Precision(torch.float32)) == []
+    model = make_model()
+    early = AveragedModel(model, avg_fn=_ema)
+    engine = _engine(model)
+    late = AveragedModel(engine.module, avg_fn=_ema).float()
+    half = AveragedModel(engine.module, avg_fn=get_ema_avg_fn(0.999))
+    want: dict[str, Tensor] = {}
+    for step in range(4):
+        _step(engine, step)
+        for average in (early, late, half):
+            average.update_parameters(engine.module)
+        now = {name: param.detach().double() for name, param in model.named_parameters()}
+        want = {name: 0.999 * want[name] + 0.001 * now[name] if want else now[name].clone() for name in now}
+    for average in (early, late):
+        for name, value in average.module.named_parameters():
+            assert value.dtype == torch.float32
+            assert torch.allclose(value.double(), want[name], rtol=2.0**-21, atol=1e-9), name
+    lost = [
+        not torch.allclose(v.double(), want[n], rtol=2.0**-21, atol=1e-9) for n, v in half.module.named_parameters()
+    ]
+    assert any(lost)  # which is why
+
+
+def test_a_copy_trains_under_an_engine_of_its_own() -> None:
+    engine = _engine()
+    _step(engine)
+    other = _engine(copy.deepcopy(engine.module))
+    other.load_weights(engine.full_weights())
+    for one in (engine, other):
+        one.backward(loss_of(one.module, make_batch(1, 0, 0)))
+    first, second = engine.step(), other.step()
+    assert float(first.loss) == float(second.loss)
+
+
+def _add_parameter(model: nn.Module) -> None:
+    model.blocks[1].scale = nn.Parameter(torch.ones(1))
+
+
+def _add_module(model: nn.Module) -> None:
+    model.blocks[1].adapter = nn.Linear(2, 2)
+
+
+def _replace_module(model: nn.Module) -> None:
+    model.head = nn.Linear(24, 29, bias=False)
+
+
+def _delete_and_replace(model: nn.Module) -> None:
+    del model.norm
+    model.norm = nn.LayerNorm(24)
+
+
+def _untie(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def _take_out(model: nn.Module) -> None:
+    del model.blocks[1].gain
+
+
+def _wrap(model: nn.Module) -> None:
+    model.blocks[1] = nn.Sequential(model.blocks[1])
+
+
+CHANGES = [
+    (_add_parameter, "parameter blocks.1.scale was added: nothing would train it; build the engine after the model"),
+    (_add_module, "parameter blocks.1.adapter.weight was added: nothing would train it"),
+    (_replace_module, "parameter head.weight was added: nothing would train it"),
+    (_delete_and_replace, "parameter norm.weight is another Parameter now"),
+    (_untie, "parameter head.weight was added: nothing would train it"),
+    (_take_out, "parameter blocks.1.gain is no longer in the module under this name"),
+    (_wrap, r"parameter blocks.1.\w+.* is no longer in the module under this name: .* its module wrapped"),
+    (
+        lambda model: model.blocks[2].up.weight.requires_grad_(False),
+        "parameter blocks.2.up.weight was frozen .* decay and momentum would go on moving it. .* build the model anew",
+    ),
+    (
+        lambda model: model.blocks[0].requires_grad_(True),
+        "blocks.0.gain was frozen when .* nothing would train it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_a_later_change_of_the_module_is_refused_by_name(change, message: str, when: str) -> None:
+    model = make_model()
+    model.blocks[0].requires_grad_(False)
+    engine = _engine(model)
+    _step(engine)
+    loss = loss_of(model, make_batch(1, 0, 0))
+    if when == "before step":
+        engine.backward(loss)
+    change(model)
+    with pytest.raises(RuntimeError, match=message):
+        engine.step() if when == "before step" else engine.backward(loss)
+
+
+def test_a_change_that_leaves_the_parameters_alone_is_none() -> None:
+    model = make_model()
+    engine, plain = _engine(model), _engine()
+    for step in range(3):
+        if step == 1:
+            model.blocks[1].probe = nn.Dropout(0.5)
+        _step(engine, step)
+        _step(plain, step)
+    assert torch.equal(engine.master_shard.master[0], plain.master_shard.master[0])
+
+
+def test_a_parameter_is_frozen_later_as_the_message_says() -> None:
+    engine = _engine()
+    _step(engine)
+    frozen = make_model()
+    frozen.load_state_dict(engine.full_weights())
+    frozen.blocks[0].requires_grad_(False)
+    before = frozen.blocks[0].up.weight.detach().bfloat16()
+    second = _engine(frozen)
+    _step(second, 1)
+    assert torch.equal(frozen.blocks[0].up.weight, before)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, NAG])
+def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
+    groups = (ParamGroup(pattern="blocks.0.*", lr_factor=0.0),)
+    precision = Precision(torch.float16, loss_scale=StaticLossScale(2.0**8))
+    engine = ShardedEngine(make_model(), optimizer(lr=0.1, groups=groups), precision, compile_update=False)
+    before = engine.full_weights()
+    _step(engine)
+    after = engine.full_weights()
+    kept = [name for name in before if torch.equal(before[name], after[name])]
+    assert kept == [name for name in before if name.startswith("blocks.0.")]
