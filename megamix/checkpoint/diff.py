@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint
 
@@ -28,7 +29,7 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
     for param in old.manifest.params:
         for state in old.manifest.states:
             if shapes.get(param.name) == param.shape and state in new.manifest.states:
-                gap = _gap(old, new, (param.name, state), readers)
+                gap = _gap((old, new), readers, (param.name, state), Box.whole(param.shape))
                 if gap.differing:
                     yield f"{state} of {param.name}: {gap}"
 
@@ -79,11 +80,19 @@ class _Gap:
         return f"{self.differing:,} of {self.numel:,} elements ({share}), by at most {self.largest:.3e}"
 
 
-def _gap(old: Checkpoint, new: Checkpoint, key: tuple[str, str], readers: tuple[PieceReader, PieceReader]) -> _Gap:
+def _gap(
+    checkpoints: tuple[Checkpoint, Checkpoint],
+    readers: tuple[PieceReader, PieceReader],
+    key: tuple[str, str],
+    whole: Box,
+) -> _Gap:
     gap = _Gap()
-    for old_place in old.stored[key]:
-        for new_place in new.stored[key]:
-            if common := old_place.box.intersection(new_place.box):
-                for piece in pieces(common):
-                    gap.add(readers[0].read(old_place, piece), readers[1].read(new_place, piece))
+    for piece in pieces(
+        whole
+    ):  # of the parameter, not of the boxes that two savers cut: those may be in each other's way
+        old, new = (
+            reader.gather(checkpoint.stored[key], piece)
+            for checkpoint, reader in zip(checkpoints, readers, strict=True)
+        )
+        gap.add(old, new)
     return gap

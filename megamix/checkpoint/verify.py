@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from megamix.checkpoint.boxes import Box, tiling_problem
+from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megamix.checkpoint.tensor_file import parse_key, read_ahead, tensor_starts
-
-_USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
+from megamix.checkpoint.tensor_file import parse_key, read_ahead, read_tensors
+from megamix.checkpoint.tiling import tiling_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +116,14 @@ def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
 def read_header(path: Path) -> list[tuple[str, str, Stored]]:
     """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
     found = []
-    # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
-    with open(path, "rb", buffering=0) as raw:
-        os.posix_fadvise(raw.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
     try:
-        with safe_open(path, "pt") as file:
-            starts = tensor_starts(path)
-            for key in file.keys():  # noqa: SIM118 (it is no dict)
-                part = file.get_slice(key)
-                if part.get_dtype() != "F32":
-                    raise ValueError(f"{key[:200]!r} is {part.get_dtype()}, every state is F32")
-                if starts[key] % 4:  # its elements would not be whole in a chunk
-                    raise ValueError(f"{key[:200]!r} begins at byte {starts[key]}, no multiple of 4")
-                param, state, box = parse_key(key, part.get_shape())
-                found.append((param, state, Stored(path.name, key, box, starts[key])))
+        for key, dtype, shape, start in read_tensors(path):
+            if dtype != "F32":
+                raise ValueError(f"{key[:200]!r} is {dtype}, every state is F32")
+            if start % 4:  # its elements would not be whole in a chunk
+                raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of 4")
+            param, state, box = parse_key(key, shape)
+            found.append((param, state, Stored(path.name, key, box, start)))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return found

@@ -72,11 +72,7 @@ class CheckpointWeights:
         self._stored, self._reader = checkpoint.stored, PieceReader(checkpoint)
 
     def read(self, param: str, box: Box) -> Tensor:
-        out = torch.empty(box.size)
-        for stored in self._stored[param, MASTER]:
-            if common := box.intersection(stored.box):
-                out[common.slices_in(box)] = self._reader.read(stored, common)
-        return out
+        return self._reader.gather(self._stored[param, MASTER], box)
 
 
 def open_source(path: Path) -> Source:
