@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.record import printable
 from megamix.checkpoint.verify import Checkpoint
 
 _ABSENT = "(none)"
@@ -31,7 +31,7 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
             if shapes.get(param.name) == param.shape and state in new.manifest.states:
                 gap = _gap((old, new), readers, (param.name, state), Box.whole(param.shape))
                 if gap.differing:
-                    yield f"{state} of {param.name}: {gap}"
+                    yield printable(f"{state} of {param.name}: {gap}")
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -41,7 +41,7 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
         if isinstance(before, dict) and isinstance(after, dict):
             yield from changes(before, after, f"{prefix}{name}.")
         elif before != after:
-            yield f"{prefix}{name}: {before} -> {after}"
+            yield printable(f"{prefix}{name}: {before} -> {after}")
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
-        run["config"] = tomllib.loads(manifest.run.config)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
+        run["config"] = manifest.run.tables()
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from None
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
     return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}

@@ -82,9 +82,9 @@ def _first_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> tuple[int, ...
             raise _TooManyCornersError
     if not len(corner):
         return None
-    element, at = [0] * len(shape), int(corner[0])
+    element, number = [0] * len(shape), int(corner[0])
     for dim, known, value in reversed([*zip(cut, corners, values, strict=True)]):
-        at, coordinate = divmod(int(known[at]), len(value))
+        number, coordinate = divmod(int(known[number]), len(value))
         element[dim] = int(value[coordinate])
     return tuple(element)
 

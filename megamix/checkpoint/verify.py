@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from megamix.checkpoint.record import printable
 from megamix.checkpoint.tensor_file import parse_key, read_ahead, read_tensors
 from megamix.checkpoint.tiling import tiling_problem
 
@@ -40,17 +41,21 @@ class Checkpoint:
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
 
 
+# What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says.
+Check = Callable[[Manifest], None]
+
+
 class Damaged(ValueError):
     """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("; ".join(problems))
-        self.problems = problems
+        self.problems = [printable(problem) for problem in problems]
+        super().__init__("; ".join(self.problems))
 
 
-def verify_checkpoint(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     """Check every byte. Raises: Damaged."""
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, check)
     problems = []
     for record in checkpoint.manifest.files:
         try:
@@ -63,7 +68,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: Damaged."""
     if path.is_symlink() or not path.is_dir():
         raise Damaged([f"{path}: not there, or no folder"])
@@ -88,6 +93,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             for state in manifest.states:
                 if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                     problems.append(f"{path}: {state} of {param}: {problem}")
+    if not problems and check is not None:
+        try:
+            check(manifest)
+        except ValueError as error:
+            problems.append(f"{path / MANIFEST}: {error}")
     if problems:
         raise Damaged(problems)
     return Checkpoint(path, manifest, dict(stored))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from pydantic import ValidationError
@@ -17,10 +16,10 @@ from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
-from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
 from megamix.hub.tokenizer_files import tokenizer_in
-from megamix.model.transformer import Transformer
+from megamix.model.transformer import Transformer, meta_model
+from megamix.train.saved_run import check_if_run, check_params
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -88,18 +87,21 @@ def open_source(path: Path) -> Source:
             raise ValueError(f"{path} is no run, checkpoint or Hugging Face folder; it has none of "
                              f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json")  # fmt: skip
         path = found[0]
-    return _of_checkpoint(verify_checkpoint(path))
+    return _of_checkpoint(verify_checkpoint(path, check_if_run))
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
-    tables = _tables(checkpoint)
     try:
+        tables = checkpoint.manifest.run.tables()
         config = ModelConfig.model_validate(tables.get("model", {}))
     except ValidationError as error:
         raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
-    saved = {param.name: param.shape for param in checkpoint.manifest.params}
-    if saved != param_shapes(config):
-        raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
+    except ValueError as error:
+        raise Damaged([f"{checkpoint.path / MANIFEST}: {error}"]) from None
+    try:
+        check_params(checkpoint.manifest, config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from None
     data = tables.get("data", {})
     tokenizer = data.get("tokenizer")
     dtype = tables.get("precision", {}).get("dtype", "fp32")
@@ -115,10 +117,3 @@ def _one_prefix(sources: object) -> str | None:
         case str(path) | [{"path": str(path)}]:
             return path
     return None
-
-
-def _tables(checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
-        return tomllib.loads(checkpoint.manifest.run.config)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
