@@ -25,7 +25,7 @@ from megamix.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.seal import write_sealed
 from tests.conftest import FULL
 
-CASES = 20_000 if FULL else 1_000
+CASES = 20_000 if FULL else 300
 MANY = 200_000 if FULL else 5_000  # boxes; of 200,000 the names alone take 16 MB, and 5,000 in pairs half a minute
 LONGEST_S = 5.0  # of this process's own time
 

@@ -34,8 +34,8 @@ from tests.checkpoint.seal import edit, seal
 from tests.conftest import FULL
 from tests.train.jobs import Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job, write_data
 
-MUTANTS = 5_000 if FULL else 150
-TRAINED = 5_000 if FULL else 3  # of those that are accepted
+MUTANTS = 5_000 if FULL else 100
+TRAINED = 5_000 if FULL else 1  # of those that are accepted
 LONGEST_S, MOST_BYTES = 2.0, 200 << 20  # of one mutant; beyond an intact one
 SCALES = ("dynamic", "headroom", "torch", "megatron", "deepspeed")
 
@@ -204,7 +204,7 @@ def test_every_command_says_so_in_a_line(run, capsys, command: str) -> None:
 
 
 def test_what_runs_of_every_rule_save_is_accepted(data, tmp_path) -> None:
-    for loss_scale in SCALES if FULL else SCALES[1:3]:
+    for loss_scale in SCALES if FULL else SCALES[1:2]:
         _interrupted(_config(data, tmp_path / loss_scale, loss_scale), 6)
         saved = checkpoints(tmp_path / loss_scale / "run/checkpoints")
         assert len(saved) == 2
