@@ -211,12 +211,13 @@ def _plot(arguments: argparse.Namespace) -> None:
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from megamix.checkpoint import commands
     from megamix.checkpoint.verify import Damaged
+    from megamix.train.saved_run import check_if_run
 
     actions = {
-        "ls": lambda: commands.ls(arguments.path),
-        "verify": lambda: commands.verify(arguments.path),
-        "diff": lambda: commands.diff(arguments.path, arguments.other),
-        "export": lambda: commands.export(arguments.path, arguments.output),
+        "ls": lambda: commands.ls(arguments.path, check_if_run),
+        "verify": lambda: commands.verify(arguments.path, check_if_run),
+        "diff": lambda: commands.diff(arguments.path, arguments.other, check_if_run),
+        "export": lambda: commands.export(arguments.path, arguments.output, check_if_run),
     }
     try:
         for line in actions[arguments.action]():

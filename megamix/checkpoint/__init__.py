@@ -1,6 +1,7 @@
 """Checkpoints in model space: what the ranks own, saved as boxes of whole parameters, loads on any other layout.
 
 boxes        arithmetic: a flat range of a block as boxes of the full parameter, intersections
+tiling       whether boxes cover a parameter, each element once
 folder       the names in a folder of checkpoints, and what each says
 files        the only calls that change the disk, and the checksum
 tensor_file  a safetensors file, streamed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -80,20 +80,3 @@ def _range_of_shape(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Bo
 def _in_row(row: int, start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
     for box in _range_of_shape(start, end, shape[1:]):
         yield Box((row, *box.offset), (1, *box.size))
-
-
-def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Why these boxes do not cover each element of a parameter exactly once; None if they do."""
-    for box in boxes:
-        if not box.inside(shape) or not box.numel:
-            return f"{box.offset} + {box.size} is no box of shape {shape}"
-    in_order = sorted(boxes)
-    for index, box in enumerate(in_order):
-        for other in in_order[index + 1 :]:
-            # Sorted by the first dim: what starts behind this box's last row, and all after it, cannot overlap it.
-            if shape and other.offset[0] >= box.end[0]:
-                break
-            if box.intersection(other):
-                return f"{box.offset} + {box.size} and {other.offset} + {other.size} overlap"
-    held, want = sum(box.numel for box in boxes), math.prod(shape)
-    return f"{held} of {want} elements are there" if held != want else None

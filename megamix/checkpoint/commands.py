@@ -1,4 +1,7 @@
-"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and Damaged."""
+"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and Damaged.
+
+`check`: what the caller knows of checkpoints beyond their files, see `verify.Check`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from pathlib import Path
 from megamix.checkpoint.diff import differences
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
 from megamix.checkpoint.manifest import read_manifest
-from megamix.checkpoint.verify import Checkpoint, Damaged, check_size, verify_checkpoint
+from megamix.checkpoint.record import printable
+from megamix.checkpoint.verify import Check, Checkpoint, Damaged, check_size, verify_checkpoint
 
 
-def ls(path: Path) -> Iterator[str]:
+def ls(path: Path, check: Check | None = None) -> Iterator[str]:
     """A line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
     folder = _folder(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
-    rows += [_row(entry) for entry in reversed(checkpoints(folder))]
+    rows += [_row(entry, check) for entry in reversed(checkpoints(folder))]
     rows += [(entry.name, "", _written(entry), _size(entry), "", "damaged, set aside") for entry in set_aside(folder)]
     rows += [(entry.name, "", _written(entry), _size(entry), "", "unfinished") for entry in unfinished(folder)]
     if len(rows) == 1:
@@ -30,12 +34,12 @@ def ls(path: Path) -> Iterator[str]:
         )
 
 
-def verify(path: Path) -> Iterator[str]:
+def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     """Read every byte: a line for each good checkpoint, then Damaged with what is wrong with all others."""
     problems = []
     for found in _checkpoints(path):
         try:
-            manifest = verify_checkpoint(found).manifest
+            manifest = verify_checkpoint(found, check).manifest
             held = f"{len(manifest.params)} parameters, of each {', '.join(manifest.states)}"
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
         except Damaged as error:
@@ -44,21 +48,21 @@ def verify(path: Path) -> Iterator[str]:
         raise Damaged(problems)
 
 
-def diff(old: Path, new: Path) -> Iterator[str]:
+def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
     """A line for each difference."""
     same = True
-    for line in differences(_good("A", old), _good("B", new)):
+    for line in differences(_good("A", old, check), _good("B", new, check)):
         same = False
         yield line
     if same:
         yield "no difference"
 
 
-def export(path: Path, output: Path) -> Iterator[str]:
+def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
     """Write a folder for torch.distributed.checkpoint. Raises: OSError as well."""
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
-    checkpoint = _good("PATH", path)
+    checkpoint = _good("PATH", path, check)
     export_dcp(checkpoint, output)
     yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
 
@@ -79,19 +83,21 @@ def _checkpoints(path: Path) -> list[Path]:
     return found or [path]
 
 
-def _good(name: str, path: Path) -> Checkpoint:
+def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
     if (found := _checkpoints(path)) != [path]:
         raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
-    return verify_checkpoint(path)
+    return verify_checkpoint(path, check)
 
 
-def _row(path: Path) -> tuple[str, ...]:
+def _row(path: Path, check: Check | None) -> tuple[str, ...]:
     try:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
             check_size(path / record.name, record)
+        if check is not None:
+            check(manifest)
     except (ValueError, OSError) as error:
-        return path.name, "", _written(path), _size(path), "", f"damaged: {error}"
+        return path.name, "", _written(path), _size(path), "", printable(f"damaged: {error}")
     written = _written(path / MANIFEST)
     sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
     layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")

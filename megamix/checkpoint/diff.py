@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.record import printable
 from megamix.checkpoint.verify import Checkpoint
 
 _ABSENT = "(none)"
@@ -28,9 +29,9 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
     for param in old.manifest.params:
         for state in old.manifest.states:
             if shapes.get(param.name) == param.shape and state in new.manifest.states:
-                gap = _gap(old, new, (param.name, state), readers)
+                gap = _gap((old, new), readers, (param.name, state), Box.whole(param.shape))
                 if gap.differing:
-                    yield f"{state} of {param.name}: {gap}"
+                    yield printable(f"{state} of {param.name}: {gap}")
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -40,7 +41,7 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
         if isinstance(before, dict) and isinstance(after, dict):
             yield from changes(before, after, f"{prefix}{name}.")
         elif before != after:
-            yield f"{prefix}{name}: {before} -> {after}"
+            yield printable(f"{prefix}{name}: {before} -> {after}")
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -48,9 +49,9 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
-        run["config"] = tomllib.loads(manifest.run.config)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
+        run["config"] = manifest.run.tables()
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: {error}") from None
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
     return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}
@@ -79,11 +80,19 @@ class _Gap:
         return f"{self.differing:,} of {self.numel:,} elements ({share}), by at most {self.largest:.3e}"
 
 
-def _gap(old: Checkpoint, new: Checkpoint, key: tuple[str, str], readers: tuple[PieceReader, PieceReader]) -> _Gap:
+def _gap(
+    checkpoints: tuple[Checkpoint, Checkpoint],
+    readers: tuple[PieceReader, PieceReader],
+    key: tuple[str, str],
+    whole: Box,
+) -> _Gap:
     gap = _Gap()
-    for old_place in old.stored[key]:
-        for new_place in new.stored[key]:
-            if common := old_place.box.intersection(new_place.box):
-                for piece in pieces(common):
-                    gap.add(readers[0].read(old_place, piece), readers[1].read(new_place, piece))
+    for piece in pieces(
+        whole
+    ):  # of the parameter, not of the boxes that two savers cut: those may be in each other's way
+        old, new = (
+            reader.gather(checkpoint.stored[key], piece)
+            for checkpoint, reader in zip(checkpoints, readers, strict=True)
+        )
+        gap.add(old, new)
     return gap

@@ -15,20 +15,20 @@ from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
 from megamix.checkpoint.parts import Part, owned_parts, state_names
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Checkpoint, Damaged, read_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, Damaged, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
 
 
-def read_together(path: Path, together: Together) -> Checkpoint:
+def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
     """Check all but the tensors' bytes, which `load` verifies. Every rank must call it.
 
     Raises: Damaged on every rank, with what any of them found.
     """
     checkpoint, problems = None, []
     try:
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, check)
     except Damaged as error:
         problems = error.problems
     _agree_on(together.every(lambda: problems))
@@ -37,14 +37,14 @@ def read_together(path: Path, together: Together) -> Checkpoint:
 
 
 def newest_checkpoint(
-    folder: Path, together: Together, files: Files | None = None, before: str | None = None
+    folder: Path, together: Together, files: Files | None = None, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
     """The newest, or the newest before the one of that name, that `read_together` finds good; those that it does not
     are set aside, with one line each. Every rank must call it.
     """
     while name := together.first(partial(_newest_name, folder, before)):
         try:
-            return read_together(folder / name, together)
+            return read_together(folder / name, together, check)
         except Damaged as error:
             _set_aside(folder / name, error, together, files)
             before = name  # set aside or not: the disk may be read-only
@@ -52,8 +52,9 @@ def newest_checkpoint(
 
 
 def load_or_older(
-    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, files: Files | None = None
-) -> Checkpoint | None:
+    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, files: Files | None = None,
+    check: Check | None = None,
+) -> Checkpoint | None:  # fmt: skip
     """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
     aside, with one line each. Every rank must call it.
 
@@ -67,7 +68,7 @@ def load_or_older(
             break
         except Damaged as error:
             _set_aside(found.path, error, together, files)
-            found = newest_checkpoint(found.path.parent, together, files, before=found.path.name)
+            found = newest_checkpoint(found.path.parent, together, files, found.path.name, check)
     return found
 
 

@@ -6,9 +6,10 @@ was never right, and no byte of it is free to change.
 
 from __future__ import annotations
 
+import tomllib
 import zlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
@@ -16,11 +17,15 @@ from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.record import Count, Record
 from megamix.mixed_precision.engine import ShardedEngine
 
-LARGEST = 256 << 20  # bytes: no larger file is read as a manifest
+LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
+_MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
+_MOST_DOTS = 2000  # in a line of a configuration
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
+_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
+_Ranks = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class FileRecord(Record):
@@ -42,9 +47,9 @@ class ParamRecord(Record):
 class LayoutRecord(Record):
     """How the saving ranks had cut the parameters. For people: loading does not depend on it."""
 
-    dp_size: Count
-    tp_size: Count = 1
-    pp_size: Count = 1
+    dp_size: _Ranks
+    tp_size: _Ranks = 1
+    pp_size: _Ranks = 1
     buckets: tuple[Count, ...]  # elements, with padding, of the first rank
 
 
@@ -52,9 +57,23 @@ class RunRecord(Record):
     """What the caller wants back with the state. A checkpoint keeps it as it is."""
 
     progress: dict[str, JsonValue] = Field(default_factory=dict)  # consumed samples, batches to try again
-    config: str = ""  # the effective configuration, TOML
+    config: Annotated[str, Field(max_length=1 << 20)] = ""  # the effective configuration, TOML
     fingerprints: dict[str, str] = Field(default_factory=dict)  # of the data, by the key that names it
-    rng_rule: str = ""  # of what every random number is a function: there is no generator whose state to keep
+    # Of what every random number is a function: there is no generator whose state to keep.
+    rng_rule: Annotated[str, Field(max_length=10_000)] = ""
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The configuration, section by section. Raises: ValueError."""
+        # To read them takes the square of a dotted key's length: seconds, of a text as long as this may be.
+        if any(line.count(".") > _MOST_DOTS for line in self.config.splitlines()):
+            raise ValueError(f"its configuration has a line with more than {_MOST_DOTS} dots")
+        try:
+            tables = tomllib.loads(self.config)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its configuration is no TOML: {error}") from None
+        if others := [name for name, table in tables.items() if not isinstance(table, dict)]:
+            raise ValueError(f"its configuration: {others[0]} is no table")
+        return tables
 
 
 class Manifest(Record):
@@ -64,11 +83,11 @@ class Manifest(Record):
     version: Literal[1] = 1
     applied_updates: Count
     skipped_steps: Count
-    loss_scale: dict[str, _Number | list[_Number]]  # by the loss scale's own state names
-    loss_scale_rule: str | None = None  # what they mean; None: saved before it was kept
+    loss_scale: dict[_Name, _Number | list[_Number]]  # by the loss scale's own state names
+    loss_scale_rule: _Name | None = None  # what they mean; None: saved before it was kept
     run: RunRecord
     layout: LayoutRecord
-    states: tuple[str, ...]  # "master", then the optimizer's: each covers every parameter
+    states: tuple[_Name, ...]  # "master", then the optimizer's: each covers every parameter
     params: tuple[ParamRecord, ...]
     files: tuple[FileRecord, ...] = ()
 
@@ -78,7 +97,7 @@ class Manifest(Record):
         return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
 
 
-def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
+def describe(engine: ShardedEngine, states: tuple[_Name, ...], run: RunRecord) -> Manifest:
     """The manifest of the engine's state, its files still to be named. Reads the device."""
     return Manifest(
         applied_updates=int(engine.applied_updates),
@@ -115,6 +134,8 @@ def read_manifest(path: Path) -> Manifest:
     body, checksum = text[:-_CHECKSUM_LENGTH], text[-_CHECKSUM_LENGTH:]
     if checksum != (_CHECKSUM_LINE % zlib.crc32(body)).encode():
         raise ValueError(f"{path}: its checksum does not fit its content")
+    if text.count(b",") > _MOST_VALUES:
+        raise ValueError(f"{path}: more than {_MOST_VALUES} values")
     try:
         manifest = Manifest.from_json(body + b"}")
     except ValueError as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -34,3 +35,11 @@ class PieceReader:
             self._file, self._name = safe_open(self._folder / stored.file, "pt"), stored.file
         part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
         return part
+
+    def gather(self, places: Sequence[Stored], box: Box) -> Tensor:
+        """A box of the parameter whose boxes lie at `places`: FP32, the box's shape."""
+        out = torch.empty(box.size)
+        for stored in places:
+            if common := stored.box.intersection(box):
+                out[common.slices_in(box)] = self.read(stored, common)
+        return out

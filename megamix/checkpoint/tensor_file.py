@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
@@ -22,6 +24,8 @@ from megamix.checkpoint.parts import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache
+_USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
+_LARGEST_HEADER = 16 << 20  # bytes: 130,000 tensors with usual names; the library would take 100 MB
 _READ_AHEAD = 1 << 20  # bytes: two of them stay in the processor's cache
 
 
@@ -61,12 +65,20 @@ def safetensors_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def tensor_starts(path: Path) -> dict[str, int]:
-    """The byte at which each tensor begins, of a file whose header the library has found good."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
+def read_tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], int]]:
+    """Key, dtype by the format's name, shape and first byte of every tensor. Raises: ValueError, OSError."""
+    with open(path, "rb", buffering=0) as file:
+        # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
+        os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        if length > _LARGEST_HEADER:
+            raise ValueError(f"header too large: {length} bytes; it has at most {_LARGEST_HEADER}")
+    with safe_open(path, "pt"), open(path, "rb") as file:  # the library judges the header, and the tensors' places
+        file.seek(8)
         entries = json.loads(file.read(length))
-    return {key: 8 + length + entry["data_offsets"][0] for key, entry in entries.items() if key != "__metadata__"}
+    for key, entry in entries.items():
+        if key != "__metadata__":
+            yield key, entry["dtype"], entry["shape"], 8 + length + entry["data_offsets"][0]
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from megamix.checkpoint.boxes import Box, tiling_problem
+from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megamix.checkpoint.tensor_file import parse_key, read_ahead, tensor_starts
-
-_USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
+from megamix.checkpoint.record import printable
+from megamix.checkpoint.tensor_file import parse_key, read_ahead, read_tensors
+from megamix.checkpoint.tiling import tiling_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,21 @@ class Checkpoint:
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
 
 
+# What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says.
+Check = Callable[[Manifest], None]
+
+
 class Damaged(ValueError):
     """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("; ".join(problems))
-        self.problems = problems
+        self.problems = [printable(problem) for problem in problems]
+        super().__init__("; ".join(self.problems))
 
 
-def verify_checkpoint(path: Path) -> Checkpoint:
+def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     """Check every byte. Raises: Damaged."""
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, check)
     problems = []
     for record in checkpoint.manifest.files:
         try:
@@ -65,7 +68,7 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: Damaged."""
     if path.is_symlink() or not path.is_dir():
         raise Damaged([f"{path}: not there, or no folder"])
@@ -90,6 +93,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             for state in manifest.states:
                 if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                     problems.append(f"{path}: {state} of {param}: {problem}")
+    if not problems and check is not None:
+        try:
+            check(manifest)
+        except ValueError as error:
+            problems.append(f"{path / MANIFEST}: {error}")
     if problems:
         raise Damaged(problems)
     return Checkpoint(path, manifest, dict(stored))
@@ -118,20 +126,14 @@ def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
 def read_header(path: Path) -> list[tuple[str, str, Stored]]:
     """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
     found = []
-    # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
-    with open(path, "rb", buffering=0) as raw:
-        os.posix_fadvise(raw.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
     try:
-        with safe_open(path, "pt") as file:
-            starts = tensor_starts(path)
-            for key in file.keys():  # noqa: SIM118 (it is no dict)
-                part = file.get_slice(key)
-                if part.get_dtype() != "F32":
-                    raise ValueError(f"{key[:200]!r} is {part.get_dtype()}, every state is F32")
-                if starts[key] % 4:  # its elements would not be whole in a chunk
-                    raise ValueError(f"{key[:200]!r} begins at byte {starts[key]}, no multiple of 4")
-                param, state, box = parse_key(key, part.get_shape())
-                found.append((param, state, Stored(path.name, key, box, starts[key])))
+        for key, dtype, shape, start in read_tensors(path):
+            if dtype != "F32":
+                raise ValueError(f"{key[:200]!r} is {dtype}, every state is F32")
+            if start % 4:  # its elements would not be whole in a chunk
+                raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of 4")
+            param, state, box = parse_key(key, shape)
+            found.append((param, state, Stored(path.name, key, box, start)))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return found

@@ -10,12 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from megamix.config import ModelConfig
 from megamix.hub import family_configs as configs
 from megamix.hub.links import Link
-from megamix.model.transformer import Transformer
+from megamix.model.transformer import meta_model
 
 
 class Place(NamedTuple):
@@ -78,12 +76,6 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     blocks = [(f"blocks.{layer}{leaf}", param) for layer in range(config.num_layers) for leaf, param in block]
     every = (*params[:first], *blocks, *params[first + len(block) :])
     return {name: tuple(param.shape) for name, param in every}
-
-
-def meta_model(config: ModelConfig) -> Transformer:
-    """The modules without memory, in the dtype that is torch's default."""
-    with torch.device("meta"):
-        return Transformer(config.model_copy(update={"compile": False}))
 
 
 _GPT2 = {

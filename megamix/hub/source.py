@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -17,12 +15,12 @@ from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
-from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
 from megamix.hub.stored_sizes import tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
-from megamix.model.transformer import Transformer
+from megamix.model.transformer import Transformer, meta_model
+from megamix.train.saved_run import check_if_run, check_params
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_TABLES = 1 << 32  # bytes, of rotary positions: a run has trained with them, if its record is its own
@@ -69,11 +67,7 @@ class CheckpointWeights:
         self._stored, self._reader = checkpoint.stored, PieceReader(checkpoint)
 
     def read(self, param: str, box: Box) -> Tensor:
-        out = torch.empty(box.size)
-        for stored in self._stored[param, MASTER]:
-            if common := box.intersection(stored.box):
-                out[common.slices_in(box)] = self._reader.read(stored, common)
-        return out
+        return self._reader.gather(self._stored[param, MASTER], box)
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         return f"{param} {list(place)}"
@@ -92,25 +86,22 @@ def open_source(path: Path) -> Source:
             raise ValueError(f"{path} is no run, checkpoint or Hugging Face folder; it has none of "
                              f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json")  # fmt: skip
         path = found[0]
-    return _of_checkpoint(verify_checkpoint(path))
+    return _of_checkpoint(verify_checkpoint(path, check_if_run))
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
-    tables = _tables(checkpoint)
     try:
+        tables = checkpoint.manifest.run.tables()
         config = ModelConfig.model_validate(tables.get("model", {}))
     except ValidationError as error:
         raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
-    saved = {param.name: param.shape for param in checkpoint.manifest.params}
-    layers = {name.split(".")[1] for name in saved if name.startswith("blocks.")}
+    except ValueError as error:
+        raise Damaged([f"{checkpoint.path / MANIFEST}: {error}"]) from None
     try:
-        fits = len(layers) == config.num_layers and saved == param_shapes(
-            config
-        )  # so many layers as are there are built
+        check_params(checkpoint.manifest, config)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {error}") from None
-    if not fits:
-        raise ValueError(f"{checkpoint.path}: its parameters are not those of the model that its configuration names")
+    saved = {param.name: param.shape for param in checkpoint.manifest.params}
     if problems := tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
         raise ValueError(f"{checkpoint.path}: {problems[0]}")
     data = tables.get("data", {})
@@ -128,10 +119,3 @@ def _one_prefix(sources: object) -> str | None:
         case str(path) | [{"path": str(path)}]:
             return path
     return None
-
-
-def _tables(checkpoint: Checkpoint) -> dict[str, Any]:
-    try:
-        return tomllib.loads(checkpoint.manifest.run.config)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.loss_scale import StaticLossScale, require_power_of_two, require_range
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale, require_power_of_two, require_range
 
 FP16_MAX = 65504.0  # every gradient, and its sum over micro-batches and ranks, must stay below
+_LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # beyond every gradient that FP32 holds, without the scale
 _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
 
 
@@ -64,6 +65,14 @@ class HeadroomLossScale(StaticLossScale):
         doubled = (2 * self.loss_scale).clamp(max=self.max_scale)
         self.loss_scale.copy_(torch.where(largest > 0, scale, doubled))
         self.wants_probe = False
+
+    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
+        super().check_state(state, applied, skipped)
+        peaks, steps = state["peaks"], applied + skipped + 1  # the probe is one
+        if not isinstance(peaks, list) or len(peaks) != len(self.peaks):
+            raise ValueError(f"loss_scale.peaks: there must be {len(self.peaks)}")
+        if not all(0 <= peak <= _LARGEST_PEAK for peak in peaks) or any(peaks[steps:]):
+            raise ValueError(f"loss_scale.peaks: they are no magnitudes of {steps} gradients")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         peaks = state["peaks"]  # of another window the newest are kept; before them nothing is known

@@ -37,6 +37,12 @@ def require_range(init_scale: float, min_scale: float, max_scale: float) -> None
         )
 
 
+def _check_count(name: str, value: float | list[float], least: int, most: int) -> None:
+    """Raises: ValueError unless it is a whole number in that range, and one of INT32."""
+    if isinstance(value, list) or not value.is_integer() or not max(least, -(2**31)) <= value <= min(most, 2**31 - 1):
+        raise ValueError(f"{name} is {value}, no whole number of {least} to {most}")
+
+
 class StaticLossScale:
     """A constant scale. Overflowed steps are still skipped; the scale stays."""
 
@@ -69,6 +75,19 @@ class StaticLossScale:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: getattr(self, name).clone() for name in self.state_names}
+
+    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
+        """Refuse a state that a run of this rule and these settings cannot have come to.
+
+        `applied`, `skipped`: its updates and overflows so far. Raises: ValueError naming what is wrong.
+        """
+        if set(state) != set(self.state_names):
+            raise ValueError(f"loss_scale has {sorted(state)}, {self.rule} has {sorted(self.state_names)}")
+        scale = state["loss_scale"]
+        if isinstance(scale, list) or not (scale == 0 or math.frexp(scale)[0] == 0.5):
+            raise ValueError(f"loss_scale.loss_scale is {scale}, no power of two")
+        if not self.min_scale <= scale <= self.max_scale:
+            raise ValueError(f"loss_scale.loss_scale is {scale}, not in {self.min_scale:g} to {self.max_scale:g}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of the same rule, whose settings may have been others: these here hold from now on, so
@@ -116,6 +135,13 @@ class DynamicLossScale(StaticLossScale):
         self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
         # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
         self.patience = torch.ones((), dtype=torch.int32)
+
+    def check_state(self, state: Mapping[str, float | list[float]], applied: int, skipped: int) -> None:
+        super().check_state(state, applied, skipped)
+        # Not bounded by growth_interval: at the ceiling they go on, and the interval may have been longer before.
+        _check_count("loss_scale.clean_steps", state["clean_steps"], 0, applied)
+        # Each overflow takes one, and no rule begins or refills with less than 1.
+        _check_count("loss_scale.patience", state["patience"], 1 - skipped, self.hysteresis)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -242,3 +242,9 @@ class Transformer(nn.Module):
         replays = self.training and self.config.dropout > 0
         again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
         return again
+
+
+def meta_model(config: ModelConfig) -> Transformer:
+    """The modules without memory, in the dtype that is torch's default."""
+    with torch.device("meta"):
+        return Transformer(config.model_copy(update={"compile": False}))

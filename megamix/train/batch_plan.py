@@ -8,11 +8,17 @@ which learns of an attempt's outcome a fixed number of attempts later, so nothin
 from __future__ import annotations
 
 import enum
+import itertools
+import math
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megamix.data.sampler import Samples, cut, num_samples
+from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
+
+LARGEST_COUNT = 2**48  # samples, attempts: what is counted on from there is still a number in every reader of JSON
+_LARGEST_BATCH = 2**24  # sequences: no run had a larger one before it had the one of now
 
 OnOverflow = Literal["requeue", "redo", "skip"]
 
@@ -72,6 +78,46 @@ class PlanState(NamedTuple):
             "plan.applied": self.applied, "plan.cursor": self.cursor, "plan.waiting": waiting,
             "plan.attempts": self.attempts, "plan.last_applied_scale": self.last_applied_scale or 0.0,
         }  # fmt: skip
+
+
+def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
+    """Refuse a state that no run can have come to. Its batches may have had other sizes than the last.
+
+    `skipped`: attempts that overflowed. Raises: ValueError naming what is wrong.
+    """
+    if state.attempts != state.applied + skipped:
+        raise ValueError(f"attempts is {state.attempts}, but {state.applied} were applied and {skipped} overflowed")
+    if (state.last_applied_scale is None) != (state.applied == 0):
+        raise ValueError(f"last_applied_scale is {state.last_applied_scale} after update {state.applied}")
+    if state.last_applied_scale is not None and not _is_used_scale(state.last_applied_scale):
+        raise ValueError(f"last_applied_scale is {state.last_applied_scale}, no power of two that backward uses")
+    ranges = [part for batch, _ in state.waiting for part in batch.samples]
+    waiting = num_samples(tuple(ranges))
+    # Every update took a sample of its own at least, and no attempt took more than a batch.
+    most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
+    if not state.applied + waiting <= state.cursor <= min(most, LARGEST_COUNT):
+        raise ValueError(f"cursor is {state.cursor} after {state.attempts} attempts, {waiting} samples waiting")
+    _check_waiting(state, skipped)
+    in_order = sorted(ranges, key=lambda part: part.start)
+    if any(not part for part in ranges) or any(one.stop > two.start for one, two in itertools.pairwise(in_order)):
+        raise ValueError("waiting: a range of samples is empty, or there twice")
+    if in_order and in_order[-1].stop > state.cursor:
+        raise ValueError(f"waiting: sample {in_order[-1].stop - 1} was never tried, cursor is {state.cursor}")
+
+
+def _check_waiting(state: PlanState, skipped: int) -> None:
+    for batch, due_in in state.waiting:
+        if not batch.samples or batch.counted_tries > batch.tries:
+            raise ValueError(f"waiting: a batch of {batch.samples} has {batch.counted_tries} of {batch.tries} tries")
+        # It was tried as attempt 0 at the earliest, as the last one at the latest.
+        if not min(0, 1 - state.attempts) <= due_in < max(LAGS.values()):
+            raise ValueError(f"waiting: a batch is due in {due_in} attempts, after {state.attempts}")
+    if (tries := sum(batch.tries for batch, _ in state.waiting)) > skipped:
+        raise ValueError(f"waiting: {tries} tries in vain, but {skipped} attempts overflowed")
+
+
+def _is_used_scale(scale: float) -> bool:
+    return SMALLEST_USED <= scale <= LARGEST and math.frexp(scale)[0] == 0.5
 
 
 class BatchPlan:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from megamix.checkpoint.record import Count, Record
-from megamix.train.batch_plan import GlobalBatch, PlanState, Waiting
+from megamix.train.batch_plan import GlobalBatch, PlanState, Waiting, check_state
+from megamix.train.metrics import METRICS
+from megamix.train.overflow_log import SET_ASIDE
 
 
 class WaitingBatch(Record):
@@ -59,6 +63,33 @@ class Progress(Record):
 
     def losses(self) -> list[float]:
         return [float.fromhex(text) for text in self.interval_losses]
+
+    def check(self, applied: int, skipped: int, global_batch_size: int) -> None:
+        """Refuse what no run can have saved beside the engine's counters.
+
+        Raises: ValueError naming the field.
+        """
+        if (self.applied, self.skipped) != (applied, skipped):
+            raise ValueError(
+                f"{self.applied} applied and {self.skipped} skipped, the engine's are {applied}, {skipped}"
+            )
+        check_state(self.plan(), self.skipped, global_batch_size)
+        if self.validated > self.applied:
+            raise ValueError(f"validated is {self.validated}, after update {self.applied}")
+        # The first update's line ends an interval, so that one is in none.
+        if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
+            raise ValueError("interval_losses: not the losses of updates since the last line")
+        if not set(self.log_sizes) <= {METRICS, SET_ASIDE}:
+            raise ValueError(f"log_sizes: the logs are {METRICS} and {SET_ASIDE}")
+
+
+def _is_loss(text: str) -> bool:
+    """Whether it is what `hex` writes of a finite FP32 number: a finite gradient has a finite loss."""
+    try:
+        loss = float.fromhex(text)
+        return loss.hex() == text and math.isfinite(loss) and struct.unpack("f", struct.pack("f", loss))[0] == loss
+    except (ValueError, OverflowError):
+        return False
 
 
 def _to_record(waiting: Waiting) -> WaitingBatch:

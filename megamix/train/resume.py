@@ -20,6 +20,7 @@ from megamix.model import sizes
 from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
+from megamix.train.saved_run import check_run
 
 RNG_RULE = (
     "training.seed and the number of the sample and of its source, of the parameter for initial weights, of the try "
@@ -56,7 +57,7 @@ def find_start(config: Config, together: Together) -> Start:
 
 
 def _start_from(checkpoint: Checkpoint, config: Config, record: RunRecord, together: Together) -> Start:
-    progress = read_progress(checkpoint)
+    progress = Progress.read(checkpoint.manifest.run.progress)
     if progress.applied > config.training.steps:
         problem = (
             f"training.steps: got {config.training.steps}, but {checkpoint.path} is after update {progress.applied}; "
@@ -80,7 +81,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
         return start
     try:
         if found.path.parent == checkpoint_folder(config):
-            found = load_or_older(found, engine, start.together)
+            found = load_or_older(found, engine, start.together, check=check_run)
         else:
             load(found, engine, start.together)
     except Damaged as error:
@@ -104,14 +105,14 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
         return None
     there_are_some = together.first(lambda: bool(checkpoints(folder)))
     if there_are_some:  # also with a path: a run that began from there and was restarted goes on from its own
-        found = newest_checkpoint(folder, together)
+        found = newest_checkpoint(folder, together, check=check_run)
         if found is None:
             raise _none_is_whole(config)
         return found
     if resume == "auto":
         return None
     try:
-        return read_together(Path(resume), together)
+        return read_together(Path(resume), together, check_run)
     except Damaged as error:
         raise _path_is_damaged(error) from None
 
@@ -123,15 +124,6 @@ def _none_is_whole(config: Config) -> ConfigError:
 
 def _path_is_damaged(error: Damaged) -> ConfigError:
     return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
-
-
-def read_progress(checkpoint: Checkpoint) -> Progress:
-    """Raises: ConfigError."""
-    try:
-        return Progress.read(checkpoint.manifest.run.progress)
-    except ValueError as error:
-        problem = f"checkpoint.resume: {checkpoint.path} was not saved by a training run: {error}; name another one"
-        raise ConfigError([problem], "job") from None
 
 
 def run_record(config: Config) -> RunRecord:

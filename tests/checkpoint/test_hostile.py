@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ import megamix.checkpoint
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import LARGEST
 from megamix.checkpoint.verify import Damaged, verify_checkpoint
+from tests.checkpoint.seal import SHARD, body_of, edit, seal
 from tests.checkpoint.state import save_steps
 
-SHARD = "rank_00000.safetensors"
 SLACK = 8 << 20  # bytes: the chunks that a file is read into (2 MiB), and what Python itself takes
 
 
@@ -35,28 +34,8 @@ class _Bomb:
 Make = Callable[[Path], object]  # changes the checkpoint in that folder
 
 
-def _seal(path: Path, body: bytes) -> None:
-    """Write a manifest whose checksum is right."""
-    (path / MANIFEST).write_bytes(body + b',\n"crc32":"%08x"}\n' % zlib.crc32(body))
-
-
-def _body(path: Path) -> bytes:
-    text = (path / MANIFEST).read_bytes()
-    return text[: text.rindex(b',\n"crc32"')]
-
-
-def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest; all files' sizes and checksums, and its own, are right afterwards."""
-    fields = json.loads(_body(path) + b"}")
-    for record in fields["files"]:
-        content = (path / record["name"]).read_bytes()
-        record |= {"size": len(content), "crc32": zlib.crc32(content)}
-    change(fields)
-    _seal(path, json.dumps(fields).removesuffix("}").encode())
-
-
 def _fields(**values: Any) -> Make:
-    return lambda path: _edit(path, lambda fields: fields.update(values))
+    return lambda path: edit(path, lambda fields: fields.update(values))
 
 
 def _named(name: str) -> Make:
@@ -64,7 +43,7 @@ def _named(name: str) -> Make:
 
     def make(path: Path) -> None:
         shutil.copy(path / SHARD, path.parent / "outside.safetensors")
-        _edit(path, lambda fields: fields["files"][0].update(name=name))
+        edit(path, lambda fields: fields["files"][0].update(name=name))
 
     return make
 
@@ -72,8 +51,8 @@ def _named(name: str) -> Make:
 def _replaced(old: bytes, new: bytes) -> Make:
     def make(path: Path) -> None:
         _fields()(path)
-        assert old in _body(path)
-        _seal(path, _body(path).replace(old, new, 1))
+        assert old in body_of(path)
+        seal(path, body_of(path).replace(old, new, 1))
 
     return make
 
@@ -141,7 +120,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "a pickle as tensors": (_content(PICKLE), f"{SHARD}: .*header"),
     "torch's own pickle": (lambda path: (torch.save(_Bomb(), path / SHARD), _fields()(path)), f"{SHARD}: .*header"),
     "a pickle as manifest": (lambda path: (path / MANIFEST).write_bytes(PICKLE), f"{MANIFEST}: .*checksum"),
-    "a sealed pickle as manifest": (lambda path: _seal(path, PICKLE), f"{MANIFEST}: the text"),
+    "a sealed pickle as manifest": (lambda path: seal(path, PICKLE), f"{MANIFEST}: the text"),
     "a name that leads out": (_named("../outside.safetensors"), "files.0.name"),
     "an absolute name": (_named("/etc/passwd"), "files.0.name"),
     "a name with a line's end": (_named(SHARD + "\n"), "files.0.name"),
@@ -170,7 +149,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "brackets without end": (_replaced(b'"params": [', b'"params": [' + b"[" * 10**5), f"{MANIFEST}: the text"),
     "a number as text": (_fields(applied_updates="2"), f"{MANIFEST}: applied_updates"),
     "a field nobody knows": (_fields(extra=1), f"{MANIFEST}: extra"),
-    "a file twice": (lambda path: _edit(path, lambda fields: fields["files"].append(fields["files"][0])), "twice"),
+    "a file twice": (lambda path: edit(path, lambda fields: fields["files"].append(fields["files"][0])), "twice"),
     "another version": (_fields(version=2), f"{MANIFEST}: version"),
 }
 

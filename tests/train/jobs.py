@@ -136,6 +136,9 @@ def overflows_injected(record: Record, bad_attempts: frozenset[int], bad_samples
     backward = ShardedEngine.backward
 
     def poisoned(engine: ShardedEngine, loss: Any, weight: float = 1.0) -> None:
+        if not record.attempts:  # a loss scale's probe
+            backward(engine, loss, weight)
+            return
         number, batch = record.attempts[-1]
         bad = number in bad_attempts or any(sample in part for sample in bad_samples for part in batch.samples)
         topology = engine.topology

@@ -1,0 +1,118 @@
+"""Whether some run can have saved what a manifest says: it is checked against itself and its own configuration, before
+anything is built from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+import re
+from typing import Any, TypeVar, cast
+
+from pydantic import ValidationError
+
+from megamix.checkpoint.manifest import Manifest
+from megamix.config import Config, ModelConfig
+from megamix.config.sections import SECTIONS
+from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.model.flops import parameter_count
+from megamix.model.transformer import meta_model
+from megamix.train.batch_plan import LARGEST_COUNT
+from megamix.train.build import build_loss_scale, build_optimizer
+from megamix.train.build_data import token_prefixes
+from megamix.train.progress import Progress
+
+_Section = TypeVar("_Section", Config, ModelConfig)
+_DIGEST = re.compile(r"[0-9a-f]{16,128}")
+
+
+def check_if_run(manifest: Manifest) -> None:
+    """`check_run`, unless it is what a script of its own has saved: there, the engine's state is all that is known."""
+    if manifest.run.rng_rule:
+        check_run(manifest)
+
+
+def check_run(manifest: Manifest) -> None:
+    """Refuse what neither a run nor `megamix import` can have saved.
+
+    Raises: ValueError naming what is wrong.
+    """
+    if manifest.weights_only:
+        tables = manifest.run.tables()
+        check_params(manifest, _validated(ModelConfig, tables.get("model", {})))
+        return
+    config = _config(manifest.run.tables())
+    check_params(manifest, config.model)
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
+    if manifest.states[1:] != optimizer.state_names:
+        raise ValueError(f"states: {manifest.states[1:]}, but {config.optimizer.name} has {optimizer.state_names}")
+    layout = manifest.layout
+    if (ranks := layout.dp_size * layout.tp_size * layout.pp_size) != len(manifest.files):
+        raise ValueError(f"layout: {ranks} ranks, but {len(manifest.files)} files")
+    _check_counters(manifest, config)
+    prefixes = [key for key in token_prefixes(config) if not key.startswith("data.valid")]
+    fingerprints = manifest.run.fingerprints
+    if missing := [key for key in prefixes if key not in fingerprints]:
+        raise ValueError(f"fingerprints: there is none of {missing[0]}")
+    if not all(map(_DIGEST.fullmatch, fingerprints.values())):
+        raise ValueError("fingerprints: they are no digests")
+
+
+def _check_counters(manifest: Manifest, config: Config) -> None:
+    progress, applied, skipped = Progress.read(manifest.run.progress), manifest.applied_updates, manifest.skipped_steps
+    if max(config.training.global_batch_size, applied + skipped) > LARGEST_COUNT:
+        raise ValueError(f"applied_updates, skipped_steps: {applied} and {skipped}, no run gets that far")
+    if applied > config.training.steps:
+        raise ValueError(f"applied_updates is {applied}, of a run of {config.training.steps} steps")
+    progress.check(applied, skipped, config.training.global_batch_size)
+    loss_scale = build_loss_scale(config.precision) or StaticLossScale()
+    if manifest.loss_scale_rule not in (None, loss_scale.rule):
+        raise ValueError(f"loss_scale_rule is {manifest.loss_scale_rule}, its configuration's is {loss_scale.rule}")
+    loss_scale.check_state(manifest.loss_scale, applied, skipped)
+
+
+def check_params(manifest: Manifest, model: ModelConfig) -> None:
+    """Refuse parameters that are not the model's. Raises: ValueError."""
+    # First by arithmetic: what lies in the files has been counted, so no more modules are built than there are weights.
+    if parameter_count(model) != sum(math.prod(param.shape) for param in manifest.params):
+        raise ValueError("its parameters are not those of the model that its configuration names")
+    names: dict[int, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        modules = meta_model(model)
+    except (RuntimeError, OverflowError, TypeError) as error:  # of a size beyond what torch counts
+        raise ValueError(f"its configuration: [model] cannot be built: {error}") from None
+    for name, param in modules.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        shapes[names[id(param)][0]] = tuple(param.shape)
+    known = {first: (shapes[first], set(others)) for first, *others in names.values()}
+    for saved in manifest.params:
+        shape, aliases = known.pop(saved.name, ((), set()))
+        if saved.shape != shape or not aliases.issuperset(saved.aliases):
+            raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
+    if known:
+        raise ValueError(f"params: there is no {next(iter(known))}")
+
+
+def _config(tables: dict[str, dict[str, Any]]) -> Config:
+    return _validated(Config, {name: {} for name in SECTIONS} | tables)
+
+
+def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:
+    """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
+    is for `resume.changes`. Raises: ValueError naming the key.
+    """
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    known = copy.deepcopy(tree)
+    for detail in details:
+        *above, key = detail["loc"]
+        if detail["type"] != "extra_forbidden":
+            where = ".".join(map(str, detail["loc"]))
+            raise ValueError(f"its configuration: {where}: {detail['msg']}")
+        del functools.reduce(operator.getitem, above, cast(Any, known))[key]
+    return _validated(kind, known)

@@ -1,0 +1,211 @@
+"""Boxes that cover each element once pass, whatever cut them; the fault of others is named; no boxes take long."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megamix.checkpoint import tiling
+from megamix.checkpoint.boxes import Box, boxes_of_range
+from megamix.checkpoint.manifest import ParamRecord
+from megamix.checkpoint.parts import MASTER, Part
+from megamix.checkpoint.tensor_file import chunks
+from megamix.checkpoint.tiling import tiling_problem
+from megamix.checkpoint.verify import verify_checkpoint
+from tests.checkpoint.seal import write_sealed
+from tests.conftest import FULL
+
+CASES = 20_000 if FULL else 300
+MANY = 200_000 if FULL else 5_000  # boxes; of 200,000 the names alone take 16 MB, and 5,000 in pairs half a minute
+LONGEST_S = 5.0  # of this process's own time
+
+
+@pytest.fixture(params=["pairs", "sweep"])
+def way(request, monkeypatch) -> str:
+    """Few boxes are compared in pairs, many are swept: here, few are swept as well."""
+    if request.param == "sweep":
+        monkeypatch.setattr(tiling, "_FEW", 0)
+    return str(request.param)
+
+
+def test_a_tiling_is_accepted_whatever_cut_it(way: str) -> None:
+    rng = random.Random(2)
+    for _ in range(CASES // 4):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.choice((0, 1, 2, 3, 4, 5, 7))))
+        boxes = []
+        for block in _grid(shape, rng):
+            cuts = sorted({0, block.numel, *(rng.randint(0, block.numel) for _ in range(rng.randint(0, 3)))})
+            for start, end in itertools.pairwise(cuts):
+                boxes += boxes_of_range(start, end, block)
+        rng.shuffle(boxes)
+        assert tiling_problem(boxes, shape) is None, (shape, boxes)
+        hurt = rng.randrange(len(boxes))
+        assert tiling_problem(boxes[:hurt] + boxes[hurt + 1 :], shape), "one is missing"
+        assert tiling_problem([*boxes, boxes[hurt]], shape), "one is there twice"
+
+
+def _grid(shape: tuple[int, ...], rng: random.Random) -> list[Box]:
+    """The parameter cut along one dim, as tensor parallelism does it."""
+    if not shape:
+        return [Box.whole(shape)]
+    dim = rng.randrange(len(shape))
+    cut = rng.randint(1, shape[dim])
+    parts = [(0, cut), (cut, shape[dim])] if cut < shape[dim] else [(0, cut)]
+    whole = Box.whole(shape)
+    return [
+        Box(
+            (*whole.offset[:dim], start, *whole.offset[dim + 1 :]),
+            (*shape[:dim], end - start, *shape[dim + 1 :]),
+        )
+        for start, end in parts
+    ]
+
+
+def test_the_fault_that_is_named_is_there(way: str) -> None:
+    rng = random.Random(3)
+    found = {"none": 0, "overlap": 0, "missing": 0}
+    for _ in range(3 * CASES):
+        shape = tuple(rng.randint(1, 4) for _ in range(rng.randint(0, 4)))
+        boxes = list(_cut(Box.whole(shape), rng))
+        for _ in range(rng.choice((0, 0, 1, 1, 2))):
+            _hurt(boxes, shape, rng)
+        count = np.zeros(shape, int)
+        for box in boxes:
+            count[box.slices_in(Box.whole(shape))] += 1
+        told = tiling_problem(boxes, shape)
+        if (count == 1).all():
+            assert told is None, (shape, boxes)
+            found["none"] += 1
+        elif told is not None and told.endswith("overlap"):
+            one, other = (Box(*ast.literal_eval(f"({text.replace(' + ', ', ')})")) for text in
+                          told.removesuffix(" overlap").split(" and "))  # fmt: skip
+            assert one.intersection(other), told
+            assert boxes.count(one) + boxes.count(other) >= 2
+            found["overlap"] += 1
+        else:
+            assert told is not None
+            assert told.startswith(f"{count.sum()} of {count.size} elements are there")
+            if element := re.search(r"; (\(.*\)) is not$", told):
+                assert count[ast.literal_eval(element[1])] == 0, told
+            found["missing"] += 1
+    assert min(found.values()) > CASES // 4, found
+
+
+def _cut(box: Box, rng: random.Random) -> Iterator[Box]:
+    """A box, cut across some dim again and again."""
+    dim = rng.randrange(len(box.size)) if box.size else 0
+    if not box.size or box.size[dim] == 1 or rng.random() < 0.25:
+        yield box
+        return
+    length = rng.randrange(1, box.size[dim])
+    for start, size in ((0, length), (length, box.size[dim] - length)):
+        offset = (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :])
+        yield from _cut(Box(offset, (*box.size[:dim], size, *box.size[dim + 1 :])), rng)
+
+
+def _hurt(boxes: list[Box], shape: tuple[int, ...], rng: random.Random) -> None:
+    """Leave one out, repeat one, or put another in its place: also where that leaves the sum of elements right."""
+    place = rng.randrange(len(boxes)) if boxes else 0
+    offset = tuple(rng.randrange(length) for length in shape)
+    other = Box(offset, tuple(rng.randint(1, length - at) for length, at in zip(shape, offset, strict=True)))
+    match rng.randrange(4):
+        case 0 if boxes:
+            del boxes[place]
+        case 1 if boxes:
+            boxes.append(boxes[place])
+        case 2 if boxes:
+            boxes[place] = other
+        case _:
+            boxes.append(other)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [Box((0, 0), (2, 3)), Box((1, 0), (1, 3))],  # overlap, and the second row of three is missing: the sum is right
+        [Box((0, 0), (4, 3))],
+        [Box((0,), (9,))],
+        [Box((-1, 0), (4, 3))],
+        [Box((0, 0), (3, 3)), Box((0, 0), (0, 3))],
+        [Box((0, 0), (3, 3))] * 17,
+        [Box((10**4000, 0), (3, 3))],
+    ],
+)
+def test_what_is_no_tiling_is_told(boxes: list[Box]) -> None:
+    assert tiling_problem(boxes, (3, 3))
+
+
+def test_a_parameter_without_elements_needs_no_box() -> None:
+    assert list(boxes_of_range(0, 0, Box.whole((0, 4)))) == []
+    assert tiling_problem([], (0, 4)) is None
+    assert tiling_problem([], (0, 2**53, 2**53)) is None
+    assert tiling_problem([Box((0, 0), (0, 4))], (0, 4))
+
+
+def _families(n: int) -> dict[str, tuple[list[Box], tuple[int, ...], str | None]]:
+    """Boxes, shape, and what is told; of about n boxes each."""
+    rng = random.Random(4)
+    side, rank = math.isqrt(n), n.bit_length() - 1
+    steps = [Box((0, i), (i + 1, 1)) for i in range(n // 2)]
+    below = [Box((i + 1, i), (n // 2 - i - 1, 1)) for i in range(n // 2 - 1)]
+    random_boxes = [
+        Box(at, tuple(rng.randint(1, 8 - start) for start in at))
+        for at in (tuple(rng.randrange(8) for _ in range(8)) for _ in range(n))
+    ]
+    return {
+        "share a dim": ([Box((0, i), (1, 1)) for i in range(n)], (1, n), None),
+        "share both, but one": ([Box((0, i), (2, 1)) for i in range(n - 1)], (2, n), f"; (0, {n - 1}) is not"),
+        "staircase": ([*steps, *below], (n // 2, n // 2), None),
+        "diagonal": ([Box((i, i), (1, 1)) for i in range(n)], (n, n), f"{n} of {n * n} elements"),
+        "nested": ([Box((i, i), (n - 2 * i, n - 2 * i)) for i in range(n // 2)], (n, n), "overlap"),
+        "all elements": ([Box((i, j), (1, 1)) for i in range(side) for j in range(side)], (side, side), None),
+        "checkerboard": (
+            [Box((i, j), (1, 1)) for i in range(2 * side) for j in range(side) if (i + j) % 2], (2 * side, side),
+            "elements",
+        ),
+        "equal": ([Box((0, 0), (1, 1))] * n, (1, n), "overlap"),
+        "many dims": ([Box(at, (1,) * rank) for at in itertools.product((0, 1), repeat=rank)], (2,) * rank, None),
+        "many dims at random": (random_boxes, (8,) * 8, "in too many ways"),
+        "beyond 2**63": ([Box((0, i * 2**38), (2**53, 2**38)) for i in range(2**12)], (2**53, 2**50), None),
+    }  # fmt: skip
+
+
+FAMILIES = _families(MANY)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_of_boxes_takes_long(family: str) -> None:
+    boxes, shape, told = FAMILIES[family]
+    begun_s = time.process_time()
+    problem = tiling_problem(boxes, shape)
+    took_s = time.process_time() - begun_s
+    assert (problem is None) == (told is None), problem
+    assert told is None or told in str(problem)
+    assert took_s < LONGEST_S
+
+
+@pytest.mark.parametrize(("params", "each"), [(1, MANY), (MANY // 20, 20), (MANY, 1)])
+def test_a_file_of_many_boxes_is_verified_in_its_own_time(tmp_path: Path, params: int, each: int) -> None:
+    boxes = [Part(f"p{p}", MASTER, Box((0, i), (1, 1)), torch.zeros(1)) for p in range(params) for i in range(each)]
+    named = [ParamRecord(name=f"p{p}", shape=(1, each), aliases=()) for p in range(params)]
+    write_sealed(tmp_path, b"".join(chunks(boxes)), named)
+    begun_s = time.process_time()
+    assert len(verify_checkpoint(tmp_path).stored) == params
+    assert time.process_time() - begun_s < LONGEST_S
+
+
+def test_more_tensors_than_can_be_read_soon_are_refused(tmp_path: Path) -> None:
+    length = (16 << 20) + 8
+    write_sealed(tmp_path, length.to_bytes(8, "little") + b"{}".ljust(length), [])
+    with pytest.raises(ValueError, match=f"rank_00000.safetensors: header too large: {length} bytes"):
+        verify_checkpoint(tmp_path)
