@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint
+from megamix.config import effective_tables
 
 _ABSENT = "(none)"
 
@@ -48,8 +48,8 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
-        run["config"] = tomllib.loads(manifest.run.config)
-    except tomllib.TOMLDecodeError as error:
+        run["config"] = effective_tables(manifest.run.config)
+    except ValueError as error:
         raise ValueError(f"{checkpoint.path}: its configuration is no TOML: {error}") from None
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
