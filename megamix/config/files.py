@@ -41,7 +41,7 @@ def read_layers(path: Path) -> list[Layer]:
         files = [one_line(str(file)) for file in (*places.values(), path)]
         what = f"base: got {files[-1]}, named by {files[-2]}" if places else f"config: got {files[-1]}"
         text, place = _read(path, what, room, may_be_pipe=not places)
-        room -= len(text)
+        room -= len(text.encode())
         if place in places:
             raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
         places[place] = path
@@ -72,7 +72,7 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
         return data.decode("utf-8"), (found.st_dev, found.st_ino)
     except FileNotFoundError:
         near = nearest(path.name, [file.name for file in path.parent.glob("*.toml")])
-        fix = f"did you mean {path.parent / near}?" if near else "write the path of a TOML file"
+        fix = f"did you mean {one_line(str(path.parent / near))}?" if near else "write the path of a TOML file"
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
     except (OSError, ValueError) as error:  # also no UTF-8, or a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error

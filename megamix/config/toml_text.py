@@ -13,8 +13,8 @@ from megamix.config.unread import part_read
 
 # Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
 MOST_LEVELS = 8
-_TEXT_OR_COMMENT = re.compile(
-    r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*', re.DOTALL
+_TEXT_OR_COMMENT = re.compile(  # a text of lines may end in quotes of its own
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
 )
 _LONG_KEY = re.compile(rf"(?:\.[^.=,\n\[\]{{}}]*){{{MOST_LEVELS}}}")
 
