@@ -27,8 +27,8 @@ read -r gpus cores keep _ <<<"$machine"
 ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
 # So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's
-# folder is claimed only when all ranks have met.
-WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check
+# folder is claimed only when all ranks have met. What is said of keys that are dropped the run says again.
+WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check >/dev/null
 # More threads than cores make the ranks wait for each other's threads: two ranks with two threads each on two
 # cores reached 30 % of the speed of two ranks with one thread each.
 threads=$((cores / ranks))

@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
     config.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
     what = config.add_mutually_exclusive_group(required=True)
-    what.add_argument("--show", action="store_true", help="the effective configuration, checked, every key")
+    what.add_argument(
+        "--show", action="store_true", help="the effective configuration, checked, every key that is read"
+    )
     what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     config.set_defaults(run=_config)
     return parser
@@ -146,7 +148,11 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    config = load_config(arguments.config, arguments.overrides)
+    dropped: list[str] = []
+    config = load_config(arguments.config, arguments.overrides, say=dropped.append)
+    if os.environ.get("RANK", "0") == "0":
+        for line in dropped:
+            print(f"megamix train: {line}", flush=True)
     from megamix.train.main import check, run
 
     (check if arguments.check else run)(config)
@@ -263,4 +269,5 @@ def _config(arguments: argparse.Namespace) -> None:
         return
     if arguments.config is None:
         raise ConfigError(["config: missing; write megamix config CONFIG --show"], "flags")
-    print(config_to_toml(load_config(arguments.config, arguments.overrides)), end="")
+    config = load_config(arguments.config, arguments.overrides, say=lambda line: print(f"# {line}"))
+    print(config_to_toml(config), end="")

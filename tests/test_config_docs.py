@@ -11,6 +11,7 @@ from megamix.cli import main
 from megamix.config import DataSource, DataStage, OptimizerGroup, RopeScaling, config_schema
 from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
+from megamix.config.unread import READ_WHERE
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 TABLES = {
@@ -52,10 +53,26 @@ def test_example_of_mistakes_on_the_page_is_real(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(PAGE.parents[1])
-    example = re.search(r"^\$ megamix (config .*)\n((?:.+\n)+?)```", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    example = re.search(
+        r"^\$ megamix (config .*)\n(megamix .*\n(?:  .+\n)+)```", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert example
     assert main(example[1].split()) == 2
     assert capsys.readouterr().err == example[2]
+
+
+def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_dropped_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("## Keys that are not read\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+    table = [key for cell in cells for key in re.findall(r"`([\w.]+)`", cell)]
+    assert sorted(table) == sorted(READ_WHERE)
+    monkeypatch.chdir(PAGE.parents[1])
+    example = re.search(r"^\$ megamix (config .*)\n((?:# .+\n)+)```", section, re.MULTILINE)
+    assert example
+    assert main(example[1].split()) == 0
+    assert capsys.readouterr().out.startswith(example[2] + "[model]\n")
 
 
 def test_schema_describes_every_key() -> None:

@@ -102,17 +102,30 @@ SINGLE: list[tuple[str, str, Any, str]] = [
 ]
 
 
+# Of these keys' sections what lets them be read.
+BESIDE: Tree = {
+    "momentum": {"name": "nag"},
+    "momentum_form": {"name": "nag"},
+    "init_scale": {"loss_scale": "dynamic"},
+    "growth_factor": {"loss_scale": "dynamic"},
+    "backoff_factor": {"loss_scale": "dynamic"},
+    "min_scale": {"loss_scale": "dynamic"},
+    "max_scale": {"loss_scale": "dynamic"},
+    "margin": {"loss_scale": "headroom"},
+}
+
+
 @pytest.mark.parametrize(("section", "key", "value", "want"), SINGLE)
 def test_wrong_value_is_named_with_a_fix(section: str, key: str, value: Any, want: str) -> None:
-    (problem,) = problems_of(changed(**{section: {key: value}}))
+    (problem,) = problems_of(changed(**{section: {key: value, **BESIDE.get(key, {})}}))
     assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)*: ", problem)
     assert want in problem
 
 
 @pytest.mark.parametrize(("section", "key", "value", "want"), [case for case in SINGLE if "[{" not in str(case[2])])
 def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str) -> None:
-    (problem,) = problems_of(changed(**{section: {key: value}}))
-    tree = changed(**{section: {key: value}})
+    tree = changed(**{section: {key: value, **BESIDE.get(key, {})}})
+    (problem,) = problems_of(tree)
     fix = re.search(rf"write (?:for example )?{key} = (.*)$", problem)
     if fix:
         tree[section][key] = parse_value(fix[1])
@@ -174,6 +187,7 @@ def test_misspelt_section_is_one_mistake() -> None:
     assert "did you mean model?" in problem
 
 
+FP16 = {"dtype": "fp16"}  # with a dynamic loss scale
 # Between fields: (changes, field that the line names, what it says, changes that repair it).
 CROSS: list[tuple[Tree, str, str, Tree]] = [
     ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 96 or 108", {"model": {"hidden_size": 96}}),
@@ -182,12 +196,6 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     ({"model": {"hidden_size": 18}}, "model.hidden_size", '"learned"', {"model": {"position": "learned"}}),
     ({"model": {"num_kv_heads": 4}}, "model.num_kv_heads", "num_kv_heads = 3", {"model": {"num_kv_heads": 3}}),
     ({"model": {"num_kv_heads": 12}}, "model.num_kv_heads", "num_kv_heads = 6", {"model": {"num_kv_heads": 6}}),
-    (
-        {"model": {"position": "learned", "rope_scaling": {"rule": "linear", "factor": 2.0}}},
-        "model.rope_scaling",
-        'write position = "rotary"',
-        {"model": {"position": "rotary", "rope_scaling": {"rule": "linear", "factor": 2.0}}},
-    ),
     ({"optimizer": {"min_lr": 0.1}}, "optimizer.min_lr", "min_lr = 0.0001", {"optimizer": {"min_lr": 0.0001}}),
     ({"lr_schedule": {"warmup_steps": 101}}, "lr_schedule.warmup_steps", "= 10", {"lr_schedule": {"warmup_steps": 10}}),
     (
@@ -232,9 +240,14 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         'FP32 with dtype = "fp32" and grad_dtype = "half"; write reduce_dtype = "fp32"',
         {"precision": {"reduce_dtype": "fp32", "dtype": "fp32"}},
     ),
-    ({"precision": {"min_scale": 2.0**33}}, "precision.min_scale", "at most max_scale", {"precision": {}}),
-    ({"precision": {"init_scale": 2.0**33}}, "precision.init_scale", "= 4294967296", {"precision": {}}),
-    ({"precision": {"init_scale": 0.5}}, "precision.init_scale", "= 1.0", {"precision": {"init_scale": 1.0}}),
+    ({"precision": {**FP16, "min_scale": 2.0**33}}, "precision.min_scale", "at most max_scale", {"precision": FP16}),
+    ({"precision": {**FP16, "init_scale": 2.0**33}}, "precision.init_scale", "= 4294967296", {"precision": FP16}),
+    (
+        {"precision": {**FP16, "init_scale": 0.5}},
+        "precision.init_scale",
+        "= 1.0",
+        {"precision": {**FP16, "init_scale": 1.0}},
+    ),
     (
         {"precision": {"loss_scale": "megatron", "max_scale": 2.0**20}},
         "precision.init_scale",
@@ -292,14 +305,15 @@ def test_all_mistakes_are_shown_at_once() -> None:
         "model.hidden_size",
         "model.norm",
         "optimizer.lr",
-        "precision.init_scale",
+        "precision.init_scale",  # no power of two,
+        "precision.init_scale",  # and not read
         "precision.loss_scale",
         "training.global_batch_size",
         "training.stepz",
     ]
-    with pytest.raises(ConfigError, match="configuration: 7 problems") as caught:
+    with pytest.raises(ConfigError, match="configuration: 8 problems") as caught:
         config_from_dict(tree)
-    assert len(str(caught.value).splitlines()) == 8
+    assert len(str(caught.value).splitlines()) == 9
 
 
 def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:

@@ -203,6 +203,17 @@ def test_table_does_not_hide_a_mistake_below_it(tmp_path: Path) -> None:
     assert problem == "metrics: got 3, must be a table; write [metrics] and its keys below it"
 
 
+# By AdamW, by a cosine, without loss scale, pipeline, tensor parallel ranks, validation and profile.
+UNREAD = {
+    *("optimizer.momentum", "optimizer.momentum_form", "optimizer.decoupled_weight_decay"),
+    *("precision.init_scale", "precision.growth_factor", "precision.backoff_factor", "precision.growth_interval"),
+    *("precision.hysteresis", "precision.consecutive_hysteresis", "precision.margin"),
+    *("precision.min_scale", "precision.max_scale"),
+    *("training.eval_batches", "profiling.start_step"),
+    *("parallelism.pp_schedule", "parallelism.pp_stages_per_rank", "parallelism.sequence_parallel"),
+}
+
+
 def full_tree() -> dict[str, dict[str, object]]:
     return {
         "model": {"vocab_size": 64, "seq_len": 8, "hidden_size": 16, "num_layers": 1, "num_heads": 2},
@@ -212,7 +223,7 @@ def full_tree() -> dict[str, dict[str, object]]:
             "betas": [0.8, 0.999],
             "groups": [{"pattern": "*.bias"}, {"pattern": "x", "lr_factor": 0.1, "weight_decay": 0.0}],
         },
-        "precision": {"dtype": "fp16", "loss_scale": 2.0**20, "max_scale": 2.0**126, "min_scale": 2.0**-126},
+        "precision": {"dtype": "fp16", "loss_scale": "torch", "max_scale": 2.0**126, "min_scale": 2.0**-126},
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 4},
         "parallelism": {"dp_size": 2, "overlap": False},
         "checkpoint": {"folder": "x\ny"},
@@ -225,14 +236,14 @@ def test_effective_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "effective.toml", text)) == config
 
 
-def test_effective_configuration_mentions_every_key(tmp_path: Path) -> None:
+def test_effective_configuration_mentions_every_key_that_is_read(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "a.toml", MINIMAL))
     text = config_to_toml(config)
     for name, section in config:
         assert f"[{name}]" in text
         for key, value in section:
-            line = f"# {key} is not set" if value is None else f"{key} = "
-            assert line in text
+            line = f"# {key}: not set\n" if value is None else f"{key} = "
+            assert (f"\n{line}" in text) == (f"{name}.{key}" not in UNREAD)
 
 
 def test_every_shipped_configuration_is_right() -> None:

@@ -13,6 +13,7 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.record import printable
 from megamix.checkpoint.verify import Checkpoint
+from megamix.config import effective_tables
 
 _ABSENT = "(none)"
 
@@ -49,9 +50,9 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     manifest = checkpoint.manifest
     run = manifest.run.model_dump()
     try:
-        run["config"] = manifest.run.tables()
+        run["config"] = effective_tables(manifest.run.config)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from None
+        raise ValueError(f"{checkpoint.path}: its configuration: {error}") from None
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
     return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}

@@ -15,7 +15,7 @@ _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
 
 def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
     """Those that were committed, the newest first; of them only those before the one of that name, if it is given."""
-    paths = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)] if folder.is_dir() else []
+    paths = [path for path in _folders(folder) if _COMPLETE.fullmatch(path.name)]
     return sorted(
         (path for path in paths if before is None or _number(path.name) < _number(before)),
         key=lambda path: _number(path.name), reverse=True,
@@ -23,22 +23,26 @@ def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if _UNFINISHED in path.name)
+    return [path for path in _folders(folder) if _UNFINISHED in path.name]
 
 
 def set_aside(folder: Path) -> list[Path]:
     """Those that were found damaged."""
-    return sorted(path for path in folder.iterdir() if _DAMAGED in path.name) if folder.is_dir() else []
+    return [path for path in _folders(folder) if _DAMAGED in path.name]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """What may be a checkpoint: a file of such a name is somebody else's, and stays."""
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def name_for(folder: Path, applied_updates: int) -> str:
-    """A name behind all others of the same update: two saves after it may differ, in what is to be tried again."""
-    name = f"step_{applied_updates:08d}"
-    for path in checkpoints(folder):  # the newest of them comes first
-        update, again = _number(path.name)
-        if update == applied_updates:
-            return f"{name}.{again + 1}"
-    return name
+    """A name behind all others of the same update, whatever bears them: two saves after it may differ, in what is to be
+    tried again.
+    """
+    taken = [_number(path.name) for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
+    again = max((again for update, again in taken if update == applied_updates), default=-1) + 1
+    return f"step_{applied_updates:08d}" + (f".{again}" if again else "")
 
 
 def _number(name: str) -> tuple[int, int]:

@@ -6,7 +6,6 @@ was never right, and no byte of it is free to change.
 
 from __future__ import annotations
 
-import tomllib
 import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,11 +14,11 @@ from pydantic import Field, JsonValue
 
 from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.record import Count, Record
+from megamix.config import toml_tables
 from megamix.mixed_precision.engine import ShardedEngine
 
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
 _MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
-_MOST_DOTS = 2000  # in a line of a configuration
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
@@ -63,17 +62,11 @@ class RunRecord(Record):
     rng_rule: Annotated[str, Field(max_length=10_000)] = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The configuration, section by section. Raises: ValueError."""
-        # To read them takes the square of a dotted key's length: seconds, of a text as long as this may be.
-        if any(line.count(".") > _MOST_DOTS for line in self.config.splitlines()):
-            raise ValueError(f"its configuration has a line with more than {_MOST_DOTS} dots")
+        """The configuration as it was written, section by section. Raises: ValueError."""
         try:
-            tables = tomllib.loads(self.config)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"its configuration is no TOML: {error}") from None
-        if others := [name for name, table in tables.items() if not isinstance(table, dict)]:
-            raise ValueError(f"its configuration: {others[0]} is no table")
-        return tables
+            return toml_tables(self.config)
+        except ValueError as error:
+            raise ValueError(f"its configuration: {error}") from None
 
 
 class Manifest(Record):

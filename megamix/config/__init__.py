@@ -2,7 +2,8 @@
 
 from megamix.config.checks import check_world_size, grad_accum_steps
 from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
-from megamix.config.load import config_from_dict, config_schema, load_config
+from megamix.config.fields import loss_scale_rule
+from megamix.config.load import config_from_dict, config_schema, effective_tables, load_config, toml_tables
 from megamix.config.mesh_checks import data_parallel_size
 from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
 from megamix.config.pipeline_checks import stages_per_rank
@@ -44,9 +45,12 @@ __all__ = [
     "config_to_toml",
     "data_parallel_size",
     "default_ffn_hidden_size",
+    "effective_tables",
     "grad_accum_steps",
     "load_config",
+    "loss_scale_rule",
     "section_to_toml",
     "stages_per_rank",
+    "toml_tables",
     "whole_weights",
 ]

@@ -107,14 +107,6 @@ def _heads_share_keys(config: Config) -> Iterator[str]:
         yield (f"model.num_kv_heads: got {num_kv_heads}, must divide num_heads {num_heads}; write num_kv_heads = {fix}")
 
 
-def _only_rotary_stretches(config: Config) -> Iterator[str]:
-    if config.model.rope_scaling is not None and config.model.position == "learned":
-        yield (
-            'model.rope_scaling: is set, but position = "learned" has no wavelengths to stretch; '
-            'write position = "rotary", or leave rope_scaling out'
-        )
-
-
 def _lr_falls(config: Config) -> Iterator[str]:
     lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
     if min_lr > lr:
@@ -255,7 +247,6 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _heads_share_width,
     _rotary_turns_pairs,
     _heads_share_keys,
-    _only_rotary_stretches,
     _lr_falls,
     _warmup_fits,
     _decay_fits,

@@ -44,6 +44,13 @@ SCALE_RANGES = {
 }
 
 
+def loss_scale_rule(loss_scale: str | float, dtype: str) -> str | float:
+    """The rule that precision.loss_scale names, auto by the dtype; a number is a fixed scale."""
+    if loss_scale == "auto":
+        return "dynamic" if dtype == "fp16" else "off"
+    return loss_scale
+
+
 def check_loss_scale(value: object) -> object:
     # One check in front of the union: pydantic would report a bad value once for every member of the union.
     names = get_args(LossScaleName)

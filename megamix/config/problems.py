@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -11,6 +11,9 @@ from pydantic_core import ErrorDetails
 
 from megamix.config.sections import NESTED, SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
+from megamix.config.unread import READ_WHERE, Unread, setting
+
+_MOST_LINES = 100  # of one configuration: more would fill a screen, and the near name of each takes a while to find
 
 # Words for the kinds of error that pydantic can find in these sections, filled in from the error's context.
 _WRONG = {
@@ -47,9 +50,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def explain(error: ValidationError) -> list[str]:
+def explain(errors: Sequence[ErrorDetails]) -> list[str]:
     """One line for each of pydantic's errors."""
-    details = error.errors(include_url=False)
+    details, rest = errors[:_MOST_LINES], len(errors[_MOST_LINES:])
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     lines = [_explain_unknown(item["loc"], item["input"]) for item in unknown]
     # [modle] instead of [model] is one mistake: do not also list every key that [model] now lacks.
@@ -59,7 +62,28 @@ def explain(error: ValidationError) -> list[str]:
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
             lines.append(_explain_value(item))
-    return lines
+    return [*lines, f"and {rest} more like these"] if rest else lines
+
+
+def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
+    """The line that refuses a key that is not read."""
+    name = item.key.rpartition(".")[2]
+    fixes = [f"{where.key} = {value_text(where.example)}" for where in READ_WHERE[item.key]]
+    return (
+        f"{item.key}: got {short(item.value)}, which is not read where {_decision(item, tree)}; "
+        f"write {' or '.join(fixes)}, or leave {name} out"
+    )
+
+
+def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
+    """The line that tells of a key that was meant for another setting than the one that holds."""
+    return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {_decision(item, tree)}: dropped"
+
+
+def _decision(item: Unread, tree: Mapping[str, Any]) -> str:
+    """The settings that make a key unread."""
+    values = {key: setting(tree, key) for key in item.deciders}
+    return " and ".join(f"{key} is not set" if v is None else f"{key} = {short(v)}" for key, v in values.items())
 
 
 def _meant(loc: tuple[int | str, ...]) -> tuple[int | str, ...] | None:
@@ -76,18 +100,24 @@ def _fields(table: tuple[int | str, ...]) -> dict[str, FieldInfo]:
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{one_line(part)}" for part in loc).lstrip(".")
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as TOML spells it, or how that begins."""
     text = value_text(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def one_line(text: str) -> str:
+    """A name or path as it is, unless it would break the line or fill a screen."""
+    return text if text.isprintable() and len(text) <= 300 else short(text)
 
 
 def _explain_unknown(loc: tuple[int | str, ...], value: object) -> str:
     name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1])
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
-    what = f"{what}, got {_short(value)}"
+    what = f"{what}, got {short(value)}"
     if guess := nearest(name, known):
         return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
     homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
@@ -99,17 +129,17 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object) -> str:
 def _explain_value(error: ErrorDetails) -> str:
     loc, value, kind = error["loc"], error["input"], error["type"]
     if len(loc) == 1:
-        return f"{loc[0]}: got {_short(value)}, must be a table; write [{loc[0]}] and its keys below it"
+        return f"{loc[0]}: got {short(value)}, must be a table; write [{loc[0]}] and its keys below it"
     # An item of a list is judged with its list, a key inside a table of the list by itself.
     names = [index for index, part in enumerate(loc) if isinstance(part, str)]
     key, field = str(loc[names[-1]]), _fields(loc[: names[-1]])[str(loc[names[-1]])]
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
-        wrong, loc = f"got {_short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
+        wrong, loc = f"got {short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
     elif kind == "missing":
         wrong = "missing"
     else:
         template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
-        wrong = f"got {_short(value)}, {template.format(**error.get('ctx', {}))}"
+        wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
     return f"{_path(loc)}: {wrong}; {_fix(key, field, value)}"
 
 

@@ -1,18 +1,48 @@
 """TOML text of single values and of a whole configuration (the standard library reads TOML but does not write it)."""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
 from megamix.config.sections import Config
+from megamix.config.unread import part_read
+
+# Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
+MOST_LEVELS = 8
+_TEXT_OR_COMMENT = re.compile(  # a text of lines may end in quotes of its own
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
+)
+_LONG_KEY = re.compile(rf"(?:\.[^.=,\n\[\]{{}}]*){{{MOST_LEVELS}}}")
+
+
+class TooDeepError(ValueError):
+    """A key of too many parts, or values within too many others."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML text.
+
+    Raises: ValueError for what is no TOML; TooDeepError before time and memory go into it.
+    """
+    bare = _TEXT_OR_COMMENT.sub("_", text)  # only the dots and brackets that TOML sees
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", bare):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MOST_LEVELS:
+            raise TooDeepError(f"holds values within more than {MOST_LEVELS} others")
+    if _LONG_KEY.search(bare):
+        raise TooDeepError(f"holds a key of more than {MOST_LEVELS} parts")
+    return tomllib.loads(text)
 
 
 def parse_value(text: str) -> object:
     """The TOML value that a text spells, or the text itself, so that dtype=bf16 needs no quotes."""
     try:
-        table = tomllib.loads(f"value = {text}")
+        table = parse_toml(f"value = {text}")
     except ValueError:  # no TOML, or a number of thousands of digits
         return text
     # A line break would smuggle in further keys: then the text was no single value.
@@ -26,26 +56,35 @@ def value_text(value: object) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML wants DEL escaped and JSON does not.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, BaseModel):
-        return value_text({key: item for key, item in value if item is not None})
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {value_text(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, Mapping):  # TOML has no null: what is not set is left out
+        items = [f"{_key_text(key)} = {value_text(item)}" for key, item in value.items() if item is not None]
+        return "{ " + ", ".join(items) + " }"
     if isinstance(value, Sequence):
         return "[" + ", ".join(value_text(item) for item in value) + "]"
     return str(value)  # int, float (the shortest text that reads back the same), date
 
 
+def _key_text(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+
+
 def config_to_toml(config: Config) -> str:
-    """The effective configuration with every key; reading it back gives an equal one.
+    """The effective configuration, every key that is read; reading it back gives an equal one.
 
     TOML has no null, so a key that is not set stands as a comment.
     """
-    return "\n".join(section_to_toml(name, section) for name, section in config)
+    return _tables_text(config.model_dump())
 
 
 def section_to_toml(name: str, section: BaseModel) -> str:
-    """One table of it."""
-    lines = [f"[{name}]"]
-    for key, value in section:
-        lines.append(f"# {key} is not set" if value is None else f"{key} = {value_text(value)}")
-    return "\n".join(lines) + "\n"
+    """One table of it, whose keys no other section decides."""
+    return _tables_text({name: section.model_dump()})
+
+
+def _tables_text(tables: Mapping[str, Any]) -> str:
+    read, _ = part_read(tables)
+    return "\n".join(f"[{name}]\n{''.join(_key_line(*item) for item in keys.items())}" for name, keys in read.items())
+
+
+def _key_line(key: str, value: object) -> str:
+    return f"# {key}: not set\n" if value is None else f"{key} = {value_text(value)}\n"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megamix.comm.topology import Topology
-from megamix.config import Config, OptimizerConfig, PrecisionConfig, stages_per_rank
+from megamix.config import Config, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
@@ -34,11 +34,9 @@ LOSS_SCALES: dict[str, Callable[..., StaticLossScale]] = {
 
 def build_loss_scale(section: PrecisionConfig) -> StaticLossScale | None:
     """None where the run has no loss scale."""
-    kind = section.loss_scale
+    kind = loss_scale_rule(section.loss_scale, section.dtype)
     if isinstance(kind, float):
         return StaticLossScale(kind)
-    if kind == "auto":
-        kind = "dynamic" if section.dtype == "fp16" else "off"
     if kind == "off":
         return None
     # A rule reads the keys that its constructor names; for one that is not set its own default holds.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,15 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, Damaged
-from megamix.config import Config, ConfigError, DataConfig, DataSource, ModelConfig, config_to_toml, whole_weights
+from megamix.config import (
+    Config,
+    ConfigError,
+    DataSource,
+    ModelConfig,
+    config_to_toml,
+    effective_tables,
+    whole_weights,
+)
 from megamix.config.toml_text import value_text
 from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
 from megamix.mixed_precision.engine import ShardedEngine
@@ -190,16 +197,14 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
 
 
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
-    """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run. So is one
-    whose checkpoint is older than a key.
-    """
+    """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
     known = {name: keys[f"model.{name}"] for name in ModelConfig.model_fields if f"model.{name}" in keys}
     model = ModelConfig.model_validate(known)
     sized = {size.__name__: size(model) for size in (sizes.head_dim, sizes.num_kv_heads, sizes.ffn_hidden_size)}
     meant = model.model_dump() | sized | {"qkv_bias": sizes.qkv_bias(model)}
-    split, packing = keys.get("data.split"), keys.get("data.packing", DataConfig.model_fields["packing"].default)
+    split = keys.get("data.split")
     return keys | {f"model.{name}": value for name, value in meant.items()} | {
-        "data.split": split and split[0] / sum(split), "data.packing": packing,
+        "data.split": split and split[0] / sum(split)
     }  # fmt: skip
 
 
@@ -208,7 +213,7 @@ def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    tables = tomllib.loads(config)
+    tables = effective_tables(config)
     return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megamix.checkpoint.folder import checkpoints
 from megamix.cli import main
+from megamix.train.run_folder import folder_problems
 from tests.checkpoint.state import save_steps
+from tests.train.jobs import tiny_job
 
 OLDER, NEWER = "step_00000001", "step_00000002"
 FILES = ("manifest.json", "rank_00000.safetensors", "rank_00001.safetensors")
@@ -62,6 +65,29 @@ def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run: Path, caps
     assert re.fullmatch(r"2023-11-1[45] \d\d:\d\d:\d\d", written)
     assert main(["checkpoint", "ls", str(folder)]) == 0
     assert capsys.readouterr().out == printed
+
+
+STRAYS = ("step_00000003", f"{OLDER}.damaged-x", "step_7.partial-x", "notes.txt")
+
+
+def test_a_file_that_bears_a_checkpoint_s_name_stops_nothing_and_stays(run: Path, run_ranks, tmp_path, capsys) -> None:
+    folder = run / "checkpoints"
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    printed = capsys.readouterr().out
+    for name in STRAYS:
+        (folder / name).write_text("somebody's")
+    (folder / "step_00000009").symlink_to("nowhere")
+    assert main(["checkpoint", "ls", str(run)]) == 0
+    assert capsys.readouterr().out == printed
+    run_ranks(save_steps, 2, folder, [3])
+    assert [path.name for path in checkpoints(folder)] == ["step_00000003.1", NEWER]
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert {(folder / name).read_text() for name in STRAYS} == {"somebody's"}
+    config = tiny_job(tmp_path, checkpoint={"folder": str(tmp_path / "begins")})
+    (tmp_path / "begins/checkpoints").mkdir(parents=True)
+    for name in STRAYS:
+        (tmp_path / "begins/checkpoints" / name).touch()
+    assert folder_problems(config) == []
 
 
 def test_verify_reads_every_byte_of_all_or_of_one(run: Path, capsys) -> None:

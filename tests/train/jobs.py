@@ -53,9 +53,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
         "metrics": {"log_interval": 4},
         "profiling": {},
     }
-    for section, keys in overrides.items():
-        tree[section] |= keys
-    return config_from_dict(tree)
+    return config_from_dict(tree, overrides)
 
 
 def run_on_ranks(config: Config) -> float | None:

@@ -21,6 +21,7 @@ from megamix import (
 )
 from megamix.config import PrecisionConfig
 from megamix.config.fields import SCALE_RANGES, ScaleRange
+from megamix.config.unread import READ_WHERE
 from megamix.train.build import LOSS_SCALES, build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job
 
@@ -53,6 +54,8 @@ SETTINGS |= {"consecutive_hysteresis": True, "margin": 8.0, "min_scale": 2.0, "m
 def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
     scale = build_loss_scale(PrecisionConfig(loss_scale=kind, init_scale=2.0**10, **SETTINGS))
     reads = set(inspect.signature(LOSS_SCALES[kind]).parameters) & set(SETTINGS)
+    table = {key for key in SETTINGS if READ_WHERE[f"precision.{key}"][0].holds(kind)}
+    assert reads == table  # of what a configuration may set beside the rule
     assert float(scale.loss_scale) == 2.0**10
     assert {name: getattr(scale, name) for name in reads} == {name: SETTINGS[name] for name in reads}
 
@@ -67,14 +70,14 @@ def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None
 
 def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
-    keys = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2, "momentum": 0.7, "groups": groups}
-    section = tiny_job(tmp_path, optimizer=keys).optimizer
+    keys = {"weight_decay": 0.2, "groups": groups}
+    section = tiny_job(tmp_path, optimizer=keys | {"betas": [0.8, 0.9], "eps": 1e-6}).optimizer
     group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
     assert build_optimizer(section, [0.1]) == AdamW(
         lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
     )
-    forms = {"momentum_form": "velocity", "decoupled_weight_decay": True}
-    section = tiny_job(tmp_path, optimizer=keys | forms | {"name": "nag"}).optimizer
+    forms = {"name": "nag", "momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
+    section = tiny_job(tmp_path, optimizer=keys | forms).optimizer
     assert build_optimizer(section, [0.1]) == NAG(
         lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )

@@ -12,11 +12,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megamix.cli import main
-from megamix.config import load_config
+from megamix.config import RopeScaling, load_config
+from megamix.config.unread import part_read
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS
 from tests.conftest import FULL
-from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, tiny_job, write_data
+from tests.test_config_unread import CASES
+from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data
 
 
 def _rows(folder: Path) -> list[dict[str, float | None]]:
@@ -46,6 +48,41 @@ def finished(tmp_path_factory) -> Path:
 def test_a_job_leaves_its_effective_configuration(finished) -> None:
     config = load_config(finished / "run/config.toml")
     assert (config.training.steps, config.precision.dtype) == (20, "fp16")
+
+
+def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
+    """No configuration can set such a key; here all that one job can have are set behind its back."""
+    write_data(tmp_path / "data")
+    config = tiny_job(
+        tmp_path,
+        model={"position": "learned"},
+        data={"valid": None},
+        lr_schedule={"decay_style": "constant"},
+        precision={"on_overflow": "skip", "loss_scale": 2.0**10},
+        training={"steps": 8, "eval_interval": 0},
+        checkpoint={"save_interval": 0},
+        metrics={"tensorboard": False},
+    )
+    tree = config.model_dump()
+    for key, (value, _) in CASES.items():
+        section, _, name = key.partition(".")
+        tree[section][name] = value
+    _, unread = part_read(tree)
+    own = ("optimizer.betas", "optimizer.eps")  # AdamW's are read; those of rope_scaling go with it
+    assert {item.key for item in unread} == {key for key in CASES if key not in own and "scaling." not in key}
+    weights = []
+    for name, items in (("plain", []), ("altered", unread)):
+        sections = dict(config)
+        for item in items:
+            section, _, key = item.key.partition(".")
+            value = RopeScaling.model_validate(item.value) if key == "rope_scaling" else item.value
+            sections[section] = sections[section].model_copy(update={key: value})
+        place = {"checkpoint": sections["checkpoint"].model_copy(update={"folder": str(tmp_path / name)})}
+        run_recorded(config.model_copy(update=sections | place), frozenset([1]))
+        weights.append(load_file(tmp_path / name / "weights.safetensors"))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    shown = [(tmp_path / name / "config.toml").read_text() for name in ("plain", "altered")]
+    assert shown[0] == shown[1].replace("altered", "plain")
 
 
 def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None:

@@ -29,7 +29,11 @@ SCALARS = 300  # bytes: counters and loss scale, and the tables of a rank with f
 
 
 def _config(**sections: dict) -> Config:
-    return config_from_dict({name: {**BASE.get(name, {}), **sections.get(name, {})} for name in {*BASE, *sections}})
+    return config_from_dict(BASE, sections)
+
+
+def _pipeline(pp_schedule: str, pp_size: int = 2) -> dict[str, object]:
+    return {"pp_size": pp_size, "pp_schedule": pp_schedule}
 
 
 GPT = {
@@ -60,28 +64,28 @@ CONFIGS = {  # the layout, and what is not as in BASE
             "model": {"num_layers": 4},
             "precision": {"dtype": "fp32"},
             "optimizer": {"name": "nag"},
-            "parallelism": {"pp_schedule": "interleaved_1f1b"},
+            "parallelism": _pipeline("interleaved_1f1b"),
         },
     ),
     "gpt fp16, backward in halves, two of each": (
         "dp2tp2pp2sp",
-        {"model": {**GPT, "num_layers": 6}, "parallelism": {"pp_schedule": "zbv_zero_bubble"}},
+        {"model": {**GPT, "num_layers": 6}, "parallelism": _pipeline("zbv_zero_bubble")},
     ),
 }
 MORE = {
     "llama fp16, one rank": ("dp1", {}),
     "llama, full recompute, divided": ("tp2", {"model": {"recompute": "full"}}),
     "gpt fp16, two stages": ("pp2", {"model": GPT | {"num_layers": 5}}),
-    "interleaved": ("pp2", {"model": {"num_layers": 5}, "parallelism": {"pp_schedule": "interleaved_1f1b"}}),
+    "interleaved": ("pp2", {"model": {"num_layers": 5}, "parallelism": _pipeline("interleaved_1f1b")}),
     "interleaved, halves": (
-        "pp2", {"model": {"num_layers": 4}, "parallelism": {"pp_schedule": "interleaved_zero_bubble"}},
+        "pp2", {"model": {"num_layers": 4}, "parallelism": _pipeline("interleaved_zero_bubble")},
     ),
     "on a V, untied": (
         "pp2",
-        {"model": {"num_layers": 7, "tie_embeddings": False}, "parallelism": {"pp_schedule": "zbv_zero_bubble"}},
+        {"model": {"num_layers": 7, "tie_embeddings": False}, "parallelism": _pipeline("zbv_zero_bubble")},
     ),
     "four stages": ("pp4", {"model": {"num_layers": 5}}),
-    "four on a V": ("pp4", {"model": {"num_layers": 9}, "parallelism": {"pp_schedule": "zbv_zero_bubble"}}),
+    "four on a V": ("pp4", {"model": {"num_layers": 9}, "parallelism": _pipeline("zbv_zero_bubble", 4)}),
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def run(config: Config, crash_at: int | None = None) -> Record:
 
 
 def test_two_ranks_with_other_counts_reach_the_losses_of_one(run_ranks, tmp_path, files) -> None:
-    fp32 = {"precision": {"dtype": "fp32", "loss_scale": "off"}}
+    fp32 = {"precision": {"dtype": "fp32", "loss_scale": "off", "init_scale": None}}
     alone = run(job(tmp_path / "1", files, {}, **fp32))
     both = run_ranks(run, 2, job(tmp_path / "2", files, {}, **fp32))
     assert both[0].samples() == alone.samples()

@@ -79,7 +79,7 @@ def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None
 
 
 def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data) -> None:
-    static = {"loss_scale": 1024.0, "growth_interval": 2000}
+    static = {"loss_scale": 1024.0}
     clean = _run(_job(tmp_path / "clean", data, static, steps=12))[1]
     redo = _run(_job(tmp_path / "redo", data, {**static, "on_overflow": "redo"}, steps=12), frozenset([5]))[1]
     requeue, requeued = _run(_job(tmp_path / "requeue", data, static, steps=12), frozenset([5]))
@@ -125,7 +125,10 @@ def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path,
     [
         ({"max_overflows_at_floor": 4, "min_scale": 2.0**6}, "4 attempts in a row overflowed at the lowest loss scale"),
         ({"max_overflows_in_a_row": 5}, "5 attempts in a row overflowed (precision.max_overflows_in_a_row)"),
-        ({"dtype": "bf16", "max_overflows_at_floor": 6}, "6 attempts in a row overflowed at the lowest loss scale"),
+        (
+            {"dtype": "bf16", "init_scale": None, "max_overflows_at_floor": 6},
+            "6 attempts in a row overflowed at the lowest loss scale",
+        ),
     ],
 )
 def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason) -> None:

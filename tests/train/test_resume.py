@@ -28,6 +28,7 @@ from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool
+from tests.test_config_unread import listed_before
 from tests.train.jobs import (
     Crash,
     Record,
@@ -289,12 +290,25 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
     older = run.config.replace("qk_norm = false\n", "").replace('packing = "none"\n', "")
     manifest = checkpoint.manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
     before = replace(checkpoint, manifest=manifest)
-    assert changes(before, run, 0) == ['data.packing: not set -> "none"', "model.qk_norm: not set -> false"]
+    assert changes(before, run, 0) == []
     otherwise = run.model_copy(update={"rng_rule": "dice"})
     assert changes(checkpoint, otherwise, 0) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
     other = run.config.replace("qk_norm = false", "qk_norm = true")
-    with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has not set, the configuration true"):
+    with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has false, the configuration true"):
         changes(before, run.model_copy(update={"config": other}), 0)
+
+
+def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_them(stopped, data) -> None:
+    checkpoint = read_checkpoint(checkpoints(stopped / "run/checkpoints")[0])
+    run = checkpoint.manifest.run
+    listed = listed_before(_config(stopped, data)).replace("momentum = 0.9", "momentum = 0.5")
+    assert "momentum = 0.5\n" in listed
+    assert "momentum" not in run.config
+    older = run.model_copy(update={"config": listed})
+    for manifest, now in ((checkpoint.manifest.model_copy(update={"run": older}), run), (checkpoint.manifest, older)):
+        assert changes(replace(checkpoint, manifest=manifest), now, 0) == []
+    lower = run.model_copy(update={"config": run.config.replace("lr = 0.01", "lr = 0.005")})
+    assert changes(checkpoint, lower, 0) == ["optimizer.lr: 0.01 -> 0.005"]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:

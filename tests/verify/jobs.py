@@ -55,7 +55,7 @@ def make_config(
         "data": {"train": "none"},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": loss_scale or (2.0**10 if dtype == "fp16" else "off")},
-        "parallelism": {"bucket_size": 4000, "pp_schedule": schedule},
+        "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},
     }  # fmt: skip

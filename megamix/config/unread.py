@@ -1,0 +1,161 @@
+"""Keys that are read only where another key says so: one table, held by tests against what the code reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic_core import PydanticUndefined
+
+from megamix.config.fields import SCALE_RANGES, loss_scale_rule
+from megamix.config.sections import NESTED, SECTIONS
+
+Tree = dict[str, Any]
+
+
+class Where(NamedTuple):
+    """What one key must be for another to be read."""
+
+    key: str
+    holds: Callable[[Any], bool]
+    example: object  # for which it holds
+
+
+def _one_of(key: str, *values: object) -> tuple[Where, ...]:
+    return (Where(key, values.__contains__, values[0]),)
+
+
+def _at_least(key: str, least: int) -> tuple[Where, ...]:
+    return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
+
+
+def _given(*examples: tuple[str, object]) -> tuple[Where, ...]:
+    return tuple(Where(key, lambda value: value is not None, example) for key, example in examples)
+
+
+def _rule(*names: str) -> tuple[Where, ...]:
+    return _one_of("precision.loss_scale", *names)
+
+
+# A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
+# number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
+# A table stands before its own keys.
+READ_WHERE: dict[str, tuple[Where, ...]] = {
+    "model.rope_theta": _one_of("model.position", "rotary"),
+    "model.rope_scaling": _one_of("model.position", "rotary"),
+    "model.rope_scaling.low_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
+    "model.rope_scaling.high_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
+    "model.rope_scaling.original_seq_len": _one_of("model.rope_scaling.rule", "llama3"),
+    "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
+    "optimizer.betas": _one_of("optimizer.name", "adamw"),
+    "optimizer.eps": _one_of("optimizer.name", "adamw"),
+    "optimizer.momentum": _one_of("optimizer.name", "nag"),
+    "optimizer.momentum_form": _one_of("optimizer.name", "nag"),
+    "optimizer.decoupled_weight_decay": _one_of("optimizer.name", "nag"),
+    "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
+    "precision.init_scale": _rule(*SCALE_RANGES),
+    "precision.growth_factor": _rule("dynamic", "torch"),
+    "precision.backoff_factor": _rule("dynamic", "torch"),
+    "precision.growth_interval": _rule("dynamic", "torch", "megatron", "deepspeed"),
+    "precision.hysteresis": _rule("dynamic", "megatron", "deepspeed"),
+    "precision.consecutive_hysteresis": _rule("deepspeed"),
+    "precision.margin": _rule("headroom"),
+    "precision.min_scale": _rule(*SCALE_RANGES),
+    "precision.max_scale": _rule(*SCALE_RANGES),
+    "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
+    "training.eval_batches": _given(("data.valid", "runs/data/valid"), ("data.split", [95, 5])),
+    "parallelism.pp_schedule": _at_least("parallelism.pp_size", 2),
+    "parallelism.pp_stages_per_rank": _at_least("parallelism.pp_size", 2),
+    "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
+    "checkpoint.async_save": _at_least("checkpoint.save_interval", 1),
+    "checkpoint.on_save_failure": _at_least("checkpoint.save_interval", 1),
+    "profiling.start_step": _at_least("profiling.num_steps", 1),
+}
+
+
+class Unread(NamedTuple):
+    """A key that stands in a configuration and is not read."""
+
+    key: str
+    value: object
+    deciders: tuple[str, ...]  # the keys whose values make it so, set or not
+
+
+def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()) -> tuple[Tree, list[Unread]]:
+    """A configuration without the keys that its other keys make unread, and those keys.
+
+    `bad`: the paths of unusable values; what they would decide is taken for read.
+    """
+    read, unread = dict(tree), []
+    for key, wheres in READ_WHERE.items():
+        if not is_set(read, key):
+            continue
+        decided = [_decided(read, where) for where in wheres]
+        deciders = tuple(decider for _, keys in decided for decider in keys)
+        if not any(holds for holds, _ in decided) and not any(_is_bad(decider, bad) for decider in deciders):
+            unread.append(Unread(key, setting(read, key), deciders))
+            read = _without(read, key.split("."))
+    return read, unread
+
+
+def is_set(tree: Mapping[str, Any], key: str) -> bool:
+    """Whether a key, or a table, stands in a configuration."""
+    found: Any = tree
+    for name in key.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return False
+        found = found[name]
+    return True
+
+
+def setting(tree: Mapping[str, Any], key: str) -> Any:
+    """A key's value, or its default."""
+    found: Any = tree
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if is_set(tree, key) else default(key)
+
+
+def default(key: str) -> Any:
+    """A key's default; None for one that is required, too."""
+    section, *tables, name = key.split(".")
+    value = (NESTED[tables[-1]] if tables else SECTIONS[section]).model_fields[name].default
+    return None if value is PydanticUndefined else value
+
+
+def is_default(key: str, value: object) -> bool:
+    """Whether a value is the key's default: lists of TOML are tuples there."""
+    plain = tuple(value) if isinstance(value, list) else value
+    return bool(plain == default(key))
+
+
+def with_defaults(tree: Mapping[str, Any]) -> Tree:
+    """The sections of a configuration, with the default of every key that is missing and has one, as TOML has it."""
+    whole = {}
+    for section, model in SECTIONS.items():
+        defaults = {name: default(f"{section}.{name}") for name in model.model_fields}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+        given = tree.get(section, {})
+        whole[section] = {name: value for name, value in plain.items() if value is not None} | given
+    return {**tree, **whole}
+
+
+def _decided(tree: Mapping[str, Any], where: Where) -> tuple[bool, tuple[str, ...]]:
+    """Whether it holds, and the keys that decide it."""
+    value = setting(tree, where.key)
+    if where.key == "precision.loss_scale" and value == "auto":  # then dtype names the rule
+        return where.holds(loss_scale_rule(value, setting(tree, "precision.dtype"))), (where.key, "precision.dtype")
+    return where.holds(value), (where.key,)
+
+
+def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:
+    """Whether an unusable value lies at a key, in it or around it."""
+    path = tuple(key.split("."))
+    return any(item[: len(path)] == path[: len(item)] for item in bad)
+
+
+def _without(tree: Mapping[str, Any], path: Sequence[str]) -> Tree:
+    name, *inner = path
+    if not inner:
+        return {key: value for key, value in tree.items() if key != name}
+    return {**tree, name: _without(tree[name], inner)}

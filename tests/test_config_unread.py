@@ -1,0 +1,279 @@
+"""A key that is not read is refused, or dropped and told; what is shown lists none, and reads back equal."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import Config, ConfigError, config_from_dict, config_to_toml, effective_tables, load_config
+from megamix.config.toml_text import parse_value, value_text
+from megamix.config.unread import READ_WHERE, default
+from tests.conftest import FULL
+from tests.test_config_errors import GOOD, Tree, changed, problems_of
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "configs/quickstart.toml"
+SCALING = {"rule": "linear", "factor": 2.0}
+FP16 = {"dtype": "fp16"}
+# Of each key: a value that is not its default, and beside what it is not read.
+CASES: dict[str, tuple[object, Tree]] = {
+    "model.rope_theta": (5e5, {"model": {"position": "learned"}}),
+    "model.rope_scaling": (SCALING, {"model": {"position": "learned"}}),
+    "model.rope_scaling.low_freq_factor": (2.0, {"model": {"rope_scaling": SCALING}}),
+    "model.rope_scaling.high_freq_factor": (8.0, {"model": {"rope_scaling": SCALING}}),
+    "model.rope_scaling.original_seq_len": (4096, {"model": {"rope_scaling": SCALING}}),
+    "optimizer.min_lr": (1e-4, {"lr_schedule": {"decay_style": "constant"}}),
+    "optimizer.betas": ([0.8, 0.9], {"optimizer": {"name": "nag"}}),
+    "optimizer.eps": (1e-6, {"optimizer": {"name": "nag"}}),
+    "optimizer.momentum": (0.5, {}),
+    "optimizer.momentum_form": ("velocity", {}),
+    "optimizer.decoupled_weight_decay": (True, {"optimizer": {"name": "adamw"}}),
+    "lr_schedule.decay_steps": (5, {"lr_schedule": {"decay_style": "inverse_sqrt"}}),
+    "precision.init_scale": (65536, {}),
+    "precision.growth_factor": (4, {"precision": {**FP16, "loss_scale": "megatron"}}),
+    "precision.backoff_factor": (0.25, {"precision": {**FP16, "loss_scale": "headroom"}}),
+    "precision.growth_interval": (50, {"precision": {**FP16, "loss_scale": "headroom"}}),
+    "precision.hysteresis": (3, {"precision": {**FP16, "loss_scale": "torch"}}),
+    "precision.consecutive_hysteresis": (True, {"precision": FP16}),
+    "precision.margin": (8, {"precision": {**FP16, "loss_scale": "dynamic"}}),
+    "precision.min_scale": (2, {"precision": {**FP16, "loss_scale": 1024}}),
+    "precision.max_scale": (2**20, {"precision": {"loss_scale": "off"}}),
+    "precision.max_retries": (5, {"precision": {"on_overflow": "skip"}}),
+    "training.eval_batches": (4, {"data": {"valid": None}}),
+    "parallelism.pp_schedule": ("interleaved_zero_bubble", {}),
+    "parallelism.pp_stages_per_rank": (9, {}),
+    "parallelism.sequence_parallel": (False, {"parallelism": {"tp_size": 1}}),
+    "checkpoint.async_save": (False, {"checkpoint": {"save_interval": 0}}),
+    "checkpoint.on_save_failure": ("stop", {"checkpoint": {"save_interval": 0}}),
+    "profiling.start_step": (3, {}),
+}
+
+
+def put(tree: Tree, key: str, value: object) -> Tree:
+    """The tree with a key's value."""
+    name, _, rest = key.partition(".")
+    return {**tree, name: put(tree.get(name, {}), rest, value) if rest else value}
+
+
+def outcome(*trees: Tree) -> Config | tuple[str, ...]:
+    try:
+        return config_from_dict(*trees)
+    except ConfigError as error:
+        return error.problems
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def told(path: Path, *overrides: str) -> tuple[Config, list[str]]:
+    lines: list[str] = []
+    return load_config(path, overrides, lines.append), lines
+
+
+def test_there_is_a_case_of_every_key_that_is_not_always_read() -> None:
+    assert set(CASES) == set(READ_WHERE)
+
+
+@pytest.mark.parametrize("key", READ_WHERE)
+def test_a_key_without_effect_is_refused_with_what_makes_it_so_and_ways_out(key: str) -> None:
+    value, beside = CASES[key]
+    (problem,) = problems_of(put(changed(**beside), key, value))
+    assert problem.startswith(f"{key}: got {value_text(value)}, which is not read where ")
+    deciders = {f"{section}.{name}" for section, keys in beside.items() for name in keys} or {READ_WHERE[key][0].key}
+    assert any(decider in problem.partition("; write")[0] for decider in deciders)
+    assert problem.endswith(f", or leave {key.rpartition('.')[2]} out")
+    # Both ways out work: without the key all is well, and with the other setting it is read.
+    config_from_dict(changed(**beside))
+    fixes = re.findall(r"(?:; write| or) ([\w.]+) = (.+?)(?= or \w+\.|, or leave)", problem)
+    assert len(fixes) == len(READ_WHERE[key])
+    for decider, text in fixes:
+        again = outcome(put(put(changed(**beside), key, value), decider, parse_value(text)))
+        assert isinstance(again, Config) or not [line for line in again if "is not read where" in line]
+
+
+@pytest.mark.parametrize("key", READ_WHERE)
+def test_below_the_setting_that_makes_it_so_it_is_dropped_and_above_refused(key: str) -> None:
+    value, beside = CASES[key]
+    assert not isinstance(outcome(changed(**beside), put({}, key, value)), Config)
+    below = outcome(put(GOOD, key, value), beside)
+    if beside:
+        assert below == config_from_dict(changed(**beside))
+    else:  # by a setting that nobody chose, and that so holds from below
+        assert not isinstance(below, Config)
+
+
+def test_a_default_that_is_not_read_harms_nobody() -> None:
+    for key, (_, beside) in CASES.items():
+        value = default(key)
+        listed = list(value) if isinstance(value, tuple) else value
+        assert config_from_dict(put(changed(**beside), key, listed)) == config_from_dict(changed(**beside))
+
+
+def test_what_a_layer_below_set_for_another_rule_is_dropped_with_a_line(tmp_path: Path) -> None:
+    config, lines = told(QUICKSTART, "precision.dtype=bf16")
+    where = f'of {QUICKSTART} is not read where precision.loss_scale = "auto" and precision.dtype = "bf16": dropped'
+    assert lines == [f"precision.init_scale = 16777216 {where}", f"precision.growth_interval = 50 {where}"]
+    assert config.precision.init_scale is None
+    top = write(tmp_path / "top.toml", f'base = "{QUICKSTART}"\n[precision]\ndtype = "bf16"\n')
+    assert told(top) == (config, lines)
+    # Overrides are layers in their order, too.
+    _, lines = told(QUICKSTART, "optimizer.eps=1e-6", "optimizer.name=nag")
+    assert lines == ['optimizer.eps = 1e-06 of the command line is not read where optimizer.name = "nag": dropped']
+    with pytest.raises(ConfigError, match=r"optimizer\.eps: got 1e-06, which is not read where optimizer\.name"):
+        load_config(QUICKSTART, ["optimizer.name=nag", "optimizer.eps=1e-6"])
+    # A rule that nobody chose holds from below all layers.
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum: got 0\.5, which is not read where"):
+        config_from_dict(put(GOOD, "optimizer.momentum", 0.5), {"optimizer": {"lr": 1e-3}})
+
+
+def test_a_table_is_dropped_as_a_whole_and_refused_for_any_part_set_later(tmp_path: Path) -> None:
+    scaled = "[model.rope_scaling]\nrule = 'llama3'\nfactor = 8.0\nlow_freq_factor = 2.0\n"
+    base = write(tmp_path / "base.toml", config_to_toml(config_from_dict(GOOD)) + scaled)
+    config, lines = told(base, "model.position=learned")
+    assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling"]
+    assert config.model.rope_scaling is None
+    config, lines = told(base, "model.rope_scaling.rule=linear")
+    assert [line.split(" = ")[0] for line in lines] == ["model.rope_scaling.low_freq_factor"]
+    assert "low_freq_factor" not in config_to_toml(config)
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling: got \{ rule"):
+        load_config(base, ["model.position=learned", "model.rope_scaling.factor=4.0"])
+
+
+def test_all_are_reported_at_once_beside_other_mistakes_and_none_follows_from_one() -> None:
+    tree = changed(optimizer={"lr": -1, "momentum": 3}, precision={"loss_scale": "torhc", "hysteresis": 2})
+    starts = sorted(problem.split(",")[0] for problem in problems_of(tree))
+    assert starts == [
+        "optimizer.lr: got -1", "optimizer.momentum: got 3", "optimizer.momentum: got 3",
+        'precision.loss_scale: got "torhc"',
+    ]  # fmt: skip
+
+
+def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path) -> None:
+    overrides = ["optimizer.name=nag", f"checkpoint.folder={tmp_path}", "data.train=none"]
+    path = write(tmp_path / "job.toml", f'base = "{QUICKSTART}"\n[optimizer]\nbetas = [0.8, 0.9]\n')
+    line = f'optimizer.betas = [0.8, 0.9] of {path} is not read where optimizer.name = "nag": dropped'
+    for rank, want in (("0", f"megamix train: {line}\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", str(path), *overrides, "--check"]) == 2  # there are no tokens
+        assert capsys.readouterr().out == want
+    assert main(["config", str(path), *overrides, "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"# {line}\n[model]\n")
+    assert load_config(write(tmp_path / "shown.toml", shown)) == load_config(path, overrides)
+
+
+def listed_before(config: Config) -> str:
+    """How an effective configuration was written before: every key of every table."""
+    text = ""
+    for name, section in config:
+        keys = section.model_dump()
+        text += f"[{name}]\n" + lines({key: value for key, value in keys.items() if value is not None})
+        text += "".join(f"# {key} is not set\n" for key, value in keys.items() if value is None) + "\n"
+    return text
+
+
+def lines(keys: Tree) -> str:
+    return "".join(f"{key} = {value_text(value)}\n" for key, value in keys.items())
+
+
+def test_an_older_effective_configuration_loads_and_an_edited_newer_one_is_checked(tmp_path: Path) -> None:
+    now = load_config(QUICKSTART, ["precision.dtype=bf16"])
+    before = listed_before(now).replace("# init_scale is not set", "init_scale = 16777216.0")
+    assert "init_scale = 16777216.0" in before
+    assert "momentum = 0.9" in before
+    path = write(tmp_path / "config.toml", before)
+    assert load_config(path) == now
+    assert load_config(path, ["optimizer.name=nag"]).optimizer.name == "nag"
+    edited = write(tmp_path / "edited.toml", config_to_toml(now).replace('name = "adamw"', 'name = "nag"'))
+    assert load_config(edited).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
+    write(edited, edited.read_text().replace("betas = [0.9, 0.95]", "betas = [0.8, 0.95]"))
+    with pytest.raises(ConfigError, match="optimizer.betas: got"):
+        load_config(edited)
+
+
+def test_an_older_effective_configuration_and_a_newer_one_say_the_same() -> None:
+    now = load_config(QUICKSTART, ["precision.dtype=bf16"])
+    before = listed_before(now).replace("# init_scale is not set", "init_scale = 16777216.0")
+    assert effective_tables(before) == effective_tables(config_to_toml(now))
+    without = before.replace('packing = "none"\n', "")
+    assert without != before
+    assert effective_tables(without) == effective_tables(before)  # older than a key
+    for text, name in (("x = 1", "x is no table"), ("[model", "Expected")):
+        with pytest.raises(ValueError, match=name):
+            effective_tables(text)
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words behind `megamix VERB` or a script) of every command of the pages that reads a configuration."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "configs").glob("*"))]:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"(?:megamix (?:config|train|plan|verify)|launch/\w+\.sh) ([^`\n|]*)", text):
+            words = shlex.split(match[1].partition("  #")[0].rstrip("):;,."), comments=True)
+            if any(re.fullmatch(r"\w+(\.\w+)+=.+", word) or word.endswith(".toml") for word in words):
+                found.append((page.name, words))
+    return found
+
+
+def test_every_command_of_the_pages_still_goes(tmp_path: Path) -> None:
+    ran = 0
+    for page, words in commands():
+        files = [word for word in words if word.endswith(".toml")]
+        path = ROOT / files[0] if files and (ROOT / files[0]).is_file() else QUICKSTART
+        overrides = [word for word in words if re.fullmatch(r"\w+(\.\w+)+=.+", word)]
+        if page == "configuration.md" and "model.hiden_size=200" in overrides:
+            continue  # the page's example of mistakes
+        assert isinstance(load_config(path, overrides), Config), (page, words)
+        ran += bool(overrides)
+    assert ran >= 6
+
+
+JUNK = ["x", "off", -1, 0, 1, 3.5, 2**20, True, [], [0.5, 0.9], {"rule": "llama3", "factor": 8.0}, {}]
+
+
+def some_layers(rng: random.Random) -> list[Tree]:
+    """Three, over which a few cases, the settings beside them, defaults and junk are strewn."""
+    layers: list[Tree] = [{}, {}, {}]
+    for key in rng.sample(sorted(CASES), rng.randint(1, 3)):
+        value, beside = CASES[key]
+        if "rope_scaling." not in key:
+            for section, keys in beside.items():
+                rng.choice(layers).setdefault(section, {}).update({k: v for k, v in keys.items() if v is not None})
+        layer = rng.randrange(3)
+        layers[layer] = put(layers[layer], key, value)
+    if rng.random() < 0.2:
+        section, name = rng.choice([*READ_WHERE, "optimizer.name", "lr_schedule.decay_style"]).split(".")[:2]
+        rng.choice(layers).setdefault(section, {})[name] = rng.choice(JUNK)
+    return layers
+
+
+def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its_key(tmp_path: Path) -> None:
+    counts = {"accepted": 0, "with a line": 0, "refused": 0}
+    for seed in range(20000 if FULL else 100):
+        bottom, middle, top = some_layers(random.Random(seed))
+        whole = {name: {**GOOD.get(name, {}), **bottom.get(name, {})} for name in {**GOOD, **bottom}}
+        base, path = tmp_path / "base.toml", tmp_path / "job.toml"
+        write(base, "".join(f"[{name}]\n{lines(keys)}" for name, keys in whole.items()))
+        write(path, 'base = "base.toml"\n' + "".join(f"[{name}]\n{lines(keys)}" for name, keys in middle.items()))
+        overrides = [f"{name}.{key}={value_text(value)}" for name, keys in top.items() for key, value in keys.items()]
+        heard: list[str] = []
+        try:
+            config = load_config(path, overrides, heard.append)
+        except ConfigError as error:
+            nameless = [line for line in error.problems if not re.match(r"\w+(\.\w+|\[\d+\])+: ", line)]
+            assert (nameless, heard) == ([], []), seed
+            counts["refused"] += 1
+            continue
+        text = config_to_toml(config)
+        again, more = told(write(tmp_path / "again.toml", text))
+        assert (again, more, config_to_toml(again)) == (config, [], text), seed
+        counts["accepted"] += 1
+        counts["with a line"] += bool(heard)
+    assert min(counts.values()) > 10, counts
