@@ -1,32 +1,53 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
+import os
 import sys
 from contextlib import suppress
 from typing import Any
 
 
 class Console:
-    """Speaks on the first rank only."""
+    """Speaks on the first rank only. Raises no OSError: a dead reader, a terminal that is gone or a full disk must not
+    end a run that can still save.
+    """
 
     def __init__(self, steps: int, *, speaks: bool):
         self._speaks = speaks
         self._bar = _progress_bar(steps) if speaks and sys.stdout.isatty() else None
 
     def line(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text)
-        elif self._speaks:
-            with suppress(BrokenPipeError):  # whoever read this has died; that must not end a run that can still save
+        with suppress(OSError):
+            if self._bar is not None:
+                self._bar.write(text)
+            elif self._speaks:
                 print(text, flush=True)  # at once: whoever follows a log file waits for this line
 
     def advance(self, steps: int = 1) -> None:
         """Steps have ended."""
         if self._bar is not None:
-            self._bar.update(steps)
+            with suppress(OSError):
+                self._bar.update(steps)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
+
+
+def say_last(text: str) -> None:
+    """Say on stderr why something ends; that nobody can hear it changes no exit status."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def end_output() -> None:
+    """Write what a full disk or a dead reader has not taken, or forget it: Python would try again when it ends, and
+    turn the run's exit status into 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress_bar(steps: int) -> Any:

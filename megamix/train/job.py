@@ -15,7 +15,7 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, grad_accum_steps
-from megamix.data.durable import cut_lines
+from megamix.data.durable import write_text
 from megamix.data.loader import BatchLoader
 from megamix.data.tokenizer import open_tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
@@ -30,9 +30,8 @@ from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import Sampling, sample_text
 from megamix.train.liveness import Place, RollCall
-from megamix.train.metrics import METRICS, MetricsWriter
+from megamix.train.metrics import MetricsWriter, cut_logs
 from megamix.train.overflow_budget import GaveUpError
-from megamix.train.overflow_log import SET_ASIDE
 from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
@@ -103,8 +102,7 @@ def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
 def _begin(config: Config, status: RunStatus, start: Start) -> None:
     """Nothing but the status is changed before this, and from now on the folder is this run's."""
     run_folder.claim(config)
-    for name in (METRICS, SET_ASIDE):
-        cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
+    cut_logs(status.folder, start.progress)
     (status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
     status.begin(start.progress.applied, config.checkpoint.max_restarts)
 
@@ -222,7 +220,7 @@ def _write_results(
             console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
     if gave_up is not None:
         if topology.world.rank == 0:
-            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+            _write_note(folder / run_folder.GAVE_UP, f"{gave_up}\n", console)
     elif config.data.tokenizer is not None:
         first = topology.world.rank == 0
         if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
@@ -240,8 +238,16 @@ def _write_sample(config: Config, model: Transformer, tokenizer: str, console: C
     sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
     text = sample_text(model, open_tokenizer(Path(tokenizer)), PROMPT, sampling)
     if console is not None:
-        run_folder.write_text(path, text)
+        _write_note(path, text, console)
         console.line(f"sample of text ({path}):\n{text}")
+
+
+def _write_note(path: Path, text: str, console: Console) -> None:
+    """What says nothing that is not told elsewhere, so that a disk that does not take it changes no exit status."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        console.line(f"{path} NOT written: {error}")
 
 
 def _place(trainer: Trainer) -> Place:
