@@ -74,7 +74,8 @@ class LogFile:
                 self._cut_torn_row()  # whoever reads the log meanwhile finds whole rows
             if not self._in_trouble:
                 self._in_trouble, self._late = True, len(self._held)
-                log.warning("%s NOT written: %s; the run goes on, and its rows are held back", self.path, error)
+                reason = error.strerror or error
+                log.warning("%s NOT written: %s; the run goes on, and its rows are held back", self.path, reason)
             return
         if self._in_trouble:
             log.warning("%s is written again: %d rows were late, %d are lost", self.path, self._late, self._lost)
