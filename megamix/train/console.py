@@ -2,8 +2,10 @@
 
 import os
 import sys
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
 
 
 class Console:
@@ -16,11 +18,19 @@ class Console:
         self._bar = _progress_bar(steps) if speaks and sys.stdout.isatty() else None
 
     def line(self, text: str) -> None:
-        with suppress(OSError):
-            if self._bar is not None:
+        if self._bar is not None:
+            with suppress(OSError):
                 self._bar.write(text)
-            elif self._speaks:
-                print(text, flush=True)  # at once: whoever follows a log file waits for this line
+        elif self._speaks:
+            say(text)
+
+    @contextmanager
+    def telling(self, path: Path) -> Iterator[None]:
+        """Write a file that a run can do without: where the disk does not take it, that is a line and no more."""
+        try:
+            yield
+        except OSError as error:
+            self.line(f"{path} NOT written: {error}")
 
     def advance(self, steps: int = 1) -> None:
         """Steps have ended."""
@@ -34,10 +44,10 @@ class Console:
                 self._bar.close()
 
 
-def say_last(text: str) -> None:
-    """Say on stderr why something ends; that nobody can hear it changes no exit status."""
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print to stdout unless another stream is given; that nobody can hear it changes nothing."""
     with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(text, file=stream or sys.stdout, flush=True)  # at once: whoever follows a log file waits for this line
 
 
 def end_output() -> None:

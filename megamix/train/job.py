@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.console import Console
+from megamix.train.console import Console, say
 from megamix.train.generate import Sampling, sample_text
 from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import MetricsWriter, cut_logs
@@ -93,7 +93,7 @@ def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.d
 
 def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
     status.folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(run_lock(status.folder, say=print))
+    stack.enter_context(run_lock(status.folder, say=say))
     # Another job may have come and gone since all ranks looked.
     if problems := run_folder.folder_problems(config):
         raise ConfigError(problems, "job")
@@ -216,11 +216,14 @@ def _write_results(
     with engine.clock.span("weights"):
         weights = engine.full_weights()
         if topology.world.rank == 0:
-            run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
-            console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+            path = folder / run_folder.WEIGHTS
+            with nullcontext() if gave_up is None else console.telling(path):  # a run that gave up ends as one
+                run_folder.write_weights(path, weights)
+                console.line(f"weights in FP32: {path}")
     if gave_up is not None:
         if topology.world.rank == 0:
-            _write_note(folder / run_folder.GAVE_UP, f"{gave_up}\n", console)
+            with console.telling(folder / run_folder.GAVE_UP):
+                write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
     elif config.data.tokenizer is not None:
         first = topology.world.rank == 0
         if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
@@ -238,16 +241,9 @@ def _write_sample(config: Config, model: Transformer, tokenizer: str, console: C
     sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
     text = sample_text(model, open_tokenizer(Path(tokenizer)), PROMPT, sampling)
     if console is not None:
-        _write_note(path, text, console)
+        with console.telling(path):
+            write_text(path, text)
         console.line(f"sample of text ({path}):\n{text}")
-
-
-def _write_note(path: Path, text: str, console: Console) -> None:
-    """What says nothing that is not told elsewhere, so that a disk that does not take it changes no exit status."""
-    try:
-        write_text(path, text)
-    except OSError as error:
-        console.line(f"{path} NOT written: {error}")
 
 
 def _place(trainer: Trainer) -> Place:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -182,29 +182,26 @@ class MetricsWriter:
 def cut_logs(folder: Path, progress: Progress) -> None:
     """Bring the logs back to where they were at a checkpoint. Raises: OSError."""
     for name, is_later in ((METRICS, _is_later), (SET_ASIDE, _was_later_set_aside)):
-        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(is_later, progress))
+        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_says_so, is_later, progress))
 
 
-def _is_later(progress: Progress, line: bytes) -> bool:
+def _says_so(is_later: Callable[[Progress, dict[str, Any]], bool], progress: Progress, line: bytes) -> bool:
+    with suppress(ValueError, TypeError, KeyError, AttributeError):  # no row of a run: whoever wrote it may keep it
+        return is_later(progress, json.loads(line))
+    return False
+
+
+def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
     """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
-    row = _row(line)
     if TAGS["valid_loss"] in row:
         return bool(row["step"] > progress.validated)
     if row.keys() == {"step", TAGS["loss_scale"], TAGS["skipped_steps"]}:  # an overflow on the way to that update
         return bool(row[TAGS["skipped_steps"]] > progress.skipped)
-    return bool(row.get("step", 0) > progress.applied)
+    return bool(row["step"] > progress.applied)
 
 
-def _was_later_set_aside(progress: Progress, line: bytes) -> bool:
-    return bool(_row(line).get("attempt", -1) >= progress.attempts)
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    """Empty for what is no row of a run: somebody else wrote it, and it stays."""
-    with suppress(ValueError):
-        row = json.loads(line)
-        return row if isinstance(row, dict) else {}
-    return {}
+def _was_later_set_aside(progress: Progress, row: dict[str, Any]) -> bool:
+    return bool(row["attempt"] >= progress.attempts)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -55,11 +55,14 @@ def folder_problems(config: Config) -> list[str]:
 def foreign_problems(path: Path) -> list[str]:
     """What lies in a folder that others may write to and would lead a run to write elsewhere, or let it hang."""
     kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
-    for name in (CHECKPOINTS, "tensorboard"):  # where these are links, old checkpoints are removed elsewhere
-        if (path / name).is_symlink() and (path / name).lstat().st_uid != os.geteuid():
-            kinds[path / name] = "a symbolic link of another user"
+    for folder in (path / CHECKPOINTS, path / "tensorboard"):
+        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
+            kinds[folder] = "a symbolic link of another user"
+        elif os.path.lexists(folder) and not folder.is_dir():
+            kinds[folder] = "no folder"
     return [
-        f"checkpoint.folder: {file} is {kind}, not an ordinary file of yours; move it away, or write another folder"
+        f"checkpoint.folder: {file} is {kind}, and a run there might write or wait elsewhere; move it away, or write "
+        "another folder"
         for file, kind in kinds.items()
         if kind is not None
     ]

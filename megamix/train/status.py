@@ -11,12 +11,13 @@ import functools
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megamix.data.durable import read_own, write_text
-from megamix.train.console import say_last
+from megamix.train.console import say
 
 STATUS = "status.json"
 
@@ -107,9 +108,10 @@ class RunStatus:
         try:
             self._store(state, reason)
         except OSError as error:
-            say_last(
+            say(
                 f"megamix train: {self.folder / STATUS} NOT written: {error}; the run ended as {state} (exit status "
-                f"{EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}"
+                f"{EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}",
+                sys.stderr,
             )
 
     def _store(self, state: State, reason: str) -> None:

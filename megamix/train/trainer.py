@@ -247,11 +247,9 @@ class Trainer:
             self._profiler.stop()
             rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
-            try:
+            with self.console.telling(trace):
                 write_trace(trace, self._profiler)
                 self.console.line(f"attempt {attempt} | profile up to it in {trace}")
-            except OSError as error:
-                self.console.line(f"attempt {attempt} | profile NOT written: {error}")
 
 
 def _is_due(attempt: int, interval: int) -> bool:

@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 
 from megamix.config import ConfigError
 from megamix.data.durable import create_anew
-from megamix.train.console import say_last
+from megamix.train.console import say
 from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
 from megamix.train.signals import PARENT_DIED, LeaveRequest
 from megamix.train.status import EXIT_STATUS, EndedEarlyError, RunStatus
@@ -61,7 +61,7 @@ class Watchdog:
                 self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
                 self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
             except OSError as error:
-                say_last(f"megamix train: stacks of rank {self._rank} will go to stderr: {error}")
+                say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
                 self._beat(self._roll)  # before anything can go wrong: the others know at least who we are
         self._thread.start()
@@ -117,7 +117,7 @@ class Watchdog:
             self._arm()
             return None
         verdict = roll.decide(self._judge(missing, roll))
-        say_last(f"megamix train: {verdict.text}")
+        say(f"megamix train: {verdict.text}", sys.stderr)
         self._end(verdict, roll)
 
     def _beat(self, roll: RollCall) -> None:

@@ -81,6 +81,9 @@ def _run_as_with_umask_077(folder: Path) -> None:
 def test_links_where_a_run_writes_are_replaced_and_only_we_may_read(folder, run_ranks) -> None:
     for name in WRITTEN_ANEW:
         (folder / "run" / name).symlink_to(folder / "target")
+    (folder / "run/stacks_rank1.txt").unlink()
+    (folder / "run/stacks_rank1.txt/taken").mkdir(parents=True, mode=0o700)  # then its stacks would go to stderr
+    (folder / "run/stacks_rank1.txt").chmod(0o700)
     run_ranks(_run_as_with_umask_077, 2, folder)
     assert _wrong_modes(folder / "run", 0o077) == {}
     assert not any((folder / f"run/trace_rank{rank}.json").is_symlink() for rank in (0, 1))

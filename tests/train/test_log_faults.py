@@ -221,7 +221,7 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, data, capsys) -> None:
     config = _config(tmp_path, data, profiling={"start_step": 1, "num_steps": 1})
     (tmp_path / "run/trace_rank0.json").mkdir(parents=True)
     _run(config)
-    assert "attempt 1 | profile NOT written: " in capsys.readouterr().out
+    assert f"{tmp_path / 'run/trace_rank0.json'} NOT written: [Errno 21] Is a directory" in capsys.readouterr().out
     assert _status(tmp_path)["state"] == "finished"
 
 
