@@ -76,7 +76,7 @@ def remove_asides(folder: Path, pattern: str) -> None:
 def create_anew(path: Path, mode: str = "xb") -> IO[Any]:
     """A new file in place of whatever has that name: a link is removed, never followed."""
     path.unlink(missing_ok=True)
-    return path.open(mode)
+    return path.open(mode, encoding=None if "b" in mode else "utf-8")
 
 
 def foreign_kind(path: Path) -> str | None:

@@ -20,7 +20,7 @@ METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
 BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these belongs to a run
 _READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all others are written anew
-_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json", "*.png")
+_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
 def checkpoint_folder(config: Config) -> Path:

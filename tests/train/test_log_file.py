@@ -15,7 +15,7 @@ from megamix.train.log_file import LogFile
 from tests.conftest import FULL as MANY
 from tests.train.broken_disk import BROKEN, FULL, NO_INODES, broken_disk
 
-STORIES = 2000 if MANY else 60
+STORIES = 2000 if MANY else 20
 
 
 def _log(folder: Path, held_bytes: int = log_file.HELD_BYTES) -> LogFile:
