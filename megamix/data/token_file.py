@@ -7,7 +7,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import sync_directory, sync_file
+from megamix.data.durable import create_anew, sync_directory, sync_file
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 
 _COPY_BYTES = 2**22
@@ -57,9 +57,9 @@ class TokenFileWriter:
         }
 
     def __enter__(self) -> "TokenFileWriter":
-        self._bin = self._aside["bin"].open("wb")
-        self._lengths = self._aside["lengths"].open("wb")
-        self._borders = self._aside["borders"].open("wb")
+        self._bin = create_anew(self._aside["bin"])
+        self._lengths = create_anew(self._aside["lengths"])
+        self._borders = create_anew(self._aside["borders"])
         self._borders.write(struct.pack("<q", 0))
         return self
 
@@ -112,7 +112,7 @@ class TokenFileWriter:
             path.unlink(missing_ok=True)
 
     def _commit(self) -> None:
-        with self._aside["idx"].open("wb") as idx:
+        with create_anew(self._aside["idx"]) as idx:
             write_index(idx, self._dtype, self._aside["lengths"], self._aside["borders"])
             if self._sync:
                 sync_file(idx)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import write_synced
+from megamix.data.durable import write_text
 from megamix.data.tokenizer_bulk import BulkEncoder
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def save_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
     tokenizer.save(folder / tokenizer.file_name)
     if tokenizer.file_name == Tokenizer.file_name:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_token}
-        write_synced(folder / CONFIG_NAME, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+        write_text(folder / CONFIG_NAME, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
 
 
 class Tokenizer:
@@ -126,7 +126,7 @@ class Tokenizer:
         return cls(tokenizer, end_token or _configured_end_token(path.with_name(CONFIG_NAME)))
 
     def save(self, path: Path) -> None:
-        write_synced(path, self._tokenizer.to_str(pretty=True))
+        write_text(path, self._tokenizer.to_str(pretty=True))
 
     @property
     def vocab_size(self) -> int:

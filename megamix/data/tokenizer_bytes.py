@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import write_synced
+from megamix.data.durable import write_text
 from megamix.data.tokenizer_bulk import byte_alphabet
 
 
@@ -43,7 +43,7 @@ class ByteTokenizer:
         return b"".join(pieces[token] for token in token_ids if token < len(pieces)).decode(errors="replace")
 
     def save(self, path: Path) -> None:
-        write_synced(path, self._file_text())
+        write_text(path, self._file_text())
 
     def speed_up(self, sample: Sequence[str]) -> bool:
         return True

@@ -1,12 +1,17 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
+import os
 import sys
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
 
 
 class Console:
-    """Speaks on the first rank only."""
+    """Speaks on the first rank only. Raises no OSError: a dead reader, a terminal that is gone or a full disk must not
+    end a run that can still save.
+    """
 
     def __init__(self, steps: int, *, speaks: bool):
         self._speaks = speaks
@@ -14,19 +19,45 @@ class Console:
 
     def line(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.write(text)
+            with suppress(OSError):
+                self._bar.write(text)
         elif self._speaks:
-            with suppress(BrokenPipeError):  # whoever read this has died; that must not end a run that can still save
-                print(text, flush=True)  # at once: whoever follows a log file waits for this line
+            say(text)
+
+    @contextmanager
+    def telling(self, path: Path) -> Iterator[None]:
+        """Write a file that a run can do without: where the disk does not take it, that is a line and no more."""
+        try:
+            yield
+        except OSError as error:
+            self.line(f"{path} NOT written: {error}")
 
     def advance(self, steps: int = 1) -> None:
         """Steps have ended."""
         if self._bar is not None:
-            self._bar.update(steps)
+            with suppress(OSError):
+                self._bar.update(steps)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print to stdout unless another stream is given; that nobody can hear it changes nothing."""
+    with suppress(OSError):
+        print(text, file=stream or sys.stdout, flush=True)  # at once: whoever follows a log file waits for this line
+
+
+def end_output() -> None:
+    """Write what a full disk or a dead reader has not taken, or forget it: Python would try again when it ends, and
+    turn the run's exit status into 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress_bar(steps: int) -> Any:

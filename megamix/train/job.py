@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, grad_accum_steps
-from megamix.data.durable import cut_lines
+from megamix.data.durable import write_text
 from megamix.data.loader import BatchLoader
 from megamix.data.tokenizer import open_tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
@@ -27,12 +27,11 @@ from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.console import Console
+from megamix.train.console import Console, say
 from megamix.train.generate import Sampling, sample_text
 from megamix.train.liveness import Place, RollCall
-from megamix.train.metrics import METRICS, MetricsWriter
+from megamix.train.metrics import MetricsWriter, cut_logs
 from megamix.train.overflow_budget import GaveUpError
-from megamix.train.overflow_log import SET_ASIDE
 from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
@@ -94,7 +93,7 @@ def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.d
 
 def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
     status.folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(run_lock(status.folder, say=print))
+    stack.enter_context(run_lock(status.folder, say=say))
     # Another job may have come and gone since all ranks looked.
     if problems := run_folder.folder_problems(config):
         raise ConfigError(problems, "job")
@@ -103,8 +102,7 @@ def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
 def _begin(config: Config, status: RunStatus, start: Start) -> None:
     """Nothing but the status is changed before this, and from now on the folder is this run's."""
     run_folder.claim(config)
-    for name in (METRICS, SET_ASIDE):
-        cut_lines(status.folder / name, start.progress.log_sizes.get(name, 0))
+    cut_logs(status.folder, start.progress)
     (status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
     status.begin(start.progress.applied, config.checkpoint.max_restarts)
 
@@ -218,11 +216,14 @@ def _write_results(
     with engine.clock.span("weights"):
         weights = engine.full_weights()
         if topology.world.rank == 0:
-            run_folder.write_weights(folder / run_folder.WEIGHTS, weights)
-            console.line(f"weights in FP32: {folder / run_folder.WEIGHTS}")
+            path = folder / run_folder.WEIGHTS
+            with nullcontext() if gave_up is None else console.telling(path):  # a run that gave up ends as one
+                run_folder.write_weights(path, weights)
+                console.line(f"weights in FP32: {path}")
     if gave_up is not None:
         if topology.world.rank == 0:
-            run_folder.write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
+            with console.telling(folder / run_folder.GAVE_UP):
+                write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
     elif config.data.tokenizer is not None:
         first = topology.world.rank == 0
         if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
@@ -240,7 +241,8 @@ def _write_sample(config: Config, model: Transformer, tokenizer: str, console: C
     sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
     text = sample_text(model, open_tokenizer(Path(tokenizer)), PROMPT, sampling)
     if console is not None:
-        run_folder.write_text(path, text)
+        with console.telling(path):
+            write_text(path, text)
         console.line(f"sample of text ({path}):\n{text}")
 
 

@@ -3,6 +3,7 @@
 import os
 
 from megamix.config import Config, ConfigError
+from megamix.train.console import end_output
 from megamix.train.preflight import job_problems
 
 
@@ -18,4 +19,7 @@ def run(config: Config) -> None:
     check(config)
     from megamix.train.job import run_job
 
-    run_job(config)
+    try:
+        run_job(config)
+    finally:
+        end_output()

@@ -2,13 +2,19 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megamix.data.durable import sync_file
+from megamix.data.durable import read_own
+from megamix.train.event_file import EventFile
+from megamix.train.log_file import LogFile, cut_log
+from megamix.train.progress import Progress
+from megamix.train.run_folder import METRICS, SET_ASIDE
 
 # The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
 TAGS = {
@@ -28,8 +34,6 @@ TAGS = {
     "all_gather_share": "time_share/exposed_all_gather",
     "eta_s": "time/eta_s",
 }
-
-METRICS = "metrics.jsonl"
 
 # Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
 FIRST_EXPONENT, LAST_EXPONENT = -41, 16
@@ -103,7 +107,9 @@ def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
 
 
 class MetricsWriter:
-    """Appends to FOLDER/metrics.jsonl and, if asked, to event files in FOLDER/tensorboard. One rank owns it."""
+    """Appends to FOLDER/metrics.jsonl and FOLDER/set_aside.jsonl and, if asked, to event files in FOLDER/tensorboard.
+    One rank owns it. A disk that fails raises nothing: see LogFile.
+    """
 
     def __init__(self, folder: Path, *, tensorboard: bool, applied: int = 0) -> None:
         """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
@@ -111,20 +117,18 @@ class MetricsWriter:
 
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
-        self._events = _summary_writer(folder / "tensorboard", applied + 1) if tensorboard else None
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS
-        if self._events is not None and path.exists():
-            self._tell_again(path, applied)
-        self._jsonl = path.open("a", encoding="utf-8")
+        self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
+        self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
+        if self._events is not None and self._metrics.path.exists():
+            self._tell_again(self._events, applied)
 
-    def _tell_again(self, path: Path, applied: int) -> None:
+    def _tell_again(self, events: EventFile, applied: int) -> None:
         # The attempts that overflow on the way to the next update are told under its number.
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_own(self._metrics.path).splitlines():
             row = json.loads(line)
             step = row.pop("step")
             if step > applied:
-                self._scalars(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)})
+                events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -136,68 +140,85 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Record values by their names in TAGS. None, inf and NaN are null in the JSON, which has no word for them."""
-        self._append(step, self._scalars(step, {TAGS[name]: value for name, value in values.items()}))
+        self._write(step, {TAGS[name]: value for name, value in values.items()})
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
         """Record an examined step, layer by layer, as one row; TensorBoard gets the exponents as a histogram."""
-        row: dict[str, Any] = {}
+        row: dict[str, float | tuple[int, ...] | None] = {}
         for layer, precision in layers.items():
-            scalars = precision.scalars()
-            row |= self._scalars(step, {precision_tag(name, layer): value for name, value in scalars.items()})
+            row |= {precision_tag(name, layer): value for name, value in precision.scalars().items()}
             row[precision_tag("exponents", layer)] = precision.exponents
-            if self._events is not None:
-                _add_histogram(self._events, precision_tag("exponents", layer), precision.exponents, step)
-        self._append(step, row)
+        self._write(step, row)
 
-    def _scalars(self, step: int, values: Mapping[str, float | None]) -> dict[str, float | None]:
-        """Hand values by their tags to TensorBoard; returns them as the JSON has them."""
+    def write_set_aside(self, row: Mapping[str, Any]) -> None:
+        """Record a batch that is set aside, on the disk when this returns."""
+        self._set_aside.append(_line(row))
+        self._set_aside.sync()
+
+    def _write(self, step: int, row: Mapping[str, float | tuple[int, ...] | None]) -> None:
+        finite = {
+            tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
+        }
+        self._metrics.append(_line({"step": step, **finite}))
         if self._events is not None:
-            for tag, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(tag, value, step)
-        return {tag: value if value is not None and math.isfinite(value) else None for tag, value in values.items()}
+            scalars = {tag: value for tag, value in row.items() if isinstance(value, float | int)}
+            counts = {tag: _histogram(value) for tag, value in row.items() if isinstance(value, tuple)}
+            self._events.add(step, scalars, counts)
 
-    def _append(self, step: int, row: Mapping[str, Any]) -> None:
-        self._jsonl.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
-        self._jsonl.flush()  # whoever follows the file, or reads it after a kill, sees every finished line
-
-    def sync(self) -> None:
-        """Return when all that was told so far is on the disk, of TensorBoard's on its way there."""
-        sync_file(self._jsonl)
-        if self._events is not None:
-            self._events.flush()
+    def sync(self) -> dict[str, int]:
+        """Return when all that was told so far is on the disk, of TensorBoard's on its way there, as far as the disk
+        takes it. Returns the bytes of each file, by name, once what is held back is in it.
+        """
+        for log in (self._metrics, self._set_aside):
+            log.sync()
+        return {log.path.name: log.size() for log in (self._metrics, self._set_aside)}
 
     def close(self) -> None:
-        sync_file(self._jsonl)
-        self._jsonl.close()
-        if self._events is not None:
-            self._events.close()
+        for log in (self._metrics, self._set_aside, self._events):
+            if log is not None:
+                log.close()
 
 
-def _summary_writer(folder: Path, first_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "metrics.tensorboard = true, but the Python package 'tensorboard' is not installed; "
-            "run: pip install 'megamix[tensorboard]', or set metrics.tensorboard=false"
-        ) from error
-    return SummaryWriter(str(folder), purge_step=first_step)
+def cut_logs(folder: Path, progress: Progress) -> None:
+    """Bring the logs back to where they were at a checkpoint. Raises: OSError."""
+    for name, is_later in ((METRICS, _is_later), (SET_ASIDE, _was_later_set_aside)):
+        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_says_so, is_later, progress))
 
 
-def _add_histogram(events: Any, tag: str, exponents: tuple[int, ...], step: int) -> None:
+def _says_so(is_later: Callable[[Progress, dict[str, Any]], bool], progress: Progress, line: bytes) -> bool:
+    with suppress(ValueError, TypeError, KeyError, AttributeError):  # no row of a run: whoever wrote it may keep it
+        return is_later(progress, json.loads(line))
+    return False
+
+
+def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
+    if TAGS["valid_loss"] in row:
+        return bool(row["step"] > progress.validated)
+    if row.keys() == {"step", TAGS["loss_scale"], TAGS["skipped_steps"]}:  # an overflow on the way to that update
+        return bool(row[TAGS["skipped_steps"]] > progress.skipped)
+    return bool(row["step"] > progress.applied)
+
+
+def _was_later_set_aside(progress: Progress, row: dict[str, Any]) -> bool:
+    return bool(row["attempt"] >= progress.attempts)
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
     middles = [exponent + 0.5 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)]
-    events.add_histogram_raw(
-        tag,
-        min=FIRST_EXPONENT,
-        max=LAST_EXPONENT + 1,
-        num=sum(exponents),
-        sum=sum(count * middle for count, middle in zip(exponents, middles, strict=True)),
-        sum_squares=sum(count * middle**2 for count, middle in zip(exponents, middles, strict=True)),
-        bucket_limits=[exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
-        bucket_counts=list(exponents),
-        global_step=step,
-    )
+    return {
+        "min": FIRST_EXPONENT,
+        "max": LAST_EXPONENT + 1,
+        "num": sum(exponents),
+        "sum": sum(count * middle for count, middle in zip(exponents, middles, strict=True)),
+        "sum_squares": sum(count * middle**2 for count, middle in zip(exponents, middles, strict=True)),
+        "bucket_limits": [exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
+        "bucket_counts": list(exponents),
+    }
 
 
 def format_scale(loss_scale: float | None) -> str:

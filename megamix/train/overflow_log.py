@@ -4,12 +4,9 @@ stop the run once the budget is spent.
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from pathlib import Path
 
 from megamix.config import Config
-from megamix.data.durable import append_line
 from megamix.mixed_precision.culprits import ParamPeak, gather_origins, gather_peaks
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
@@ -19,8 +16,6 @@ from megamix.train.diagnosis import cause, culprit_table, culprits, origin_lines
 from megamix.train.metrics import MetricsWriter, format_scale
 from megamix.train.overflow_budget import GaveUpError, OverflowBudget
 from megamix.train.readout import Outcome
-
-SET_ASIDE = "set_aside.jsonl"
 
 _KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
 
@@ -75,12 +70,13 @@ class OverflowLog:
         if self._writer is not None:
             row = {
                 "step": applied + 1,
+                "attempt": attempt.number,
                 "samples": [[part.start, len(part)] for part in attempt.batch.samples],
                 "tries": attempt.batch.tries + 1,
                 "loss_scale": outcome.loss_scale,
                 "parameters": {peak.name: peak.fault for peak in culprits(self._peaks[-1])},
             }
-            append_line(Path(self._config.checkpoint.folder) / SET_ASIDE, json.dumps(row))
+            self._writer.write_set_aside(row)
 
     def _diagnosis(self, reason: str, attempt: Attempt, outcome: Outcome, applied: int) -> str:
         sections = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from megamix.data.durable import written_aside
 from megamix.train.history import HeatMap, RunHistory, read_history
 
 _DPI = 120
@@ -28,7 +29,8 @@ def plot(folder: Path) -> Iterator[str]:
     history = read_history(folder)
     for name, figure in figures(history).items():
         path = folder / f"{name}.png"
-        figure.savefig(path, dpi=_DPI, format="png")  # a bare Figure draws with Agg: no screen is asked for
+        with written_aside(path) as file:
+            figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg: no screen is asked for
         yield f"{path}"
     if not history.loss_scale.steps:
         yield "no loss_scale.png: this run has no loss scale"

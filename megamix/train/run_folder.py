@@ -2,18 +2,25 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
 from megamix.config import Config, ConfigError, config_to_toml, load_config
-from megamix.data.durable import sync_directory, sync_file, write_synced
+from megamix.data.durable import ASIDE, foreign_kind, remove_asides, write_text, written_aside
+from megamix.train.run_lock import LOCK
+from megamix.train.status import STATUS
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.profiler import profile
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
+METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
 BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
-_MARKS = (CONFIG, WEIGHTS, "metrics.jsonl")  # a folder that holds one of these belongs to a run
+_MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these belongs to a run
+_READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all others are written anew
+_WRITTEN_ASIDE = (CONFIG, STATUS, WEIGHTS, SAMPLE, GAVE_UP, "trace_rank*.json")
 
 
 def checkpoint_folder(config: Config) -> Path:
@@ -23,6 +30,8 @@ def checkpoint_folder(config: Config) -> Path:
 def folder_problems(config: Config) -> list[str]:
     """Why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
+    if foreign := foreign_problems(path):
+        return foreign
     if config.checkpoint.resume != "never":
         if checkpoints(path / CHECKPOINTS):
             return []
@@ -43,6 +52,22 @@ def folder_problems(config: Config) -> list[str]:
     return []
 
 
+def foreign_problems(path: Path) -> list[str]:
+    """What lies in a folder that others may write to and would lead a run to write elsewhere, or let it hang."""
+    kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
+    for folder in (path / CHECKPOINTS, path / "tensorboard"):
+        if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():  # old checkpoints would be removed elsewhere
+            kinds[folder] = "a symbolic link of another user"
+        elif os.path.lexists(folder) and not folder.is_dir():
+            kinds[folder] = "no folder"
+    return [
+        f"checkpoint.folder: {file} is {kind}, and a run there might write or wait elsewhere; move it away, or write "
+        "another folder"
+        for file, kind in kinds.items()
+        if kind is not None
+    ]
+
+
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     """Whether the folder holds this very run, and nothing that a new start would lose."""
     try:
@@ -57,28 +82,33 @@ def claim(config: Config) -> Path:
     """Make the run's folder and write the effective configuration into it."""
     folder = Path(config.checkpoint.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for name in _WRITTEN_ASIDE:
+        remove_asides(folder, name)
     write_text(folder / CONFIG, config_to_toml(config))
     return folder
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write aside, flush to disk and rename: the file is whole or not there."""
-    aside = path.with_suffix(path.suffix + ".partial")
-    write_synced(aside, text)
-    aside.rename(path)
-    sync_directory(path.parent)
-
-
 def write_weights(path: Path, weights: "dict[str, Tensor]") -> None:
     """FP32 weights as safetensors, each tensor once under its first name; whole or not there."""
-    from safetensors.torch import save_file
+    from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
 
     once: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
         once.setdefault(id(tensor), (name, tensor))
-    aside = path.with_suffix(path.suffix + ".partial")
-    save_file(dict(once.values()), aside)
-    with aside.open("rb") as file:
-        sync_file(file)
-    aside.rename(path)
-    sync_directory(path.parent)
+    tensors = dict(once.values())
+    # safetensors' save_file would make a file that only its owner may read, whatever the umask.
+    with written_aside(path) as file:
+        file.write(safetensors_header({name: tensor.shape for name, tensor in tensors.items()}, "F32", 4))
+        for tensor in tensors.values():
+            for chunk in tensor_chunks(tensor.reshape(-1)):
+                file.write(chunk)
+
+
+def write_trace(path: Path, profiler: "profile") -> None:
+    """What a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
+    with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
+        whole = Path(aside) / path.name
+        profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
+        if not whole.exists():
+            raise OSError(f"{path}: the profiler could not write it")
+        whole.rename(path)

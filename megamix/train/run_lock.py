@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megamix.config import ConfigError
-from megamix.data.durable import sync_file
+from megamix.data.durable import open_own, read_own, sync_file
 from megamix.train.processes import process_start
 
 LOCK = "run.lock"
@@ -44,12 +44,13 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
             raise ConfigError([_refusal(folder, holder)], "job")
         if holder:
             say(f"{path}: taken over from pid {holder['pid']} on {holder['host']}, which left it behind")
-        _sign(descriptor)
         try:
-            with _touched(path, stale_s / 6):
+            _sign(descriptor)
+            with _touched(descriptor, stale_s / 6):
                 yield
         finally:
-            path.unlink(missing_ok=True)  # while it is still locked: whoever opened this file will see that it is gone
+            with suppress(OSError):  # a disk that has gone says nothing of how the run ended
+                path.unlink()  # while it is still locked: whoever opened this file will see that it is gone
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -58,7 +59,7 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
 def _open_locked(path: Path) -> int | None:
     """The lock's file, open and with its flock where there is such a thing; None if another process has that."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -76,7 +77,7 @@ def _open_locked(path: Path) -> int | None:
 def _holder(path: Path) -> dict[str, str]:
     """Who wrote the file; empty for a new one, or one whose writer died while writing."""
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(read_own(path))
         return {key: str(holder[key]) for key in ("host", "pid", "start", "since")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
@@ -120,14 +121,14 @@ def _sign(descriptor: int) -> None:
 
 
 @contextmanager
-def _touched(path: Path, interval_s: float) -> Iterator[None]:
+def _touched(descriptor: int, interval_s: float) -> Iterator[None]:
     """Touch the file again and again: a sign of life for hosts that flock does not reach."""
     done = threading.Event()
 
     def touch() -> None:
         while not done.wait(interval_s):
             with suppress(OSError):  # a file server that is away for a while is no reason to stop touching
-                os.utime(path)
+                os.utime(descriptor)
 
     thread = threading.Thread(target=touch, name="run lock", daemon=True)
     thread.start()

@@ -11,11 +11,13 @@ import functools
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megamix.train.run_folder import write_text
+from megamix.data.durable import read_own, write_text
+from megamix.train.console import say
 
 STATUS = "status.json"
 
@@ -74,8 +76,8 @@ class RunStatus:
         """The run starts from `update`, as its newest save has it; called again if that save cannot be loaded and it
         starts from an older one.
 
-        Raises: StuckError, written down as well, at more than `max_restarts` starts in a row from one update; those
-        after a run that was asked to leave do not count.
+        Raises: OSError if it cannot be written down; StuckError, written down as well, at more than `max_restarts`
+        starts in a row from one update; those after a run that was asked to leave do not count.
         """
         earlier = self._earlier
         in_vain = earlier.state not in ("finished", "preempted") and update <= earlier.start
@@ -90,18 +92,29 @@ class RunStatus:
             )
             self.write(stuck.state, str(stuck))
             raise stuck
-        self.write("running")
+        self._store("running", "")
 
     @functools.cached_property
     def _earlier(self) -> _Earlier:
         """What the start before left, read before this one has written anything."""
         try:
-            values = json.loads((self.folder / STATUS).read_text(encoding="utf-8"))
+            values = json.loads(read_own(self.folder / STATUS))
             return _Earlier(values["state"], int(values["start"]), int(values["restarts"]), values["reason"])
         except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
             return _Earlier("finished", 0, 0, "")
 
     def write(self, state: State, reason: str = "") -> None:
+        """Leave how the run ended; where the disk does not take that, it goes to the console."""
+        try:
+            self._store(state, reason)
+        except OSError as error:
+            say(
+                f"megamix train: {self.folder / STATUS} NOT written: {error}; the run ended as {state} (exit status "
+                f"{EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}",
+                sys.stderr,
+            )
+
+    def _store(self, state: State, reason: str) -> None:
         values = {
             "state": state,
             "exit_status": EXIT_STATUS[state],

@@ -22,14 +22,15 @@ from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.memory_check import AT_UPDATE, memory_line
-from megamix.train.metrics import METRICS, MetricsWriter, format_line
+from megamix.train.metrics import MetricsWriter, format_line
 from megamix.train.overflow_budget import GaveUpError
-from megamix.train.overflow_log import SET_ASIDE, OverflowLog
+from megamix.train.overflow_log import OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.progress import Progress
 from megamix.train.rank_batches import RankBatches
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
+from megamix.train.run_folder import write_trace
 from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
 from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
 from megamix.train.validation import Validation
@@ -83,11 +84,7 @@ class Trainer:
         while self.plan.must_settle(until=0):
             with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
                 self._settle()
-        sizes = {}
-        if self.writer is not None:
-            self.writer.sync()
-            logs = (Path(self.config.checkpoint.folder) / name for name in (METRICS, SET_ASIDE))
-            sizes = {log.name: log.stat().st_size for log in logs if log.exists()}
+        sizes = {} if self.writer is None else self.writer.sync()
         return Progress.of(self.plan.state(), self.report.losses, self.overflows.count, self._validated, sizes)
 
     def train(self, leave: LeaveRequest) -> float | None:
@@ -250,8 +247,9 @@ class Trainer:
             self._profiler.stop()
             rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
-            self._profiler.export_chrome_trace(str(trace))
-            self.console.line(f"attempt {attempt} | profile up to it in {trace}")
+            with self.console.telling(trace):
+                write_trace(trace, self._profiler)
+                self.console.line(f"attempt {attempt} | profile up to it in {trace}")
 
 
 def _is_due(attempt: int, interval: int) -> bool:

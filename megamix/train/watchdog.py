@@ -19,9 +19,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, TextIO
+from typing import IO, NoReturn
 
 from megamix.config import ConfigError
+from megamix.data.durable import create_anew
+from megamix.train.console import say
 from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
 from megamix.train.signals import PARENT_DIED, LeaveRequest
 from megamix.train.status import EXIT_STATUS, EndedEarlyError, RunStatus
@@ -51,12 +53,15 @@ class Watchdog:
         self._rank = roll.rank if roll is not None else 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._stacks: TextIO | None = None
+        self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._roll is not None:
-            self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
-            self._stacks = (self._status.folder / f"stacks_rank{self._rank}.txt").open("w", encoding="utf-8")
+            try:
+                self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
+                self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
+            except OSError as error:
+                say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
                 self._beat(self._roll)  # before anything can go wrong: the others know at least who we are
         self._thread.start()
@@ -74,9 +79,10 @@ class Watchdog:
         finally:
             faulthandler.cancel_dump_traceback_later()
             if self._stacks is not None:
-                self._stacks.close()
-                if alike:
-                    Path(self._stacks.name).unlink()
+                with contextlib.suppress(OSError):
+                    self._stacks.close()
+                    if alike:
+                        Path(self._stacks.name).unlink()
 
     def _watch(self) -> None:
         place = self.place()
@@ -111,7 +117,7 @@ class Watchdog:
             self._arm()
             return None
         verdict = roll.decide(self._judge(missing, roll))
-        print(f"megamix train: {verdict.text}", file=sys.stderr)
+        say(f"megamix train: {verdict.text}", sys.stderr)
         self._end(verdict, roll)
 
     def _beat(self, roll: RollCall) -> None:
@@ -122,8 +128,9 @@ class Watchdog:
 
     def _arm(self) -> None:
         """Should this thread be stuck as well, in the store or without the interpreter's lock."""
-        if self._stacks is not None:
-            faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=self._stacks)
+        if self._roll is not None:
+            to = self._stacks or sys.stderr
+            faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=to)
 
     def _judge(self, missing: list[int], roll: RollCall) -> Verdict:
         """Who is to blame for this rank's standing still."""
@@ -141,7 +148,8 @@ class Watchdog:
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
         """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
-        traceback.print_exception(error, file=self._stacks)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error, file=self._stacks or sys.stderr)
         with contextlib.suppress(RuntimeError):
             # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []

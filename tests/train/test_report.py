@@ -5,6 +5,8 @@ terminal.
 from __future__ import annotations
 
 import builtins
+import os
+import subprocess
 import sys
 
 import pytest
@@ -146,3 +148,21 @@ def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch) -> None:
     console = Console(10, speaks=True)
     console.line("hello")
     assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        console = Console(10, speaks=True)
+        console.line("hello")
+        console.advance()
+        console.close()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it holds back goes there
+
+
+def test_what_stdout_never_took_does_not_change_the_exit_status() -> None:
+    program = "from megamix.train.console import end_output, say; say('hello'); end_output(); raise SystemExit(3)"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (3, b"")

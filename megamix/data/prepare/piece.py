@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from megamix.data.durable import create_anew
 from megamix.data.prepare.corpus import CorpusFile
 from megamix.data.prepare.plan import Piece, read_piece
 from megamix.data.prepare.readers.record import BadRecord
@@ -131,7 +132,8 @@ class PieceEncoder:
         report.checksums = self._job.checksums(number)
         path = self._job.report_path(number)
         aside = path.with_suffix(".partial")
-        aside.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        with create_anew(aside, "x") as file:
+            json.dump(asdict(report), file)
         aside.replace(path)
         return report
 

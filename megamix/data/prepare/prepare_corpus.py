@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.durable import sync_directory, write_synced
+from megamix.data.durable import open_own, sync_directory, write_text
 from megamix.data.prepare.corpus import Corpus
 from megamix.data.prepare.merge import merge_pieces
 from megamix.data.prepare.piece import Job, PieceReport, Split, TooManyBadRecordsError
@@ -116,7 +116,7 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
         shutil.rmtree(result, ignore_errors=True)  # of a run that was killed at the very end
         result.mkdir()
         manifest = _write(corpus, plan, request, effort, unfinished) | {"request": manifest}
-        write_synced(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
+        write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         sync_directory(result)
         os.rename(result, output_dir)  # the commit; refused by the system if the output has been filled meanwhile
         sync_directory(output_dir.parent)
@@ -134,7 +134,7 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         unfinished.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--output: {error}; name a place in a folder that you may write to") from error
-    with (unfinished / "lock").open("w") as lock:
+    with os.fdopen(open_own(unfinished / "lock", os.O_RDWR | os.O_CREAT), "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -147,7 +147,7 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
             for name in ("pieces", "tokenizer", "result"):
                 shutil.rmtree(unfinished / name, ignore_errors=True)
             (unfinished / BAD_RECORDS_NAME).unlink(missing_ok=True)
-            write_synced(noted, text)
+            write_text(noted, text)
         (unfinished / "pieces").mkdir(exist_ok=True)
         yield
 
@@ -235,7 +235,7 @@ def _told(line: dict[str, Any]) -> str:
 
 
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    write_synced(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _listed(path: Path) -> dict[str, Any]:

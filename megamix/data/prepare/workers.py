@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megamix.data.durable import open_own
 from megamix.data.prepare.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
 from megamix.data.prepare.plan import Piece
 
@@ -118,7 +119,7 @@ class _Worker:
 
 def wait_for_orphans(folder: Path) -> None:
     """Return once no worker of a killed prepare writes to the folder; they notice within moments that it is gone."""
-    with (folder / _LOCK_NAME).open("w") as lock:
+    with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
@@ -126,7 +127,7 @@ def _work(folder: Path, serve: Callable[[Connection], None], connection: Connect
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all of them; the first process ends the others
     parent = multiprocessing.parent_process()
     assert parent is not None
-    with (folder / _LOCK_NAME).open("w") as lock:
+    with os.fdopen(open_own(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         if parent.is_alive():  # else another prepare may have taken the folder before the lock was ours
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -1,0 +1,157 @@
+"""A log that grows row by row, and that no trouble of its disk can turn into the end of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from megamix.data.durable import open_own
+
+HELD_BYTES = 16 << 20  # of rows that wait for the disk; beyond it the oldest are lost
+LAST_WAIT_S = 3.0  # at the end of a run, for a disk that does not take the last rows
+_AGAIN_S = 0.1
+
+log = logging.getLogger("megamix")
+
+
+class LogFile:
+    """Appends rows to a file, which holds whole ones at any time, in order. No method raises OSError.
+
+    Rows that the disk does not take are held back, with one warning, and written when it does. A file that somebody
+    removed is made anew, and told.
+    """
+
+    def __init__(self, new_path: Callable[[], Path], head: bytes = b"", held_bytes: int = HELD_BYTES):
+        """`new_path`: where the file is, or is to be once it was removed; `head`: what a new file begins with."""
+        self._new_path, self._head, self._most = new_path, head, held_bytes
+        self.path = new_path()
+        self._descriptor: int | None = None
+        self._torn_at: int | None = None  # where in the file a row may lie that is not all there
+        self._held: deque[bytes] = deque()
+        self._in_trouble = False
+        self._late = self._lost = 0  # rows, in this trouble
+
+    def append(self, row: bytes) -> None:
+        self._held.append(row)
+        self._late += self._in_trouble
+        self._attempt(self._write)
+        while sum(map(len, self._held)) > self._most:
+            self._held.popleft()
+            self._lost += 1
+
+    def sync(self) -> None:
+        """Return when the disk has all rows that it takes."""
+        self._attempt(self._write_and_sync)
+
+    def size(self) -> int:
+        """Bytes of the file once what is held back is in it."""
+        with contextlib.suppress(OSError):
+            return self._whole_size() + sum(map(len, self._held))
+        return sum(map(len, self._held))
+
+    def close(self) -> None:
+        """Write what is left, waiting a moment for a disk that does not take it; tell what is lost."""
+        end_s = time.monotonic() + LAST_WAIT_S
+        self._attempt(self._write_and_sync)
+        while self._held and time.monotonic() < end_s:
+            time.sleep(_AGAIN_S)
+            self._attempt(self._write_and_sync)
+        if self._held:
+            log.warning("%s: the last %d rows could not be written and are lost", self.path, len(self._held))
+            self._held.clear()
+        self._close()
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._cut_torn_row()  # whoever reads the log meanwhile finds whole rows
+            if not self._in_trouble:
+                self._in_trouble, self._late = True, len(self._held)
+                reason = error.strerror or error
+                log.warning("%s NOT written: %s; the run goes on, and its rows are held back", self.path, reason)
+            return
+        if self._in_trouble:
+            log.warning("%s is written again: %d rows were late, %d are lost", self.path, self._late, self._lost)
+            self._in_trouble, self._late, self._lost = False, 0, 0
+
+    def _write_and_sync(self) -> None:
+        self._write()
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def _write(self) -> None:
+        while self._held:
+            self._open()
+            self._cut_torn_row()
+            self._torn_at = self._whole_size()
+            rest = memoryview(self._held[0])
+            while rest:  # the disk may take less than it is given
+                rest = rest[os.write(self._own(), rest) :]
+            self._torn_at = None
+            self._held.popleft()
+
+    def _open(self) -> None:
+        if self._descriptor is not None and not self._is_there():
+            log.warning("%s was removed while the run goes on; it is made anew", self.path)
+            self._close()
+        if self._descriptor is None:
+            path = self._new_path()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor, self.path = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), path
+            if not self._whole_size():
+                self._held[0] = self._head + self._held[0]
+
+    def _own(self) -> int:
+        assert self._descriptor is not None
+        return self._descriptor
+
+    def _is_there(self) -> bool:
+        ours = os.fstat(self._own())
+        try:
+            named = self.path.lstat()
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
+
+    def _whole_size(self) -> int:
+        """Raises: OSError."""
+        if self._descriptor is None:
+            return self.path.stat().st_size if self.path.exists() else 0
+        size = os.fstat(self._descriptor).st_size
+        return size if self._torn_at is None else min(size, self._torn_at)  # somebody may have emptied it
+
+    def _cut_torn_row(self) -> None:
+        if self._torn_at is not None and self._descriptor is not None:
+            os.ftruncate(self._descriptor, self._whole_size())
+            self._torn_at = None
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+        self._descriptor = self._torn_at = None
+
+
+def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
+    """Drop what came later than a checkpoint: what lies behind `size` bytes, what a crash left unfinished, and rows at
+    the end that say so themselves: where rows were lost or a file was made anew, `size` is too much.
+
+    Raises: OSError.
+    """
+    if not path.exists():
+        return
+    with os.fdopen(open_own(path, os.O_RDWR), "r+b") as file:
+        kept = file.read(size)
+        end = kept.rfind(b"\n") + 1
+        while end and is_later(kept[kept.rfind(b"\n", 0, end - 1) + 1 : end]):
+            end = kept.rfind(b"\n", 0, end - 1) + 1
+        file.truncate(end)
+        file.flush()
+        os.fsync(file.fileno())

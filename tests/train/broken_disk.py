@@ -1,0 +1,87 @@
+"""A disk that does not take what a test's process writes to one folder, for as long as the test says."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+FULL, BROKEN, NO_INODES = "full", "broken", "no inode left"
+
+
+class BrokenDisk:
+    """`fault`: FULL takes `room` more bytes and new empty files; BROKEN takes and gives nothing (EIO); NO_INODES lets
+    files that are there grow. None: it works.
+    """
+
+    def __init__(self, folder: Path, only: str = "") -> None:
+        self.fault: str | None = None
+        self.room = 0
+        self.refused = 0  # calls
+        self._folder, self._only = folder.resolve(), only
+
+    def _covers(self, file: int | str | os.PathLike[str]) -> bool:
+        name = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.path.abspath(os.fsdecode(file))
+        return Path(name).is_relative_to(self._folder) and self._only in name
+
+    def refuse(self, number: int, file: int | str | os.PathLike[str]) -> OSError:
+        self.refused += 1
+        return OSError(number, os.strerror(number), *([] if isinstance(file, int) else [str(file)]))
+
+    def check_new(self, file: Any) -> None:
+        if isinstance(file, int) or self.fault is None or not self._covers(file):
+            return
+        if self.fault == BROKEN:
+            raise self.refuse(errno.EIO, file)
+        if self.fault == NO_INODES or self.room == 0:  # a full disk has no room for a folder's new entry, either
+            raise self.refuse(errno.ENOSPC, file)
+
+    def check_write(self, descriptor: int, size: int) -> int:
+        """How many of the bytes it takes."""
+        if self.fault not in (FULL, BROKEN) or not self._covers(descriptor):
+            return size
+        if self.fault == BROKEN or self.room == 0:
+            raise self.refuse(errno.EIO if self.fault == BROKEN else errno.ENOSPC, descriptor)
+        taken, self.room = min(self.room, size), self.room - min(self.room, size)
+        return taken
+
+
+@contextmanager
+def broken_disk(folder: Path, only: str = "") -> Iterator[BrokenDisk]:
+    """`only`: of all files in the folder, those with this in their path."""
+    disk = BrokenDisk(folder, only)
+    os_open, os_write, os_fsync, io_open = os.open, os.write, os.fsync, io.open
+
+    def open_descriptor(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            disk.check_new(path)
+        return os_open(path, flags, *rest, **more)
+
+    def open_file(file: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if set(mode) & set("wxa"):
+            disk.check_new(file)
+        return io_open(file, mode, *rest, **more)
+
+    def write(descriptor: int, content: Any) -> int:
+        return os_write(descriptor, content[: disk.check_write(descriptor, len(content))])
+
+    def fsync(descriptor: Any) -> None:
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        if disk.fault == BROKEN and disk._covers(number):
+            raise disk.refuse(errno.EIO, number)
+        os_fsync(descriptor)
+
+    with (
+        mock.patch.object(os, "open", open_descriptor),
+        mock.patch.object(os, "write", write),
+        mock.patch.object(os, "fsync", fsync),
+        mock.patch.object(io, "open", open_file),
+        mock.patch.object(builtins, "open", open_file),
+    ):
+        yield disk
