@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 
 from megamix.data.token_file import bin_path, idx_path, sampled_blocks
@@ -30,6 +31,20 @@ def file_fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     _add_file(digest, path)
     return digest.hexdigest()
+
+
+def file_identity(path: Path) -> list[int]:
+    """What a running system knows a file by, and the moment when it was last written."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def machine_identity() -> str:
+    """Of the system that runs: containers of one machine share it, as they share what `file_identity` reads."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 def _add_file(digest: hashlib._Hash, path: Path) -> None:

@@ -25,7 +25,7 @@ from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
-from megamix.train.build_data import training_source, validation_source
+from megamix.train.build_data import data_fingerprints, training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import Sampling, sample_text
@@ -37,6 +37,7 @@ from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.run_lock import run_lock
+from megamix.train.same_job import check_same_job
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
 from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
 from megamix.train.trainer import Trainer
@@ -51,26 +52,38 @@ def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
     Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave; ConfigError if
-    another job holds the run's folder.
+    another job holds the run's folder, or the ranks were not started alike.
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()
-    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     section = config.parallelism
-    topology = start_ranks(device, section.timeout_s + 1.0, pp_size=section.pp_size, tp_size=section.tp_size)
-    status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
+    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
+    limit_s = section.timeout_s + 1.0
+    start_ranks(device, limit_s)
     try:
+        fingerprints = _known_data(config)
+        topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
+        status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
-            start = find_start(config, Together(make_collectives(topology.world, 0, torch.uint8, device), device))
+            together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
+            start = find_start(config, fingerprints, together)
             # Whoever dies in building or loading has started as well.
             begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
             _on_first_rank(begin, topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
-        if topology.world.group is not None:
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _known_data(config: Config) -> dict[str, str]:
+    """The data's fingerprints, once all ranks are known to be of one job."""
+    world = Topology.current().world
+    if world.group is None:
+        return data_fingerprints(config)
+    return check_same_job(config, side_store(world), world.rank, world.size)
 
 
 def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.device) -> None:
