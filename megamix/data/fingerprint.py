@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 from pathlib import Path
 
+from megamix.data.steady_file import SteadyFile
 from megamix.data.token_file import bin_path, idx_path, sampled_blocks
 
 _PIECE = 1 << 22
@@ -18,12 +18,10 @@ def token_file_fingerprint(prefix: Path) -> str:
     """
     digest = hashlib.sha256()
     _add_file(digest, idx_path(prefix))
-    with bin_path(prefix).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(size.to_bytes(8, "little"))
-        for start, stop in sampled_blocks(size):
-            file.seek(start)
-            digest.update(file.read(stop - start))
+    tokens = SteadyFile(bin_path(prefix))
+    digest.update(tokens.size.to_bytes(8, "little"))
+    for start, stop in sampled_blocks(tokens.size):
+        digest.update(tokens.read(start, stop))
     return digest.hexdigest()
 
 
@@ -48,6 +46,6 @@ def machine_identity() -> str:
 
 
 def _add_file(digest: hashlib._Hash, path: Path) -> None:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+    file = SteadyFile(path)
+    for start in range(0, file.size, _PIECE):
+        digest.update(file.read(start, min(start + _PIECE, file.size)))
