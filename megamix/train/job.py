@@ -17,6 +17,7 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.durable import cut_lines
 from megamix.data.loader import BatchLoader
+from megamix.data.steady_file import DataError
 from megamix.data.tokenizer import open_tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
@@ -25,7 +26,7 @@ from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
-from megamix.train.build_data import data_fingerprints, training_source, validation_source
+from megamix.train.build_data import training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console
 from megamix.train.generate import Sampling, sample_text
@@ -37,9 +38,9 @@ from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.run_lock import run_lock
-from megamix.train.same_job import check_same_job
+from megamix.train.same_job import known_data
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
-from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
+from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError, WrongDataError
 from megamix.train.trainer import Trainer
 from megamix.train.watchdog import Watchdog
 
@@ -51,7 +52,8 @@ PROMPT = "def "  # how the sample at the end of a run begins, if the run has a t
 def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
-    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave; ConfigError if
+    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
+    saved if the data were changed under it; ConfigError if
     another job holds the run's folder, or the ranks were not started alike.
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
@@ -61,7 +63,7 @@ def run_job(config: Config) -> float | None:
     limit_s = section.timeout_s + 1.0
     start_ranks(device, limit_s)
     try:
-        fingerprints = _known_data(config)
+        fingerprints = known_data(config)
         topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
         status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
@@ -76,14 +78,6 @@ def run_job(config: Config) -> float | None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def _known_data(config: Config) -> dict[str, str]:
-    """The data's fingerprints, once all ranks are known to be of one job."""
-    world = Topology.current().world
-    if world.group is None:
-        return data_fingerprints(config)
-    return check_same_job(config, side_store(world), world.rank, world.size)
 
 
 def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.device) -> None:
@@ -142,6 +136,11 @@ def _run(
                 raise
             together.first(lambda: status.write("finished"))
             return valid_loss
+    except (DataError, WrongDataError) as error:  # the former of a rank alone: where there are others, they are told
+        wrong = WrongDataError(str(error))
+        if topology.world.rank == 0:
+            status.write(wrong.state, str(wrong), wrong.exit_status)
+        raise wrong from error
     except EndedEarlyError:
         raise
     except BaseException as error:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import Store
 
+from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
 from megamix.train.build_data import data_fingerprints, data_identity
 from megamix.train.differences import Group, differences, names
@@ -43,6 +44,21 @@ class NoAnswerError(EndedEarlyError):
     """A rank died or hung before all had agreed, or the store holds what no rank has written."""
 
     state: State = "failed"
+
+
+def known_data(config: Config) -> dict[str, str]:
+    """The fingerprints of the data, by the key that names it, once all ranks are known to be of one job. Every rank
+    must call it.
+
+    Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
+    """
+    world = Topology.current().world
+    if world.group is not None:
+        return check_same_job(config, side_store(world), world.rank, world.size)
+    fingerprints = _read_fingerprints(config)
+    if problem := fingerprints.get(_PROBLEM):
+        raise ConfigError([problem], "job")
+    return fingerprints
 
 
 def check_same_job(config: Config, store: Store, rank: int, size: int) -> dict[str, str]:
