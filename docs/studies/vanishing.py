@@ -114,7 +114,7 @@ def measure(small: bool = False) -> Findings:
     overrides = ("precision.dtype=fp32", "optimizer.compile=false", *(SMALL if small else FULL))
     config = load_config(study.ROOT / "configs/quickstart.toml", overrides)
     with tempfile.TemporaryDirectory() as folder:
-        # Stays readable: the file is mapped.
+        # Stays readable: the file is open.
         text_file = TokenFile(study.prepare_text(small, Path(folder)) / "train")
     return train(config, text_file, watch_every=4)
 

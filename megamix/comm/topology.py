@@ -147,13 +147,14 @@ def side_store(world: Axis) -> Store:
     return PrefixStore(f"megamix/job {job}", store)
 
 
-def start_ranks(device: torch.device, timeout_s: float, *, pp_size: int = 1, tp_size: int = 1) -> Topology:
-    """Join the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs) in a mesh; alone, stay alone.
+def start_ranks(device: torch.device, timeout_s: float) -> None:
+    """Meet the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone. `Topology.connect` then
+    gives the world its axes: not here, since ranks that disagree on them would make other groups, and wait for ever.
 
     Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Topology()
+        return
     if device.type == "cuda":  # pragma: CUDA only
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -161,4 +162,3 @@ def start_ranks(device: torch.device, timeout_s: float, *, pp_size: int = 1, tp_
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return Topology.connect(pp_size=pp_size, tp_size=tp_size, timeout_s=timeout_s)

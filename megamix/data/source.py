@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from megamix.data.blend import Blend, Stage
 from megamix.data.sampler import num_windows, windows_of_samples
+from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
 from megamix.data.token_index import DocumentOffsets
 
@@ -78,7 +79,9 @@ class TokenFileSource:
             )
 
     def read(self, samples: Numbers) -> Rows:
-        """Raises: ValueError for an id that the vocabulary lacks: of a large file only some are looked at before."""
+        """Raises: DataError for an id that the vocabulary lacks (of a large file only some are looked at before) or a
+        file that is changed while it is read; OSError, with its name, for one that cannot be read.
+        """
         windows = windows_of_samples(samples, self.num_windows, self._seed)
         tokens = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
         positions = np.zeros_like(tokens) if self.packed else None
@@ -88,10 +91,10 @@ class TokenFileSource:
             file, start, stop = self._stretches[place]
             starts = start + (windows[rows] - (self._ends[place - 1] if place else 0)) * self.seq_len
             stops = np.minimum(starts + self.seq_len + 1, stop)
-            for row, first, last in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
-                tokens[row, : last - first] = file.tokens[first:last]
+            for row, stretch in zip(rows.tolist(), file.tokens.stretches(starts.tolist(), stops.tolist()), strict=True):
+                tokens[row, : len(stretch)] = stretch
             if (token_id := id_outside(tokens[rows], self._vocab_size)) is not None:
-                raise ValueError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
+                raise DataError(f"{file.path}: {id_problem(token_id, self._vocab_size)}")
             if positions is not None:
                 positions[rows] = _positions(file.document_offsets, starts, stops, self.seq_len + 1)
         return Rows(tokens, positions)
@@ -107,27 +110,16 @@ def _positions(
     places = np.arange(length)
     # Where in the row a token's document begins; what lies behind the stop begins where it is.
     begins = np.where(places < (stops - starts)[:, None], 0, places)
-    documents, rows = _behind(offsets, starts), np.arange(len(starts))
+    documents, rows = offsets.not_behind(starts), np.arange(len(starts))
     while rows.size:  # at most one document for each token; an empty one begins where the next does
         some = offsets[np.minimum(documents[rows, None] + np.arange(64), len(offsets) - 1)]
-        inside = some < stops[rows, None]
+        before = some < stops[rows, None]
+        inside = before & (some >= starts[rows, None])
         some = (some - starts[rows, None])[inside]
         begins[np.repeat(rows, inside.sum(1)), some] = some
         documents[rows] += 64
-        rows = rows[inside[:, -1]]
+        rows = rows[before[:, -1]]
     return places - np.maximum.accumulate(begins, axis=1)
-
-
-def _behind(offsets: DocumentOffsets, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of each place in the file the first document that begins behind it, or their number: bisect_right for all places
-    at once, since each look at the offsets costs what one at many does.
-    """
-    low, high = np.zeros_like(places), np.full_like(places, len(offsets))
-    while (still := low < high).any():
-        middle = np.minimum((low + high) // 2, len(offsets) - 1)
-        behind = offsets[middle] > places
-        high, low = np.where(still & behind, middle, high), np.where(still & ~behind, middle + 1, low)
-    return low
 
 
 class BlendedSource:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data.durable import create_anew, sync_directory, sync_file
+from megamix.data.steady_file import DataError, FileArray, SteadyFile
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 
 _COPY_BYTES = 2**22
@@ -89,11 +90,9 @@ class TokenFileWriter:
         assert index.dtype == self._dtype, (prefix, index.dtype, self._dtype)
         first, last = (int(index.documents[document]) for document in (start, stop))
         offset, end = index.document_offsets[start], index.document_offsets[stop]
-        with bin_path(prefix).open("rb") as tokens:
-            tokens.seek(offset * index.dtype.itemsize)
-            left = (end - offset) * index.dtype.itemsize
-            while left:
-                left -= self._bin.write(tokens.read(min(left, _COPY_BYTES)))
+        tokens, size = SteadyFile(bin_path(prefix)), index.dtype.itemsize
+        for place in range(offset * size, end * size, _COPY_BYTES):
+            self._bin.write(tokens.read(place, min(place + _COPY_BYTES, end * size)))
         self._lengths.write(index.sequence_lengths[first:last].tobytes())
         self._borders.write((index.documents[start + 1 : stop + 1] - first + self._num_sequences).tobytes())
         self._num_sequences += last - first
@@ -125,23 +124,23 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """A checked, memory-mapped token file. `tokens` is the whole stream, documents end to end.
+    """A checked token file. `tokens` is the whole stream, documents end to end.
 
     `tokens[document_offsets[i] : document_offsets[i + 1]]` is document i; a document of several sequences is all of
     them. Neither is read before it is used.
 
-    Raises: ValueError naming file, what is there, what was expected and the fix, if anything does not fit.
+    Raises: DataError naming file, what is there, what was expected and the fix, if anything does not fit.
     """
 
     def __init__(self, prefix: Path) -> None:
         if not prefix.name:
-            raise ValueError(f"{prefix} is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it")
+            raise DataError(f"{prefix} is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it")
         path = idx_path(prefix)
         if not path.is_file():
             hint = (
                 "give the prefix without its ending" if prefix.suffix in (".bin", ".idx") else "run `megamix prepare`"
             )
-            raise ValueError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
+            raise DataError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
         self.index = TokenIndex(path)
         self.dtype = self.index.dtype
         self.num_tokens = self.index.num_tokens
@@ -149,16 +148,17 @@ class TokenFile:
         self.document_offsets: DocumentOffsets = self.index.document_offsets  # as INT64 (num_documents + 1,), tokens
         self.path = path = bin_path(prefix)
         if not path.is_file():
-            raise ValueError(f"{path} is missing, {idx_path(prefix)} is there; write both again (`megamix prepare`)")
-        expected, size = self.num_tokens * self.dtype.itemsize, path.stat().st_size
+            raise DataError(f"{path} is missing, {idx_path(prefix)} is there; write both again (`megamix prepare`)")
+        file = SteadyFile(path)
+        expected, size = self.num_tokens * self.dtype.itemsize, file.size
         if size != expected:
-            raise ValueError(
+            raise DataError(
                 f"{path} has {size} bytes, its index says {self.num_tokens} tokens of {self.dtype.name} = {expected} "
                 "bytes; the copy is incomplete or the two files are not of one run: write or copy both again"
             )
         if not expected:
-            raise ValueError(f"{path} is empty; prepare it from a corpus with text")
-        self.tokens: NDArray[np.integer] = np.memmap(path, dtype=self.dtype, mode="r")  # (num_tokens,) on disk
+            raise DataError(f"{path} is empty; prepare it from a corpus with text")
+        self.tokens = FileArray(file, self.dtype, 0, self.num_tokens)  # on the disk
 
     def sampled_id_outside(self, vocab_size: int) -> int | None:
         """`id_outside` of 64 MiB spread over the file: a start must not wait for all of it. A wrong vocabulary nearly

@@ -6,6 +6,7 @@ sequence count (so "document count" is the number of documents plus one). Files 
 one byte for each sequence. Everything stays on the disk: an index of 10^8 documents is 2 GB.
 """
 
+import functools
 import shutil
 import struct
 from pathlib import Path
@@ -14,22 +15,25 @@ from typing import IO, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.data.steady_file import DataError, FileArray, SteadyFile
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 _CHUNK = 2**20  # sequences looked at or written in one go
+_STRIDE = 64  # documents from one offset that is kept in memory to the next
 
 
 class DocumentOffsets:
     """Where documents begin in the stream of tokens: behaves as INT64 (num_documents + 1,), read from the disk on use.
 
-    `offsets[5]` is an int, `offsets[a:b]` and `offsets[array]` are arrays; `bisect` finds the document of a token.
-    The last one is the number of tokens. They never fall; an empty document has the offset of the next one.
+    `offsets[5]` is an int, `offsets[a:b]` and `offsets[array]` are arrays. The last one is the number of tokens. They
+    never fall; an empty document has the offset of the next one.
     """
 
-    def __init__(self, starts: NDArray[np.int64], documents: NDArray[np.int64], num_tokens: int, itemsize: int) -> None:
+    def __init__(self, starts: FileArray, documents: FileArray, num_tokens: int, itemsize: int) -> None:
         self._starts = starts  # bytes, (num_sequences,)
         self._documents = documents  # sequences, (num_documents + 1,)
         self._num_tokens = num_tokens
@@ -52,22 +56,33 @@ class DocumentOffsets:
     def __array__(self, dtype: "np.dtype[np.generic] | None" = None, copy: bool | None = None) -> NDArray[np.generic]:
         return self[:].astype(dtype or np.int64)
 
+    def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of each place in the stream a document that begins there or before, by fewer than 64 documents."""
+        nearest: NDArray[np.int64] = np.searchsorted(self._some, places, side="right") - 1
+        return nearest * _STRIDE
+
+    @functools.cached_property
+    def _some(self) -> NDArray[np.int64]:
+        """Every _STRIDE-th, so that no search goes to the disk: 12.5 MB for 10^8 documents."""
+        chunk = _CHUNK // 4  # bounds the pages that are held at once
+        starts = range(0, len(self), chunk)
+        return np.concatenate([self[np.arange(start, min(start + chunk, len(self)), _STRIDE)] for start in starts])
+
 
 class TokenIndex:
-    """A checked, memory-mapped PREFIX.idx.
+    """A checked PREFIX.idx.
 
-    Raises: ValueError naming file, what is there, what was expected and the fix, if anything does not fit.
+    Raises: DataError naming file, what is there, what was expected and the fix, if anything does not fit.
     """
 
     def __init__(self, path: Path) -> None:
-        size = path.stat().st_size
-        content = np.memmap(path, np.uint8, "r").view(np.ndarray) if size else np.empty(0, np.uint8)
-        num_sequences, num_borders, self.dtype = _read_header(path, content)
+        file = SteadyFile(path)
+        num_sequences, num_borders, self.dtype = _read_header(file)
         starts_at = HEADER.size + 4 * num_sequences
         borders_at = starts_at + 8 * num_sequences
-        self.sequence_lengths: NDArray[np.int32] = content[HEADER.size : starts_at].view("<i4")
-        self.sequence_starts: NDArray[np.int64] = content[starts_at:borders_at].view("<i8")
-        self.documents: NDArray[np.int64] = content[borders_at:].view("<i8")
+        self.sequence_lengths = FileArray(file, np.dtype("<i4"), HEADER.size, num_sequences)
+        self.sequence_starts = FileArray(file, np.dtype("<i8"), starts_at, num_sequences)
+        self.documents = FileArray(file, np.dtype("<i8"), borders_at, num_borders)
         self.num_documents = num_borders - 1
         self.num_tokens = self._check_sequences(path)
         self._check_documents(path)
@@ -83,7 +98,7 @@ class TokenIndex:
             ends = num_tokens + np.cumsum(lengths)
             starts = (ends - lengths) * self.dtype.itemsize
             if (lengths < 0).any() or (starts != self.sequence_starts[place : place + _CHUNK]).any():
-                raise ValueError(
+                raise DataError(
                     f"{path}: sequences do not lie end to end in the .bin; the index is damaged: write it again"
                 )
             num_tokens = int(ends[-1])
@@ -97,31 +112,32 @@ class TokenIndex:
             right = right and not (borders[1:] < borders[:-1]).any()  # no np.diff: its differences can wrap
             before = int(borders[-1])
         if not right:
-            raise ValueError(f"{path}: document borders do not run from 0 to {num_sequences}; write it again")
+            raise DataError(f"{path}: document borders do not run from 0 to {num_sequences}; write it again")
 
 
-def _read_header(path: Path, content: NDArray[np.uint8]) -> tuple[int, int, "np.dtype[np.generic]"]:
+def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
     """Number of sequences, number of document borders and dtype; the file is as long as they say."""
-    if content.size < HEADER.size:
-        raise ValueError(f"{path} has {content.size} bytes, the header alone has {HEADER.size}; copy it again")
-    magic, version, code, num_sequences, num_borders = HEADER.unpack(content[: HEADER.size].tobytes())
+    path = file.path
+    if file.size < HEADER.size:
+        raise DataError(f"{path} has {file.size} bytes, the header alone has {HEADER.size}; copy it again")
+    magic, version, code, num_sequences, num_borders = HEADER.unpack(file.read(0, HEADER.size))
     if magic != MAGIC or version != VERSION:
-        raise ValueError(
+        raise DataError(
             f"{path} starts with {magic!r} version {version}, expected {MAGIC!r} version {VERSION}: "
             "it is no token index; point the prefix at files in Megatron's .bin/.idx format"
         )
     if code not in DTYPES:
-        raise ValueError(f"{path} has dtype code {code}, expected one of 1 to 8; write it again")
+        raise DataError(f"{path} has dtype code {code}, expected one of 1 to 8; write it again")
     # Every count is held against the file's size before anything is read by it.
     expected = HEADER.size + (4 + 8) * num_sequences + 8 * num_borders
-    if num_sequences and content.size == expected + num_sequences:
-        raise ValueError(
+    if num_sequences and file.size == expected + num_sequences:
+        raise DataError(
             f"{path} holds a mode for each of its {num_sequences} sequences, as files of images and text do; "
             "only text can be read: write it without modes"
         )
-    if content.size != expected:
-        raise ValueError(
-            f"{path} has {content.size} bytes, its header says {num_sequences} sequences and {num_borders} document "
+    if file.size != expected:
+        raise DataError(
+            f"{path} has {file.size} bytes, its header says {num_sequences} sequences and {num_borders} document "
             f"borders = {expected} bytes; the copy is incomplete or damaged: copy or write it again"
         )
     return num_sequences, num_borders, np.dtype(DTYPES[code])

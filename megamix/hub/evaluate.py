@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
 from megamix.model.cross_entropy import IGNORE
 from megamix.model.transformer import Transformer
 
 MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files
 _TOKENS = 16_384  # in one forward; a longer window is alone
+_STRETCH = 2**22  # tokens looked at in one go, for ids that the model lacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,14 +54,17 @@ def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Eva
     token_file = TokenFile(prefix)
     if token_file.num_tokens < 2:
         raise ValueError(f"{prefix} has {token_file.num_tokens} token(s): none follows another one")
-    if (outside := id_outside(token_file.tokens, vocab_size)) is not None:
+    tokens = token_file.tokens
+    stretches = (tokens[start : start + _STRETCH] for start in range(0, len(tokens), _STRETCH))
+    found = (id_outside(stretch, vocab_size) for stretch in stretches)
+    if (outside := next((token_id for token_id in found if token_id is not None), None)) is not None:
         raise ValueError(
             f"{prefix} holds token id {outside}, the model's vocabulary has {vocab_size}; give its own data"
         )
     device = model.embedding.weight.device
     nats, targets = 0.0, 0
     with torch.no_grad():
-        for rows in _batches(token_file.tokens, seq_len, stride):
+        for rows in _batches(tokens, seq_len, stride):
             batch = torch.from_numpy(rows).to(device)
             goal = batch[1]
             nats += float(model(batch[0], goal)) * goal.numel()
@@ -67,7 +72,7 @@ def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Eva
     return Evaluation(nats=nats, targets=targets, text_bytes=_text_bytes(prefix))
 
 
-def _batches(tokens: NDArray[np.integer], seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
+def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
     """INT64 (2, windows, T): tokens, and their targets or IGNORE. Full windows together, a shorter last one alone."""
     full: list[NDArray[np.int64]] = []
     most = max(1, _TOKENS // seq_len)

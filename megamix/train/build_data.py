@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,10 +11,11 @@ import numpy as np
 
 from megamix.config import Config, DataSource, whole_weights
 from megamix.data.blend import Stage
+from megamix.data.fingerprint import file_fingerprint, file_identity, machine_identity, token_file_fingerprint
 from megamix.data.sampler import mix64
 from megamix.data.source import BlendedSource, SampleSource, Stretch, TokenFileSource, split
 from megamix.data.synthetic import MarkovSource
-from megamix.data.token_file import TokenFile, token_file_problems
+from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_problems
 
 Sources = tuple[DataSource, ...]
 _Names = tuple[str | int, ...]
@@ -59,6 +61,23 @@ def validation_source(config: Config) -> SampleSource | None:
 def token_prefixes(config: Config) -> dict[str, str]:
     """Every token file of the run: the key that names it, and its prefix."""
     return {field: source.path for field, source in _entries(config) if source.path is not None}
+
+
+def data_fingerprints(config: Config) -> dict[str, str]:
+    """Of every file of data and of the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
+    found = {field: token_file_fingerprint(Path(prefix)) for field, prefix in token_prefixes(config).items()}
+    if config.data.tokenizer is not None:
+        found["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
+    return found
+
+
+def data_identity(config: Config) -> str:
+    """Equal where the same files are meant, on one machine: then their fingerprints need be taken only once."""
+    files = {field: [bin_path(Path(path)), idx_path(Path(path))] for field, path in token_prefixes(config).items()}
+    if config.data.tokenizer is not None:
+        files["data.tokenizer"] = [Path(config.data.tokenizer)]
+    known = {field: [file_identity(path) for path in paths] for field, paths in files.items()}
+    return json.dumps([machine_identity(), known], sort_keys=True)
 
 
 def data_problems(config: Config) -> list[str]:

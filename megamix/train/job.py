@@ -17,6 +17,7 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.durable import write_text
 from megamix.data.loader import BatchLoader
+from megamix.data.steady_file import DataError
 from megamix.data.tokenizer import open_tokenizer
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
@@ -36,8 +37,9 @@ from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.run_lock import run_lock
+from megamix.train.same_job import known_data
 from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
-from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError
+from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError, WrongDataError
 from megamix.train.trainer import Trainer
 from megamix.train.watchdog import Watchdog
 
@@ -49,26 +51,31 @@ PROMPT = "def "  # how the sample at the end of a run begins, if the run has a t
 def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
-    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave; ConfigError if
-    another job holds the run's folder.
+    Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
+    saved if the data were changed under it; ConfigError if
+    another job holds the run's folder, or the ranks were not started alike.
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()
-    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     section = config.parallelism
-    topology = start_ranks(device, section.timeout_s + 1.0, pp_size=section.pp_size, tp_size=section.tp_size)
-    status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
+    # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
+    limit_s = section.timeout_s + 1.0
+    start_ranks(device, limit_s)
     try:
+        fingerprints = known_data(config)
+        topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
+        status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
-            start = find_start(config, Together(make_collectives(topology.world, 0, torch.uint8, device), device))
+            together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
+            start = find_start(config, fingerprints, together)
             # Whoever dies in building or loading has started as well.
             begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
             _on_first_rank(begin, topology, device)
             return _run(config, topology, device, status, leave, launcher, start)
     finally:
-        if topology.world.group is not None:
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 
@@ -127,6 +134,11 @@ def _run(
                 raise
             together.first(lambda: status.write("finished"))
             return valid_loss
+    except (DataError, WrongDataError) as error:  # the former of a rank alone: where there are others, they are told
+        wrong = WrongDataError(str(error))
+        if topology.world.rank == 0:
+            status.write(wrong.state, str(wrong), wrong.exit_status)
+        raise wrong from error
     except EndedEarlyError:
         raise
     except BaseException as error:

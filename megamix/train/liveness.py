@@ -55,6 +55,7 @@ class Verdict(NamedTuple):
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
+    exit_status: int = 1  # of all ranks
 
 
 class RollCall:

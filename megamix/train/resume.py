@@ -21,10 +21,8 @@ from megamix.config import (
     whole_weights,
 )
 from megamix.config.toml_text import value_text
-from megamix.data.fingerprint import file_fingerprint, token_file_fingerprint
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model import sizes
-from megamix.train.build_data import token_prefixes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 from megamix.train.saved_run import check_run
@@ -50,13 +48,13 @@ class Start:
     together: Together
 
 
-def find_start(config: Config, together: Together) -> Start:
+def find_start(config: Config, fingerprints: dict[str, str], together: Together) -> Start:
     """Find the checkpoint to go on from and compare it with the configuration. Its tensors' bytes are verified by
-    `load_start`. Every rank must call it.
+    `load_start`. Every rank must call it. `fingerprints`: of the data, by the key that names it.
 
     Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
     """
-    record = RunRecord.model_validate(together.first(lambda: run_record(config).model_dump(mode="json")))
+    record = RunRecord.model_validate(together.first(lambda: run_record(config, fingerprints).model_dump(mode="json")))
     checkpoint = find_checkpoint(config, together)
     if checkpoint is None:
         return Start(None, Progress(), record, [], together)
@@ -133,15 +131,10 @@ def _path_is_damaged(error: Damaged) -> ConfigError:
     return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
 
 
-def run_record(config: Config) -> RunRecord:
-    """What every checkpoint of this run says, without its progress. Reads the data, so one rank does."""
-    prefixes = token_prefixes(config).items()
-    fingerprints = {
-        field: token_file_fingerprint(Path(prefix)) for field, prefix in prefixes if not field.startswith("data.valid")
-    }
-    if config.data.tokenizer is not None:
-        fingerprints["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
-    return RunRecord(config=config_to_toml(config), fingerprints=fingerprints, rng_rule=RNG_RULE)
+def run_record(config: Config, fingerprints: dict[str, str]) -> RunRecord:
+    """What every checkpoint of this run says, without its progress. Each start may validate on other data."""
+    trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
+    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE)
 
 
 def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:

@@ -25,6 +25,7 @@ State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
 EXIT_STATUS: dict[State, int | None] = {"running": None, "finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}
+WRONG_INPUT = 2  # also of a run that had begun, whose state is then `failed`
 
 
 class EndedEarlyError(Exception):
@@ -49,6 +50,16 @@ class SaveFailedError(EndedEarlyError):
     """A checkpoint could not be written, and going on without one was not wanted or made no sense."""
 
     state: State = "failed"
+
+
+class WrongDataError(EndedEarlyError):
+    """The data turned out wrong, or were changed, while the run read them. No step has used them."""
+
+    state: State = "failed"
+
+    @property
+    def exit_status(self) -> int:
+        return WRONG_INPUT  # started again it would meet the same
 
 
 class StuckError(EndedEarlyError):
@@ -103,21 +114,23 @@ class RunStatus:
         except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
             return _Earlier("finished", 0, 0, "")
 
-    def write(self, state: State, reason: str = "") -> None:
-        """Leave how the run ended; where the disk does not take that, it goes to the console."""
+    def write(self, state: State, reason: str = "", exit_status: int | None = None) -> None:
+        """Leave how the run ended; where the disk does not take that, it goes to the console. `exit_status`: the
+        state's own unless given.
+        """
         try:
-            self._store(state, reason)
+            self._store(state, reason, exit_status)
         except OSError as error:
             say(
                 f"megamix train: {self.folder / STATUS} NOT written: {error}; the run ended as {state} (exit status "
-                f"{EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}",
+                f"{exit_status or EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}",
                 sys.stderr,
             )
 
-    def _store(self, state: State, reason: str) -> None:
+    def _store(self, state: State, reason: str, exit_status: int | None = None) -> None:
         values = {
             "state": state,
-            "exit_status": EXIT_STATUS[state],
+            "exit_status": exit_status or EXIT_STATUS[state],
             "update": self.update(),
             "steps": self._steps,
             "start": self._start,

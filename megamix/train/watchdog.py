@@ -23,10 +23,11 @@ from typing import IO, NoReturn
 
 from megamix.config import ConfigError
 from megamix.data.durable import create_anew
+from megamix.data.steady_file import DataError
 from megamix.train.console import say
 from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
 from megamix.train.signals import PARENT_DIED, LeaveRequest
-from megamix.train.status import EXIT_STATUS, EndedEarlyError, RunStatus
+from megamix.train.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
 
 _SHOWN = 8  # ranks in a verdict
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
@@ -160,9 +161,13 @@ class Watchdog:
             elif missing:
                 lines = [f"{_names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
                 verdict = Verdict("\n".join(lines), missing)
+            elif isinstance(error, DataError):
+                verdict = Verdict(f"rank {roll.rank} {where}: {error}", [], WRONG_INPUT)
             else:
                 verdict = Verdict(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
             verdict = roll.decide(verdict)
+            if verdict.exit_status == WRONG_INPUT:
+                raise WrongDataError(verdict.text) from error
             error.add_note(verdict.text)
             _end_missing(verdict, roll)
             if roll.rank != 0 and roll.rank == _speaker(verdict, roll):
@@ -181,11 +186,13 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
             _end_missing(verdict, roll)
             if roll.rank == _speaker(verdict, roll):
-                self._status.write("failed", verdict.text)
+                self._status.write("failed", verdict.text, verdict.exit_status)
+            if verdict.exit_status == WRONG_INPUT and roll.rank == 0:  # as the command line would
+                print(f"megamix train: {verdict.text}", file=sys.stderr)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
         finally:
-            os._exit(EXIT_STATUS["failed"] or 1)
+            os._exit(verdict.exit_status)
 
 
 class _Suspicion:

@@ -49,7 +49,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def documents(prefix: Path, tokenizer: Tokenizer) -> list[str]:
-    text = tokenizer.decode(TokenFile(prefix).tokens.tolist())
+    text = tokenizer.decode(TokenFile(prefix).tokens[:].tolist())
     return text.split("<|endoftext|>")[:-1]
 
 

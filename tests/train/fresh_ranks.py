@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megamix.cli import main
-from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
 from megamix.train import job, watchdog
 from megamix.train.batch_plan import Attempt, BatchPlan
@@ -30,12 +29,11 @@ def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callabl
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    def start_ranks(device: torch.device, timeout_s: float, **sizes: int) -> Topology:
+    def start_ranks(device: torch.device, timeout_s: float) -> None:
         store = dist.TCPStore("127.0.0.1", port)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
         )
-        return Topology.connect(**sizes, timeout_s=timeout_s)
 
     take = BatchPlan.take
 

@@ -1,0 +1,122 @@
+"""Files that must stay as they are while a run reads them; one that does not is told, with its name.
+
+A mapped file that somebody truncates ends the process by SIGBUS, without a word, and one that has grown again since
+reads as zeros. So nothing is mapped: every read is a call, followed by a look at the file's size and last write.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PAGE = 4096  # bytes read at once where single items are asked for
+
+
+class DataError(ValueError):
+    """Data that cannot be used: damaged, of another vocabulary, or written to while they are read."""
+
+
+class SteadyFile:
+    """A file open for reading, by any thread. What takes its name later is another file, and harms nobody."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        opened = os.fstat(self._descriptor)
+        self.size = opened.st_size  # bytes
+        self._written_ns = opened.st_mtime_ns
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Bytes start .. stop - 1. Raises: as `read_each`."""
+        return self.read_each([start], [stop])[0]
+
+    def read_each(self, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
+        """The bytes of each stretch, as they were when the file was opened.
+
+        Raises: DataError if the file has been written to since; OSError, with its name, if it cannot be read.
+        """
+        try:
+            found = [self._read(start, stop) for start, stop in zip(starts, stops, strict=True)]
+            now = os.fstat(self._descriptor)  # behind the reads: what was written before one of them shows here
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
+        if (now.st_size, now.st_mtime_ns) != (self.size, self._written_ns):
+            raise DataError(self._change(now))
+        for content, start, stop in zip(found, starts, stops, strict=True):
+            if len(content) < stop - start:
+                raise DataError(
+                    self._changed(f"it has {self.size} bytes, but no more than {start + len(content)} come")
+                )
+        return found
+
+    def _read(self, start: int, stop: int) -> bytes:
+        content = os.pread(self._descriptor, stop - start, start)
+        while len(content) < stop - start:  # the system may give less than there is
+            more = os.pread(self._descriptor, stop - start - len(content), start + len(content))
+            if not more:
+                break
+            content += more
+        return content
+
+    def _change(self, now: os.stat_result) -> str:
+        if now.st_size != self.size:
+            return self._changed(f"it had {self.size} bytes and has {now.st_size}")
+        return self._changed(f"it still has {self.size} bytes, but was written to since")
+
+    def _changed(self, what: str) -> str:
+        return f"{self.path} was changed while it was read: {what}; write or copy it again, and start again"
+
+
+class FileArray:
+    """An array of one dimension in a file, read from there at each use: as numpy's, by number, slice and array."""
+
+    def __init__(self, file: SteadyFile, dtype: np.dtype[np.generic], offset: int, length: int):
+        """`offset`: of the first item, in bytes."""
+        self.dtype = dtype
+        self._file, self._offset, self._length = file, offset, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int | np.integer) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice | NDArray[np.integer]) -> NDArray[Any]: ...
+    def __getitem__(self, index: int | np.integer | slice | NDArray[np.integer]) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            if step != 1:
+                return self._gathered(np.arange(start, stop, step))
+            return self.stretches([start], [max(start, stop)])[0]
+        if isinstance(index, np.ndarray):
+            return self._gathered(index)
+        place = range(self._length)[int(index)]
+        return self.stretches([place], [place + 1])[0][0]
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return self[:].astype(dtype or self.dtype)
+
+    def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
+        """`self[start:stop]` of each pair, all within the array, in one go."""
+        offset, size = self._offset, self.dtype.itemsize
+        found = self._file.read_each([offset + n * size for n in starts], [offset + n * size for n in stops])
+        return [np.frombuffer(content, self.dtype) for content in found]
+
+    def _gathered(self, places: NDArray[np.integer]) -> NDArray[Any]:
+        """Shapes: as `places`, each from 0 to the length - 1."""
+        room = _PAGE // self.dtype.itemsize
+        numbers, page = np.unique(places.ravel() // room, return_inverse=True)
+        starts = (numbers * room).tolist()
+        stops = [min(start + room, self._length) for start in starts]
+        pages = np.empty((len(numbers), room), self.dtype)
+        for row, content in enumerate(self.stretches(starts, stops)):
+            pages[row, : len(content)] = content
+        found: NDArray[Any] = pages[page, places.ravel() % room]
+        return found.reshape(places.shape)

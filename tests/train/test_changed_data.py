@@ -1,0 +1,206 @@
+"""Data that change while a run reads them end it on all ranks, by the file's name, before a step has used them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from megamix.checkpoint.folder import checkpoints
+from megamix.config import Config
+from megamix.data.fingerprint import token_file_fingerprint
+from megamix.data.source import Stretch, TokenFileSource
+from megamix.data.steady_file import DataError
+from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path
+from megamix.train.status import WrongDataError
+from tests.conftest import FULL
+from tests.ranks import DEADLINE_S
+from tests.train.fresh_ranks import FreshRanks
+from tests.train.jobs import BatchPlan, run_on_ranks, tiny_job, write_data
+
+LENGTHS = [5, 0, 300, 1, 1, 90] * 40
+
+
+def _write(prefix: Path, first: int = 0) -> Path:
+    with TokenFileWriter(prefix, 10**6) as writer:
+        for length in LENGTHS:
+            writer.add(np.arange(first + writer.num_tokens, first + writer.num_tokens + length))
+    return prefix
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _cut_and_extended(path: Path) -> None:
+    size = path.stat().st_size
+    _cut(path)
+    os.truncate(path, size)  # zeros
+
+
+def _emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _grown(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"0" * 8)
+
+
+def _one_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x01")
+
+
+CHANGES = [_cut, _cut_and_extended, _emptied, _grown, _one_byte]
+
+
+def _read_all(prefix: Path) -> dict[str, Callable[[], Any]]:
+    """Every way to read the file, opened before it changes."""
+    file = TokenFile(prefix)
+    stream = TokenFileSource([Stretch.whole(file)], seq_len=16, vocab_size=10**6, seed=1)
+    packed = TokenFileSource([Stretch.whole(TokenFile(prefix))], seq_len=16, vocab_size=10**6, seed=1, packed=True)
+    packed.read(range(4))  # what it keeps in memory is read now
+    return {
+        "stream": lambda: stream.read(range(4)),
+        "packed": lambda: packed.read(range(4)),
+        "a stretch": lambda: file.tokens[5:9],
+        "offsets": lambda: file.document_offsets[3],
+    }
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", [bin_path, idx_path])
+def test_each_change_is_told_by_every_way_to_read(
+    tmp_path, change: Callable[[Path], None], part: Callable[[Path], Path]
+) -> None:
+    ways = _read_all(_write(tmp_path / "train"))
+    for read in ways.values():
+        read()
+    path = part(tmp_path / "train")
+    before = path.stat()
+    change(path)
+    os.utime(
+        path, ns=(before.st_atime_ns, before.st_mtime_ns + 1)
+    )  # within one tick of the clock it might be as it was
+    touched = ("packed", "offsets") if part is idx_path else ("stream", "packed", "a stretch")
+    for name, read in ways.items():
+        if name not in touched:
+            read()
+            continue
+        with pytest.raises(DataError) as told:
+            read()
+        assert str(told.value).startswith(f"{path} was changed while it was read: it ")
+        size = path.stat().st_size
+        want = "was written to since" if size == before.st_size else f"had {before.st_size} bytes and has {size}"
+        assert want in str(told.value)
+
+
+def test_a_file_that_is_replaced_or_removed_is_read_on(tmp_path) -> None:
+    ways = _read_all(_write(tmp_path / "train"))
+    before = [read() for read in ways.values()]
+    _write(tmp_path / "other", first=7)
+    for part in (bin_path, idx_path):
+        part(tmp_path / "other").rename(part(tmp_path / "train"))
+        part(tmp_path / "train").chmod(0o600)
+    assert np.array_equal(before[2], ways["a stretch"]())
+    assert before[3] == ways["offsets"]()
+    bin_path(tmp_path / "train").unlink()
+    stream, packed = ways["stream"](), ways["packed"]()
+    assert np.array_equal(before[0].tokens, stream.tokens)
+    assert np.array_equal(before[1].positions, packed.positions)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_told_with_the_file_s_name(tmp_path, number: int) -> None:
+    ways = _read_all(_write(tmp_path / "train"))
+    with mock.patch.object(os, "pread", side_effect=OSError(number, os.strerror(number))):
+        for read in ways.values():
+            with pytest.raises(OSError, match=str(tmp_path / "train")) as told:
+                read()
+            assert told.value.errno == number
+    with (
+        mock.patch.object(os, "pread", lambda *arguments: b""),
+        pytest.raises(DataError, match="but no more than 0 come"),
+    ):
+        token_file_fingerprint(tmp_path / "train")
+
+
+def test_the_system_may_give_less_than_is_there(tmp_path) -> None:
+    file = TokenFile(_write(tmp_path / "train"))
+    whole, pread = file.tokens[:], os.pread
+    with mock.patch.object(os, "pread", lambda file, size, place: pread(file, min(size, 7), place)):
+        assert np.array_equal(file.tokens[:], whole)
+
+
+def test_a_piece_that_is_cut_while_it_is_joined_ends_the_writer(tmp_path) -> None:
+    """It would read nothing for ever."""
+    os.truncate(bin_path(_write(tmp_path / "piece")), 10)
+    with TokenFileWriter(tmp_path / "out", 10**6) as writer, pytest.raises(DataError, match="but no more than 10 come"):
+        writer.copy(tmp_path / "piece", 0, len(LENGTHS))
+
+
+FAULT_AT = 9
+SAVE_INTERVAL = 4
+
+
+def _cut_file(path: Path, victim: int, rank: int, number: int) -> None:
+    if (rank, number) == (victim, FAULT_AT):
+        _cut(path)
+
+
+def _config(folder: Path, **overrides: dict[str, object]) -> Config:
+    write_data(folder / "data")
+    sections: dict[str, dict[str, object]] = {
+        "training": {"steps": 5000, "eval_interval": 0},
+        "checkpoint": {"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL, "async_save": False},
+        "metrics": {"tensorboard": False},
+    }
+    return tiny_job(folder, **{key: sections.get(key, {}) | overrides.get(key, {}) for key in {*sections, *overrides}})
+
+
+@pytest.mark.parametrize("victim", [0, 1] if FULL else [1])
+def test_a_file_that_is_cut_while_two_ranks_train_ends_both_with_its_name(tmp_path, victim: int) -> None:
+    config = _config(tmp_path)
+    path = tmp_path / "data/train.bin"
+    size = path.stat().st_size
+    ranks = FreshRanks(config, 2, partial(_cut_file, path, victim))
+    assert ranks.join(DEADLINE_S) == [2, 2], ranks.said(0) + ranks.said(1)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_status"]) == ("failed", 2)
+    told = f"{path} was changed while it was read: it had {size} bytes and has {size // 2}; "
+    assert told in status["reason"]
+    assert ranks.said(0).count(told) == 1
+    assert told not in ranks.said(1)
+    assert status["update"] <= FAULT_AT + 2
+    newest = checkpoints(tmp_path / "run/checkpoints")[0]
+    assert int(newest.name.removeprefix("step_")) <= FAULT_AT
+    assert not (tmp_path / "run/weights.safetensors").exists()
+
+
+def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path) -> None:
+    config = _config(tmp_path, training={"steps": 12, "eval_interval": 4})
+    path = tmp_path / "data/valid.bin"
+    take = BatchPlan.take
+
+    def take_and_cut(plan: BatchPlan) -> object:
+        if plan.launched == 3:
+            _cut(path)
+        return take(plan)
+
+    with mock.patch.object(BatchPlan, "take", take_and_cut), pytest.raises(WrongDataError) as told:
+        run_on_ranks(config)
+    assert told.value.exit_status == 2
+    assert str(told.value).startswith(f"{path} was changed while it was read: it had ")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_status"], status["reason"]) == ("failed", 2, str(told.value))
+    assert checkpoints(tmp_path / "run/checkpoints") == []
