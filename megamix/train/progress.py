@@ -12,8 +12,7 @@ from pydantic import Field
 
 from megamix.checkpoint.record import Count, Record
 from megamix.train.batch_plan import GlobalBatch, PlanState, Waiting, check_state
-from megamix.train.metrics import METRICS
-from megamix.train.overflow_log import SET_ASIDE
+from megamix.train.run_folder import METRICS, SET_ASIDE
 
 
 class WaitingBatch(Record):
