@@ -1,9 +1,8 @@
 """Silent damage: does every rank still hold the same half parameters and counters, and do masters and halves agree?
 
-Every rank holds each element in half, and its owner holds it in FP32 as well; the counters, the loss scale and the
-learning rates every rank holds whole. What a memory fault, a wrong kernel or a lost message changes in one of them
-shows as a difference. What has no second copy cannot be checked: the digits of a master that its cast drops, and the
-optimizer's states.
+Every rank holds each element in half, and its owner holds it in FP32 as well; the counters and the loss scale every
+rank holds whole. What a memory fault, a wrong kernel or a lost message changes in one of them shows as a difference.
+What has no second copy cannot be checked: the digits of a master that its cast drops, and the optimizer's states.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class DamagedError(Exception):
 
 
 def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> None:
-    """Compare every rank's half parameters with the masters, and every rank's counters, loss scale and table of
-    learning rates with the other ranks'. Every rank must call it, after the same step.
+    """Compare every rank's half parameters with the masters, and every rank's counters and loss scale with the other
+    ranks'. Every rank must call it, after the same step.
 
     `counters`: the caller's own, by name, that must be equal on every rank.
     One pass over the half parameters and this rank's masters, one gather of a number of 8 bytes for each bucket from
@@ -57,16 +56,14 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
 def _state(engine: ShardedEngine) -> dict[str, Tensor]:
     """What lies on the device of every rank, and must be equal there."""
     scale = {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
-    counts = {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps}
-    return {**counts, **scale, "lr_table": engine._lr_table}
+    return {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps, **scale}
 
 
 def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tensor:
     """A hash of the bits of all that must be equal on every rank: INT64 ()."""
     state = _state(engine)
     # As a number that fills a tensor: a tensor made of a list would be copied to the device, and the host wait for it.
-    # With the lengths, since the end is filled up: a table that ends with zeros is not one that is shorter.
-    told = int(fingerprint(dict(counters), [tensor.numel() for tensor in state.values()])[:15], 16)
+    told = int(fingerprint(dict(counters))[:15], 16)
     parts = [torch.full((1,), told, device=engine.applied_updates.device), *state.values()]
     rows = [part.reshape(-1).view(torch.uint8) for part in parts]
     end = rows[0].new_zeros(-sum(row.numel() for row in rows) % (8 * ROW))

@@ -151,7 +151,7 @@ def _change_each_counter(rule: str, optimizer: str, victim: int) -> tuple[set[st
     state = {"applied_updates": engine.applied_updates, "skipped_steps": engine.skipped_steps}
     state |= {f"loss_scale.{name}": getattr(engine.loss_scale, name) for name in engine.loss_scale.state_names}
     outcomes = []
-    for name, tensor in (state | {"lr_table": engine._lr_table}).items():
+    for name, tensor in state.items():
         element = tensor.numel() // 2
         if rank == victim:
             _flip(tensor.view(-1), element, 3)
@@ -170,7 +170,7 @@ def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(
         assert all(answer == answers[0] for answer in answers)
         clean, outcomes = answers[0]
         assert clean == {"clean"}, (rule, optimizer)
-        assert len(outcomes) == 3 + len(RULES[rule].state_names)
+        assert len(outcomes) == 2 + len(RULES[rule].state_names)
         for name, said in outcomes:
             assert said.startswith(f"memory does not hold what was written: {name}: rank "), (name, said)
             assert f"rank {victim}: " in said
@@ -181,7 +181,6 @@ def test_a_counter_or_a_state_of_the_loss_scale_that_differs_is_found_and_named(
 def _changed_on_one_rank(victim: int) -> list[str]:
     engine = _trained(torch.bfloat16, 1, OPTIMIZERS["AdamW"])
     mine = engine.topology.world.rank == victim
-    table = engine._lr_table.clone()
     said = [_verdict(engine, COUNTERS | change) if mine else _verdict(engine, COUNTERS) for change in (
         {"plan.cursor": 41}, {"plan.waiting": [7, 2**60 + 1]}, {"plan.waiting": []}, {"plan.last_applied_scale": 0.5}
     )]  # fmt: skip
@@ -190,10 +189,6 @@ def _changed_on_one_rank(victim: int) -> list[str]:
     said.append(_verdict(engine))
     if mine:
         engine.applied_updates -= 1000
-        engine._lr_table = torch.cat([table, table.new_zeros(5)])
-    said.append(_verdict(engine))
-    if mine:
-        engine._lr_table = table
         _flip(engine.half_params.flat[0], 3, 1)
         engine.skipped_steps += 1
     return [*said, _verdict(engine)]
@@ -203,16 +198,15 @@ def test_the_values_of_what_differs_are_told(run_ranks) -> None:
     said = run_ranks(_changed_on_one_rank, 3, 1)
     assert said[0] == said[1] == said[2]
     told = [line.removeprefix("memory does not hold what was written: ") for line in said[0]]
-    assert told[:6] == [
+    assert told[:5] == [
         "plan.cursor: rank 1: 41, all others: 40",
         f"plan.waiting[1]: rank 1: {2**60 + 1}, all others: {2**60}",
         "the length of plan.waiting: rank 1: 0, all others: 2",
         "plan.last_applied_scale: rank 1: 0.5, all others: 256.0",
         "applied_updates: rank 1: 1001, all others: 1",
-        "the length of lr_table: rank 1: 8, all others: 3",
     ]
-    assert told[6].startswith("rank 1 differs from the masters; rank 1: the half parameter ")
-    assert told[6].endswith("; skipped_steps: rank 1: 1, all others: 0")
+    assert told[5].startswith("rank 1 differs from the masters; rank 1: the half parameter ")
+    assert told[5].endswith("; skipped_steps: rank 1: 1, all others: 0")
 
 
 def test_every_bit_of_every_place_counts_and_so_does_the_place() -> None:
