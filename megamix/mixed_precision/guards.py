@@ -53,7 +53,7 @@ def check_kinds(model: nn.Module, optimizer: Optimizer, precision: Precision, sh
             example = {"model": "the nn.Module itself", "optimizer": "megamix.AdamW(lr=3e-4)"}.get(
                 name, f"megamix.{kind.__name__}(...)"
             )
-            raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}; pass {example}")
+            raise TypeError(f"{name} is a {type(value).__name__}, not of {kind.__name__}; pass {example}")
     for name, module in model.named_modules():
         _check_module(f"module {name}" if name else "the model", module, precision.dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

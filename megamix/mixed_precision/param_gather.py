@@ -41,7 +41,11 @@ class ParamGather:
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
         self._beside_forward = overlap and len(needs) > 1 and any(own.axis.size > 1 for own in owners)
+        self.before_read = _before_read
         if self._beside_forward:
+            # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
+            # split it. Here and not where it is defined, since it imports the compiler.
+            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]
             for module, buckets in needs:
                 module.register_forward_pre_hook(_Await(self, buckets))
         everything = _Await(self, self.order_of_need)
@@ -92,6 +96,11 @@ class ParamGather:
         self._told_of_copy = True
 
 
+def _before_read(gather: ParamGather, buckets: Sequence[int]) -> None:
+    if gather.pending:
+        gather.wait(buckets)
+
+
 class _Await:
     """The hook of a module: await these buckets before its forward, or before its state_dict.
 
@@ -102,12 +111,9 @@ class _Await:
         self._gather = (lambda: None) if gather is None else weakref.ref(gather)
         self._buckets = buckets
 
-    # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently split it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: object) -> None:
-        gather = self._gather()
-        if gather is not None and gather.pending:
-            gather.wait(self._buckets)
+        if (gather := self._gather()) is not None:
+            gather.before_read(gather, self._buckets)
 
     def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
         """In a copy or a pickle of the module the hook awaits nothing: its weights are nobody's.

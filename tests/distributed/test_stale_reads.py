@@ -118,7 +118,7 @@ RANKS = [2, 4] if FULL else [2]
     ids=["without units, any way", "with units, by state_dict", "with units, after engine.wait()"],
 )
 def test_a_read_after_a_step_is_of_this_step(run_ranks, ranks: int, units: bool, names: list[str], waits: bool) -> None:
-    for found in run_ranks(_stale, ranks, units, names, STEPS, waits):
+    for found in run_ranks(_stale, ranks, units, names, STEPS, waits, deadline_s=900.0 if FULL else 120.0):
         assert found.keys() == {*names}
         assert {name: stale for name, (stale, _) in found.items() if stale} == {}
         assert all(count >= STEPS for _, count in found.values())

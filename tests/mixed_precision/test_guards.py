@@ -41,19 +41,19 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ShardedEngine(make_model(), 3e-4),
         TypeError,
-        r"optimizer must be a Optimizer, got float; pass megamix.AdamW",
+        r"optimizer is a float, not of Optimizer; pass megamix.AdamW",
     ),
     (
         lambda: ShardedEngine(make_model().parameters(), AdamW(lr=1.0)),
         TypeError,
-        "model must be a Module, got generator",
+        "model is a generator, not of Module",
     ),
     (
         lambda: _engine(precision=torch.bfloat16),
         TypeError,
-        r"precision must be a Precision, got dtype; pass megamix.Pr",
+        r"precision is a dtype, not of Precision; pass megamix.Pr",
     ),
-    (lambda: _engine(sharding=[]), TypeError, r"sharding must be a Sharding, got list; pass megamix.Sharding\(...\)"),
+    (lambda: _engine(sharding=[]), TypeError, r"sharding is a list, not of Sharding; pass megamix.Sharding\(...\)"),
     (
         lambda: AdamW(lr=1.0, groups=[{"params": [], "lr": 0.1}]),
         TypeError,
