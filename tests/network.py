@@ -1,0 +1,42 @@
+"""`python -m tests.elsewhere COMMAND ...`: a machine whose name does not resolve to loopback, as on a cluster.
+
+Where the tests run it may, and then Gloo and torchrun listen on loopback whatever they were told.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+
+ADDRESS = "192.0.2.1"  # reserved for documentation; here the machine's second one, in a network of its own
+
+_SET_FLAGS, _SET_ADDRESS = 0x8914, 0x8916  # SIOCSIFFLAGS, SIOCSIFADDR of netdevice(7)
+_UP = 0x1
+
+
+def elsewhere(command: list[str]) -> list[str]:
+    """The command that runs `command` there: with a network and a table of hosts of its own."""
+    rights = [] if os.geteuid() == 0 else ["--map-root-user"]  # where the system lets users have namespaces
+    return ["unshare", *rights, "--net", "--mount", sys.executable, "-m", "tests.elsewhere", *command]
+
+
+def _main(command: list[str]) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SET_FLAGS, struct.pack("16sH14x", b"lo", _UP))
+        address = struct.pack("HH4s8x", socket.AF_INET, 0, socket.inet_aton(ADDRESS))
+        fcntl.ioctl(any_socket, _SET_ADDRESS, struct.pack("16s16s", b"lo:1", address))
+    with tempfile.NamedTemporaryFile("w") as hosts:
+        hosts.write(f"127.0.0.1 localhost\n{ADDRESS} {socket.gethostname()}\n")
+        hosts.flush()
+        os.chmod(hosts.name, 0o644)  # other users' processes read it, too
+        subprocess.run(["mount", "--bind", hosts.name, "/etc/hosts"], check=True)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
