@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import ipaddress
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,13 +20,12 @@ import torch.distributed as dist
 
 from megamix.config import config_to_toml
 from megamix.train.processes import children_of
-from tests.elsewhere import ADDRESS, elsewhere
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
+from tests.network import ADDRESS, elsewhere, listening
 from tests.ranks import CONTEXT, DEADLINE_S
 from tests.train.jobs import write_data
 
 NOBODY = 65534
-LISTEN = "0A"  # of /proc/net/tcp
 # What is attacked: torchrun as it is, to see that the attack is one, and a job of ours that trains.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python", "sleep", "3600"]
 
@@ -53,26 +50,6 @@ def _start(command: list[str], folder: Path, whole_machine: list[str]) -> Starte
     return Started(launcher, folder)
 
 
-def _listening(pid: int) -> set[tuple[str, int]]:
-    """Addresses and ports on which a process accepts connections."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        kind, _, inode = os.readlink(link).partition(":")
-        if kind == "socket":
-            inodes.add(inode.strip("[]"))
-    rows = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()
-    ]
-    return {_address(row[1]) for row in rows if row[3] == LISTEN and row[9] in inodes}
-
-
-def _address(text: str) -> tuple[str, int]:
-    """As the kernel prints it: words of four bytes, each in the machine's order."""
-    words, port = text.split(":")
-    ordered = b"".join(bytes.fromhex(words[at : at + 8])[::-1] for at in range(0, len(words), 8))
-    return str(ipaddress.ip_address(ordered)), int(port, 16)
-
-
 @pytest.fixture(scope="module")
 def whole_machine() -> list[str]:
     """What to put before a command, so that the machine's name is not loopback's."""
@@ -87,7 +64,15 @@ def whole_machine() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, whole_machine) -> Iterator[Started]:
+def torchrun(tmp_path_factory, whole_machine) -> Iterator[Started]:
+    started = _start(TORCHRUN, tmp_path_factory.mktemp("torchrun"), whole_machine)
+    _until(lambda: children_of(started.launcher.pid) != [], "a rank of torchrun")
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, whole_machine, torchrun) -> Iterator[Started]:
     """Two ranks that train until they are asked to leave."""
     folder = tmp_path_factory.mktemp("job")
     write_data(folder)
@@ -99,19 +84,12 @@ def job(tmp_path_factory, whole_machine) -> Iterator[Started]:
     job.end()
 
 
-@pytest.fixture(scope="module")
-def torchrun(tmp_path_factory, whole_machine) -> Iterator[Started]:
-    started = _start(TORCHRUN, tmp_path_factory.mktemp("torchrun"), whole_machine)
-    _until(lambda: children_of(started.launcher.pid) != [], "a rank of torchrun")
-    yield started
-    started.end()
-
-
 def test_a_one_node_job_listens_on_loopback_alone(job) -> None:
-    pids = [job.launcher.pid, *children_of(job.launcher.pid)]
-    listening = [_listening(pid) for pid in pids]
-    assert [len(of_one) for of_one in listening] == [1, 1, 1], (job.folder / "said.txt").read_text()  # store, Gloo
-    assert {address for of_one in listening for address, _ in of_one} == {"127.0.0.1"}
+    store, *gloo = (listening(pid) for pid in (job.launcher.pid, *children_of(job.launcher.pid)))
+    assert len(store) == 1, (job.folder / "said.txt").read_text()
+    assert len(gloo) == 2
+    assert {address for sockets in (store, *gloo) for address, _ in sockets} == {"127.0.0.1"}
+    assert all(gloo)
 
 
 class _Bomb:
@@ -142,7 +120,7 @@ def _attack(pid: int, ports: list[int], run_id: str, bomb: Path) -> None:
 
 
 def _attacked(started: Started, bomb: Path) -> None:
-    ports = [port for _, port in _listening(started.launcher.pid)]
+    ports = [port for _, port in listening(started.launcher.pid)]
     (rank, *_) = children_of(started.launcher.pid)
     arguments = (started.launcher.pid, ports, _environment(rank)["TORCHELASTIC_RUN_ID"], bomb)
     attacker = CONTEXT.Process(target=_attack, args=arguments)
