@@ -2,8 +2,8 @@
 
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
 whose node failed. And it dies of SIGUSR1, by which a scheduler announces the end of a job's time, leaving its ranks
-behind; here that signal goes on to the ranks, which then have as long as they need. And the ranks of one machine meet
-where nobody can run code in them (rendezvous.py).
+behind; here that signal goes on to the ranks, which then have as long as they need. Where the ranks of one machine
+meet, nobody else can run code in them.
 """
 
 from __future__ import annotations
@@ -33,23 +33,18 @@ def launch(arguments: list[str]) -> int:
     signal.signal(signal.SIGUSR1, lambda number, frame: _pass_on(number))
     # Below the handler: importing takes seconds.
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
-    from torch.distributed.run import get_args_parser, run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
 
-    from megamix.train.rendezvous import BACKEND, choose_rendezvous, create_handler
+    from megamix.train.rendezvous import torchrun
 
-    parser = get_args_parser()
     # Told by the environment, so that the ranks know it, too: a save that takes longer must not begin.
-    if "--shutdown-timeout" in parser.format_help():
+    if "--shutdown-timeout" in get_args_parser().format_help():
         os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
     else:  # as in torch 2.11, which has no such option and reads no such variable
         os.environ[SHUTDOWN_VARIABLE] = str(TORCHRUN_SHUTDOWN_S)
-    args = parser.parse_args(arguments)
-    rendezvous_handler_registry.register(BACKEND, create_handler)
-    choose_rendezvous(args)
     try:
-        record(run)(args)
+        torchrun(arguments)
     except ChildFailedError as error:
         status: int = error.get_first_failure()[1].exitcode
         # A rank that dies of the request itself was still starting: nothing is lost.

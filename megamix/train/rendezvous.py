@@ -8,7 +8,6 @@ either. docs/security.md says what is left to trust.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import socket
@@ -21,8 +20,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    rendezvous_handler_registry,
 )
-from torch.distributed.run import parse_min_max_nnodes
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
@@ -88,13 +87,20 @@ def handler_creator() -> RendezvousHandlerCreator:
     return create_handler
 
 
-def choose_rendezvous(args: argparse.Namespace) -> None:
-    """Let torchrun's arguments mean ours where torchrun would take c10d by itself: with --standalone, and for one
-    machine of which nothing else is said.
+def torchrun(arguments: list[str]) -> None:
+    """torchrun's main, with ours where it would take c10d by itself: with --standalone, and for one machine of which
+    nothing else is said.
     """
+    # Not above: a torchrun by hand, that finds this module by its entry point, is half imported by then.
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
+
+    rendezvous_handler_registry.register(BACKEND, create_handler)
+    args = get_args_parser().parse_args(arguments)
     nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
+    record(run)(args)
 
 
 def loopback_store() -> TCPStore:

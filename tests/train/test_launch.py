@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megamix.train import launch as launcher
+from megamix.train import rendezvous
 from megamix.train.launch import launch
 from megamix.train.processes import children_of
 from megamix.train.signals import SHUTDOWN_VARIABLE
@@ -35,8 +35,8 @@ def _handler_and_environment_of_its_own(monkeypatch) -> Iterator[None]:
     ("exit_code", "status"), [(3, 3), (2, 2), (1, 1), (-9, 1), (75, 75), (-10, 75), (-15, 75), (-2, 75)]
 )
 def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, status: int) -> None:
-    def fail(args: argparse.Namespace) -> None:
-        assert args.training_script == "job"
+    def fail(arguments: list[str]) -> None:
+        assert arguments[-2:] == ["--standalone", "job"]
         failures = {
             rank: ProcessFailure(local_rank=rank, pid=rank, exitcode=code, error_file="")
             for rank, code in ((0, -15), (1, exit_code))
@@ -44,13 +44,13 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
         failures[0].timestamp, failures[1].timestamp = 2, 1
         raise ChildFailedError("megamix", failures)
 
-    monkeypatch.setattr(torch.distributed.run, "run", fail)
+    monkeypatch.setattr(rendezvous, "torchrun", fail)
     assert launch(["--standalone", "job"]) == status
 
 
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed.run, "run", lambda args: None)
-    assert launch(["job"]) == 0
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: None)
+    assert launch([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,45 +63,23 @@ def test_torchrun_and_its_ranks_are_told_the_time_to_save_where_there_is_more_th
     if own is not None:
         monkeypatch.setenv(SHUTDOWN_VARIABLE, own)
     seen: list[str] = []
-    monkeypatch.setattr(torch.distributed.run, "run", lambda args: seen.append(os.environ[SHUTDOWN_VARIABLE]))
-    args = torch.distributed.run.get_args_parser().parse_args(["job"])
-    parser = SimpleNamespace(format_help=lambda: options, parse_args=lambda arguments: args)
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: seen.append(os.environ[SHUTDOWN_VARIABLE]))
+    parser = SimpleNamespace(format_help=lambda: options)
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: parser)
-    launch(["job"])
+    launch([])
     assert seen == [told]
 
 
-MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=4711"]
-
-
-@pytest.mark.parametrize(
-    ("options", "backend"),
-    [
-        ([], "loopback"),
-        (["--standalone"], "loopback"),
-        (["--nnodes=1:1", "--standalone"], "loopback"),
-        (MANY, "static"),
-        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # who asks for it gets it
-    ],
-)
-def test_ranks_of_one_machine_meet_on_loopback(monkeypatch, options: list[str], backend: str) -> None:
-    seen: list[argparse.Namespace] = []
-    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
-    assert launch([*options, "job", "--standalone"]) == 0
-    (args,) = seen
-    assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
-
-
 def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:
-    def interrupt(args: argparse.Namespace) -> None:
+    def interrupt(arguments: list[str]) -> None:
         raise SignalException("asked", signal.SIGTERM)
 
-    monkeypatch.setattr(torch.distributed.run, "run", interrupt)
-    assert launch(["job"]) == 75
+    monkeypatch.setattr(rendezvous, "torchrun", interrupt)
+    assert launch([]) == 75
 
 
 def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> None:
-    def train(args: argparse.Namespace) -> None:
+    def train(arguments: list[str]) -> None:
         trap = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); print(flush=True); input()"
         with subprocess.Popen([sys.executable, "-c", trap], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
             assert rank.stdout is not None
@@ -111,8 +89,8 @@ def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> Non
             os.kill(os.getpid(), signal.SIGUSR1)
             assert rank.wait(10) == 75
 
-    monkeypatch.setattr(torch.distributed.run, "run", train)
-    assert launch(["job"]) == 0
+    monkeypatch.setattr(rendezvous, "torchrun", train)
+    assert launch([]) == 0
 
 
 def test_the_ranks_are_the_launcher_s_children() -> None:
@@ -122,8 +100,8 @@ def test_the_ranks_are_the_launcher_s_children() -> None:
 
 
 def test_sigusr1_before_there_are_ranks_ends_the_launcher(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed.run, "run", lambda args: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
     monkeypatch.setattr(launcher, "children_of", lambda pid: [])
     with pytest.raises(SystemExit) as left:
-        launch(["job"])
+        launch([])
     assert left.value.code == 75

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tomllib
-from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed.run
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from megamix.train.rendezvous import BACKEND, create_handler, keep_to_loopback
+from megamix.train.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
 from tests.network import listening
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -64,11 +67,42 @@ def test_what_it_cannot_do_is_refused(parameters: RendezvousParameters, want: st
         create_handler(parameters)
 
 
-def test_torchrun_by_hand_finds_it_by_name() -> None:
-    group = "torchrun.handlers"
-    ((name, value),) = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"][group].items()
-    assert name == BACKEND
-    assert EntryPoint(name, value, group).load()() is create_handler  # torch calls what it loads, and registers that
+def test_torchrun_by_hand_finds_it_by_name(tmp_path: Path) -> None:
+    groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
+    installed = tmp_path / "installed_by_hand-1.dist-info"  # what an install of ours would leave
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: installed_by_hand\nVersion: 1\n")
+    lines = [f"[{group}]\n{name} = {value}\n" for group, names in groups.items() for name, value in names.items()]
+    (installed / "entry_points.txt").write_text("".join(lines))
+    program = "from torch.distributed.run import main; main()"  # as torchrun's own: the name is half imported by then
+    by_hand = [sys.executable, "-c", program, f"--rdzv-backend={BACKEND}", "--no-python", "env"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tmp_path, PYPROJECT.parent]))}
+    done = subprocess.run(by_hand, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "GLOO_SOCKET_IFNAME=lo"} <= {
+        *done.stdout.splitlines()
+    }
+
+
+MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=4711"]
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ([], BACKEND),
+        (["--standalone"], BACKEND),
+        (["--nnodes=1:1", "--standalone"], BACKEND),
+        (MANY, "static"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # who asks for it gets it
+    ],
+)
+def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: list[str], backend: str) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
+    torchrun([*options, "job", "--standalone"])
+    (args,) = seen
+    assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
 
 
 def _interfaces() -> tuple[str | None, set[str]]:
