@@ -31,6 +31,11 @@ if [[ "$nnodes" != 1 ]]; then
   [[ "$master_port" =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
     die "MASTER_PORT: got $master_port, must be 1 to 65535; write MASTER_PORT=29500"
 fi
+# torch runs what lies in its cache of compiled code, by default at a place in /tmp where anybody may have made it first.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor_${USER:-$UID}}"
+{ mkdir -p -- "$TORCHINDUCTOR_CACHE_DIR" && [[ -O "$TORCHINDUCTOR_CACHE_DIR" ]]; } ||
+  die "TORCHINDUCTOR_CACHE_DIR: got $TORCHINDUCTOR_CACHE_DIR, must be a folder of yours: whose it is can run code in the" \
+    "job; name another"
 find_installed_python torch numpy pydantic safetensors
 # A mistake in the configuration is reported at once: finding out what torch can use takes seconds.
 "$PYTHON" -m megamix config "$@" --show >/dev/null

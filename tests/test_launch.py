@@ -99,6 +99,21 @@ def test_pretrain_refuses_before_any_rank_starts(
     assert sandbox.lines() == []
 
 
+def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox: Sandbox) -> None:
+    cache = sandbox.base / "cache"
+    cache.mkdir()
+    if os.geteuid() == 0:
+        os.chown(cache, 65534, 65534)
+    else:
+        cache = Path("/")
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    python = str(sandbox.program("p"))
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert done.returncode == 2
+    assert f"TORCHINDUCTOR_CACHE_DIR: got {cache}, must be a folder of yours" in done.stderr
+    assert sandbox.lines() == []
+
+
 def test_pretrain_without_an_install_says_what_to_run(sandbox: Sandbox) -> None:
     done = sandbox.run("pretrain.sh", "x.toml")
     assert done.returncode == 2
