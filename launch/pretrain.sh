@@ -5,8 +5,9 @@
 #
 #   NPROC_PER_NODE   ranks on this machine; default: the number of GPUs torch can use, or 1
 #   NNODES           machines; run this script on each of them; default 1
-#   RDZV_ENDPOINT    host:port of one of them, the same everywhere; needed when NNODES > 1
-#   RDZV_ID          a name for the job, the same everywhere; default megamix
+#   NODE_RANK        this machine's number among them, 0 to NNODES - 1; needed when NNODES > 1
+#   MASTER_ADDR      the name or address of machine 0, the same everywhere; needed when NNODES > 1
+#   MASTER_PORT      a free port of machine 0, the same everywhere; default 29500
 #   OMP_NUM_THREADS  threads of each rank; default: the cores divided by the ranks
 #   MEGAMIX_PYTHON   an interpreter that has torch, used instead of .venv
 set -euo pipefail
@@ -16,9 +17,25 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 nnodes="${NNODES:-1}"
 [[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
-if [[ "$nnodes" != 1 && -z "${RDZV_ENDPOINT:-}" ]]; then
-  die "RDZV_ENDPOINT: missing with NNODES=$nnodes; set it to host:port of one node, the same on all, e.g. node0:29500"
+for old in RDZV_ENDPOINT RDZV_ID; do
+  [[ -z "${!old:-}" ]] || die "$old: got ${!old}, machines now meet at MASTER_ADDR and MASTER_PORT, each with its" \
+    "NODE_RANK; unset $old and write MASTER_ADDR=node0 MASTER_PORT=29500 NODE_RANK=0, 1, ... (docs/security.md says why)"
+done
+node_rank="${NODE_RANK:-0}" master_port="${MASTER_PORT:-29500}"
+[[ "$node_rank" =~ ^(0|[1-9][0-9]*)$ ]] && ((node_rank < nnodes)) ||
+  die "NODE_RANK: got $node_rank, must be 0 to $((nnodes - 1)) with NNODES=$nnodes; number the machines from 0"
+if [[ "$nnodes" != 1 ]]; then
+  [[ -n "${NODE_RANK:-}" ]] || die "NODE_RANK: missing with NNODES=$nnodes; number the machines from 0: NODE_RANK=0, 1, ..."
+  [[ -n "${MASTER_ADDR:-}" ]] ||
+    die "MASTER_ADDR: missing with NNODES=$nnodes; set it to the name or address of machine 0, the same on all"
+  [[ "$master_port" =~ ^[1-9][0-9]{0,4}$ ]] && ((master_port < 65536)) ||
+    die "MASTER_PORT: got $master_port, must be 1 to 65535; write MASTER_PORT=29500"
 fi
+# torch runs what lies in its cache of compiled code, by default at a place in /tmp where anybody may have made it first.
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torchinductor_${USER:-$UID}}"
+{ mkdir -p -- "$TORCHINDUCTOR_CACHE_DIR" && [[ -O "$TORCHINDUCTOR_CACHE_DIR" ]]; } ||
+  die "TORCHINDUCTOR_CACHE_DIR: got $TORCHINDUCTOR_CACHE_DIR, must be a folder of yours: whose it is can run code in the" \
+    "job; name another"
 find_installed_python torch numpy pydantic safetensors
 # A mistake in the configuration is reported at once: finding out what torch can use takes seconds.
 "$PYTHON" -m megamix config "$@" --show >/dev/null
@@ -45,7 +62,9 @@ fi
 if [[ "$nnodes" == 1 ]]; then
   rendezvous=(--standalone)
 else
-  rendezvous=(--nnodes="$nnodes" --rdzv-backend=c10d --rdzv-endpoint="$RDZV_ENDPOINT" --rdzv-id="${RDZV_ID:-megamix}")
+  # torchrun's static rendezvous: unlike c10d it unpickles nothing, so that who reaches the port cannot run code here.
+  rendezvous=(--nnodes="$nnodes" --node-rank="$node_rank" --master-addr="$MASTER_ADDR" --master-port="$master_port")
 fi
-# torchrun as a module: the program of that name on PATH may belong to another Python. Ours ends with the ranks' status.
+# torchrun as a module: the program of that name on PATH may belong to another Python. Ours ends with the ranks' status,
+# and with --standalone its ranks meet on loopback.
 exec "$PYTHON" -m megamix.train.launch "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"

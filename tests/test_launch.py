@@ -56,14 +56,18 @@ def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) ->
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
 
 
-def test_pretrain_on_many_nodes_meets_at_the_endpoint(sandbox: Sandbox) -> None:
+NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
+
+
+@pytest.mark.parametrize(("variables", "port"), [({}, 29500), ({"MASTER_PORT": "4711"}, 4711)])
+def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: dict[str, str], port: int) -> None:
     python = str(sandbox.program("p"))
     config = str(sandbox.repo / "configs" / "quickstart.toml")
-    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, NNODES="2", RDZV_ENDPOINT="node0:29500")
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, **NODES, **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == ["WORLD_SIZE=2"]
     assert torchrun(sandbox)[3:8] == [
-        *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500", "--rdzv-id=megamix"),
+        *("--nnodes=2", "--node-rank=1", "--master-addr=node0", f"--master-port={port}"),
         "--nproc-per-node=1",
     ]
 
@@ -72,7 +76,13 @@ def test_pretrain_on_many_nodes_meets_at_the_endpoint(sandbox: Sandbox) -> None:
     ("arguments", "variables", "want"),
     [
         ([], {}, "CONFIG is missing"),
-        (["{config}"], {"NNODES": "2"}, "RDZV_ENDPOINT: missing with NNODES=2; set it to host:port"),
+        (["{config}"], {"NNODES": "2", "MASTER_ADDR": "a"}, "NODE_RANK: missing with NNODES=2; number the machines"),
+        (["{config}"], {"NNODES": "2", "NODE_RANK": "1"}, "MASTER_ADDR: missing with NNODES=2; set it to the name"),
+        (["{config}"], NODES | {"NODE_RANK": "2"}, "NODE_RANK: got 2, must be 0 to 1 with NNODES=2"),
+        (["{config}"], {"NODE_RANK": "1"}, "NODE_RANK: got 1, must be 0 to 0 with NNODES=1"),
+        (["{config}"], NODES | {"MASTER_PORT": "70000"}, "MASTER_PORT: got 70000, must be 1 to 65535"),
+        (["{config}"], NODES | {"RDZV_ENDPOINT": "a:1"}, "unset RDZV_ENDPOINT and write MASTER_ADDR=node0 "),
+        (["{config}"], {"RDZV_ID": "mine"}, "RDZV_ID: got mine, machines now meet at MASTER_ADDR and MASTER_PORT"),
         (["{config}"], {"NNODES": "2:4"}, "NNODES: got 2:4, must be 1 or more; write NNODES=2"),
         (["{config}"], {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: got two, must be 1 or more"),
         (["{config}", "optimizer.lr=-1"], {}, "optimizer.lr: got -1, must be greater than 0"),
@@ -86,6 +96,21 @@ def test_pretrain_refuses_before_any_rank_starts(
     done = sandbox.run("pretrain.sh", *filled, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
     assert done.returncode == 2
     assert want in done.stderr
+    assert sandbox.lines() == []
+
+
+def test_pretrain_runs_no_code_that_another_user_may_have_compiled(sandbox: Sandbox) -> None:
+    cache = sandbox.base / "cache"
+    cache.mkdir()
+    if os.geteuid() == 0:
+        os.chown(cache, 65534, 65534)
+    else:
+        cache = Path("/")
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    python = str(sandbox.program("p"))
+    done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    assert done.returncode == 2
+    assert f"TORCHINDUCTOR_CACHE_DIR: got {cache}, must be a folder of yours" in done.stderr
     assert sandbox.lines() == []
 
 
@@ -201,13 +226,16 @@ def test_ci_runs_the_test_script_and_nothing_else() -> None:
 
 def test_slurm_template_starts_pretrain_once_a_node(sandbox: Sandbox) -> None:
     sandbox.program("scontrol", "#!/bin/bash\nprintf 'node7\\nnode8\\n'\n")
-    sandbox.program("srun", '#!/bin/bash\necho "$NNODES $RDZV_ENDPOINT $RDZV_ID $*" >"$BASE/log"\n')
-    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "42"}
-    done = sandbox.run("slurm.sbatch", "my.toml", "training.steps=3", SLURM_SUBMIT_DIR=str(sandbox.repo), **slurm)
+    # A task, on the second node: the options are srun's own.
+    task = 'while [[ "$1" == --* ]]; do echo "$1" >>"$BASE/srun"; shift; done\nSLURM_NODEID=1 exec "$@"\n'
+    sandbox.program("srun", f"#!/bin/bash\n{task}")
+    said = '#!/bin/bash\necho "$NNODES $NODE_RANK $MASTER_ADDR:$MASTER_PORT $*" >"$BASE/log"\n'
+    (sandbox.repo / "launch/pretrain.sh").write_text(said)
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "1230042"}
+    done = sandbox.run("slurm.sbatch", "my.toml", "data.train=a b", SLURM_SUBMIT_DIR=str(sandbox.repo), **slurm)
     assert done.returncode == 0, done.stderr
-    (line,) = sandbox.lines()
-    assert line.startswith("2 node7:29500 42 --ntasks-per-node=1 ")
-    assert line.endswith(" launch/pretrain.sh my.toml training.steps=3")
+    assert sandbox.lines() == ["2 1 node7:20042 my.toml data.train=a b"]
+    assert "--ntasks-per-node=1" in sandbox.lines("srun")
 
 
 def test_slurm_template_asks_for_a_signal_that_the_ranks_know() -> None:

@@ -1,4 +1,4 @@
-"""The architecture is a test: imports go from a higher layer to a lower one, and files stay short."""
+"""The architecture is a test: imports go from a higher layer to a lower one, files stay short, nothing unpickles."""
 
 import ast
 from collections.abc import Iterator
@@ -62,6 +62,54 @@ def violations(package: Path) -> list[str]:
 
 def test_imports_go_from_a_higher_layer_to_a_lower_one() -> None:
     assert violations(PACKAGE) == []
+
+
+# Whoever may write what these read runs code as who reads it. torch's `*_object` collectives unpickle what peers send.
+PICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+PICKLING_CALLS = {"torch.load", "torch.save"}
+PICKLING_OPTIONS = {"allow_pickle", "pickle_module"}
+
+
+def unpickling(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: set[str] = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Attribute | ast.Name):
+                names = {ast.unparse(node)}
+            elif isinstance(node, ast.keyword):
+                names = {node.arg or ""}
+            for name in names:
+                root, last = name.partition(".")[0], name.rpartition(".")[2]
+                imported = isinstance(node, ast.Import | ast.ImportFrom) and root in PICKLES
+                if imported or name in PICKLING_CALLS | PICKLING_OPTIONS or last.endswith(("_object", "_object_list")):
+                    found.append(f"{path.relative_to(package)}:{node.lineno} {name}")
+    return found
+
+
+def test_nothing_unpickles_what_a_file_or_a_peer_says() -> None:
+    assert unpickling(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "from torch import load",
+        "torch.load(path)",
+        "numpy.load(path, allow_pickle=True)",
+        "dist.all_gather_object(found, mine, group=group)",
+        "from torch.distributed import broadcast_object_list",
+    ],
+)
+def test_planted_pickle_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.py").write_text(f"import torch\n{line}\n")
+    assert {place.partition(" ")[0] for place in unpickling(tmp_path)} == {"a.py:2"}
 
 
 def test_every_room_has_a_layer() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.live_storage import LiveStorage
+from megamix.train.rendezvous import keep_to_loopback
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded
 
@@ -102,6 +103,7 @@ def on_rank(rank: int, ranks: int, store: str, num_layers: int) -> list[Held]:
     """Every case on one of the ranks; the process must be new."""
     os.dup2(2, 1)  # Gloo greets on standard output, which is the page's
     torch.set_num_threads(1)
+    keep_to_loopback(os.environ)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     held = [engine_bytes(case, num_layers) for case in CASES]
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -9,10 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megamix.train.rendezvous import keep_to_loopback
+
 
 def serve(pipe: Connection) -> None:
     """Build the object that the parent asks for, then call its methods until there is no more to do."""
     rank, world_size, store, actor, args = pipe.recv()
+    keep_to_loopback(os.environ)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.collectives import Collectives, gather_texts, make_collectives
 from megamix.comm.topology import Axis
-
-_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
-_LENGTH = 8  # bytes
 
 
 class FailedTogether(OSError):
@@ -54,7 +51,8 @@ class Together:
             answer = {"result": work()}
         except Exception as error:  # whatever it was, the other ranks wait for this one's answer
             cause, answer = error, {"error": f"{type(error).__name__}: {error}"}
-        answers = [json.loads(text) for text in self._texts(json.dumps(answer))]
+        texts = gather_texts(self._collectives, json.dumps(answer), self._device)
+        answers = [json.loads(text) for text in texts]
         failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
             raise FailedTogether("; ".join(failures)) from cause
@@ -63,18 +61,3 @@ class Together:
     def first(self, work: Callable[[], Any]) -> Any:
         """The first rank works; all get its result. Raises: as `every`."""
         return self.every(work if self.rank == 0 else lambda: None)[0]
-
-    def _texts(self, text: str) -> list[str]:
-        """Every rank's text, in rank order."""
-        content = text.encode()
-        rows = self._rows(content, _USUAL)
-        lengths = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
-        if max(lengths) > _USUAL:
-            rows = self._rows(content, max(lengths))
-        return [row[_LENGTH:][:length].decode() for row, length in zip(rows, lengths, strict=True)]
-
-    def _rows(self, content: bytes, room: int) -> list[bytes]:
-        """Of every rank: its content's length, and as much of it as there is room for."""
-        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
-        table = self._collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(self._device))
-        return [bytes(line.tolist()) for line in table.cpu()]

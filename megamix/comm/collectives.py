@@ -22,6 +22,9 @@ _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter
 
 _GATHER_TAG = 0x6D6D  # apart from the user's own sends and receives, which have tag 0 unless told otherwise
 
+_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
+_LENGTH = 8  # bytes
+
 _SUM_CHUNK = 1 << 18  # elements: the FP32 accumulator (1 MiB) stays in cache while the ranks' parts stream through
 
 
@@ -236,6 +239,27 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
             total.add_(part)
         if rounded:
             piece.copy_(total)
+
+
+def gather_texts(collectives: Collectives, text: str, device: torch.device) -> list[str]:
+    """Every rank's text, such as JSON, in rank order. torch's own collectives of objects unpickle what a peer sends,
+    and a pickle runs code.
+
+    `device`: where the collectives' tensors live.
+    """
+    content = text.encode()
+
+    def rows(room: int) -> list[bytes]:
+        """Of every rank: its content's length, and as much of it as there is room for."""
+        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
+        table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
+        return [bytes(line.tolist()) for line in table.cpu()]
+
+    found = rows(_USUAL)
+    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in found]
+    if max(lengths) > _USUAL:
+        found = rows(max(lengths))
+    return [row[_LENGTH:][:length].decode() for row, length in zip(found, lengths, strict=True)]
 
 
 def make_collectives(

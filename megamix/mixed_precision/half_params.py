@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamix.comm.collectives import gather_texts, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.guards import ModuleGuard
@@ -67,19 +69,27 @@ def describe_params(
             owners = axes.setdefault(at.owners, len(axes))
             spec = replace(spec, full_shape=at.full_shape, offset=at.offset, owners=owners, counts=at.counts)
         specs.append(spec)
-    return specs, list(groups), list(axes), _all_stages(specs, topology.pp)
+    return specs, list(groups), list(axes), _all_stages(specs, topology.pp, model)
 
 
-def _all_stages(specs: Sequence[ParamSpec], pp: Axis) -> list[ParamSpec]:
+def _all_stages(specs: Sequence[ParamSpec], pp: Axis, model: nn.Module) -> list[ParamSpec]:
     """Each parameter once, stage by stage. Of another stage's, names and full shapes alone mean something here."""
-    by_stage: list[Sequence[ParamSpec]] = [specs] * pp.size
+    by_stage: list[Sequence[ParamSpec]] = [specs]
     if pp.group is not None:
-        dist.all_gather_object(by_stage, specs, group=pp.group)
+        device = single_device(model)
+        own = json.dumps([asdict(spec) for spec in specs])
+        texts = gather_texts(make_collectives(pp, 0, torch.uint8, device), own, device)
+        by_stage = [[ParamSpec(**_tuples(fields)) for fields in json.loads(text)] for text in texts]
     found: dict[str, ParamSpec] = {}
     for stage in by_stage:
         for spec in stage:
             found.setdefault(spec.name, spec)  # a parameter may be held by two stages
     return list(found.values())
+
+
+def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """As they were before they went through JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 class HalfParams:

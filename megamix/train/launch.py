@@ -2,7 +2,8 @@
 
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
 whose node failed. And it dies of SIGUSR1, by which a scheduler announces the end of a job's time, leaving its ranks
-behind; here that signal goes on to the ranks, which then have as long as they need.
+behind; here that signal goes on to the ranks, which then have as long as they need. Where the ranks of one machine
+meet, nobody else can run code in them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def launch(arguments: list[str]) -> int:
     # Below the handler: importing takes seconds.
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, main
+    from torch.distributed.run import get_args_parser
+
+    from megamix.train.rendezvous import torchrun
 
     # Told by the environment, so that the ranks know it, too: a save that takes longer must not begin.
     if "--shutdown-timeout" in get_args_parser().format_help():
@@ -41,7 +44,7 @@ def launch(arguments: list[str]) -> int:
     else:  # as in torch 2.11, which has no such option and reads no such variable
         os.environ[SHUTDOWN_VARIABLE] = str(TORCHRUN_SHUTDOWN_S)
     try:
-        main(arguments)
+        torchrun(arguments)
     except ChildFailedError as error:
         status: int = error.get_first_failure()[1].exitcode
         # A rank that dies of the request itself was still starting: nothing is lost.

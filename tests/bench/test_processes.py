@@ -15,6 +15,7 @@ def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
         assert ranks.call("add", 1) == [8, 8]
         assert ranks.call("sum_over_ranks") == [17.0, 17.0]
         assert ranks.call("setting", "MEGAMIX_ADDER") == [("yes", 1)] * 2
+        assert ranks.call("setting", "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # nobody reaches them from elsewhere
         for name, value in process_environment(1).items():
             assert ranks.call("setting", name) == [(value, 1)] * 2
         with pytest.raises(RuntimeError, match=r"adders: rank 1 of 2 failed:\n(.|\n)*ArithmeticError: no such sum"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,21 +31,35 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ["launch/pretrain.sh"]
 LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
 
-LAUNCHER = -1  # beside the numbers of ranks
-ASKED = [(who, number) for who in (LAUNCHER, 1) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
-KILLED = [(LAUNCHER, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGKILL)]
+LAUNCHER, OTHER_LAUNCHER = -1, -2  # beside the numbers of ranks; the first one's store is where all meet
+
+
+class Case(NamedTuple):
+    who: int
+    number: signal.Signals
+    nodes: int  # two launchers with a rank each, or one with two
+
+    def __str__(self) -> str:
+        who = {LAUNCHER: "launcher", OTHER_LAUNCHER: "other launcher"}.get(self.who, f"rank {self.who}")
+        return f"{self.number.name} to {who} of {self.nodes} node(s)"
+
+
+WHO = {1: (LAUNCHER, 1), 2: (LAUNCHER, OTHER_LAUNCHER, 1)}
+SENT = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+ASKED = [Case(who, number, nodes) for nodes in WHO for who in WHO[nodes] for number in SENT]
+KILLED = [Case(who, signal.SIGKILL, nodes) for nodes in WHO for who in (0, *WHO[nodes])]
 if not FULL:
-    ASKED, KILLED = [(LAUNCHER, signal.SIGTERM)], [(LAUNCHER, signal.SIGKILL)]
+    ASKED, KILLED = [Case(LAUNCHER, signal.SIGTERM, 1)], [Case(LAUNCHER, signal.SIGKILL, 2)]
 STEPS = 300  # some seconds: a signal comes long before their end
 
 
 class Job(NamedTuple):
     folder: Path
-    launcher: subprocess.Popen[str]
+    launchers: list[subprocess.Popen[str]]  # one a node
 
 
 class Ended(NamedTuple):
-    exit_status: int
+    exit_statuses: list[int]  # of the launchers
     status: dict[str, Any]
     folder: Path
 
@@ -65,24 +80,34 @@ def _config(folder: Path, data: Path, steps: int = STEPS) -> Config:
     )
 
 
-def _start(command: list[str], config: Config) -> Job:
+def _start(config: Config, nodes: int, *, by_script: bool) -> Job:
     """For the first time, or again."""
     folder = Path(config.checkpoint.folder).parent
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(config_to_toml(config))
-    environment = os.environ | {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launchers = []
     with (folder / "stderr.txt").open("w") as errors:
-        # The script is replaced by the launcher, which so has its pid.
-        launcher = subprocess.Popen(
-            [*command, str(folder / "job.toml")],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
-        )  # fmt: skip
-    return Job(folder, launcher)
+        for node in range(nodes):
+            settings = {"NNODES": nodes, "NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            settings |= {"NPROC_PER_NODE": 2 // nodes, "OMP_NUM_THREADS": 1, "MEGAMIX_PYTHON": sys.executable}
+            options = [f"--nnodes={nodes}", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+            launch = LAUNCH if nodes == 1 else [*LAUNCH[:3], *options, "--nproc-per-node=1", *LAUNCH[5:]]
+            # The script is replaced by the launcher, which so has its pid.
+            launchers.append(
+                subprocess.Popen(
+                    [*(SCRIPT if by_script else launch), str(folder / "job.toml")],
+                    cwd=ROOT, env=os.environ | {name: str(value) for name, value in settings.items()},
+                    stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+                )
+            )  # fmt: skip
+    return Job(folder, launchers)
 
 
-def _ranks(launcher: int) -> dict[int, int]:
+def _ranks(job: Job) -> dict[int, int]:
     """Pid by rank."""
-    pids = children_of(launcher)
+    pids = [pid for launcher in job.launchers for pid in children_of(launcher.pid)]
     return {int((_environment(pid)).get("RANK", LAUNCHER)): pid for pid in pids}
 
 
@@ -98,21 +123,24 @@ def _trains(job: Job) -> bool:
 
 def _signal(job: Job, who: int, number: int) -> dict[int, int]:
     """Signal one process of a job that trains. Returns its ranks' pids."""
-    launcher = job.launcher
-    ranks = _ranks(launcher.pid)
-    assert launcher.stdout is not None
-    if who == LAUNCHER:
-        launcher.stdout.close()  # who reads the log often dies with the launcher
-    os.kill({LAUNCHER: launcher.pid, **ranks}[who], number)
+    ranks = _ranks(job)
+    launchers = dict(zip((LAUNCHER, OTHER_LAUNCHER), job.launchers, strict=False))
+    if who in launchers:
+        stdout = launchers[who].stdout
+        assert stdout is not None
+        stdout.close()  # who reads the log often dies with the launcher
+    pids = {number: launcher.pid for number, launcher in launchers.items()} | ranks
+    os.kill(pids[who], number)
     return ranks
 
 
-def _signal_each(jobs: dict[tuple[int, int], Job]) -> dict[tuple[int, int], dict[int, int]]:
+def _signal_each(jobs: dict[Case, Job]) -> dict[Case, dict[int, int]]:
     """Signal each job as soon as it trains, since another may take long to start. Returns their ranks' pids."""
-    ranks: dict[tuple[int, int], dict[int, int]] = {}
+    ranks: dict[Case, dict[int, int]] = {}
 
     def all_signalled() -> bool:
-        ranks.update({case: _signal(job, *case) for case, job in jobs.items() if case not in ranks and _trains(job)})
+        trains = {case: job for case, job in jobs.items() if case not in ranks and _trains(job)}
+        ranks.update({case: _signal(job, case.who, case.number) for case, job in trains.items()})
         return len(ranks) == len(jobs)
 
     _until(all_signalled, f"training of {', '.join(str(job.folder) for job in jobs.values())}")
@@ -120,17 +148,18 @@ def _signal_each(jobs: dict[tuple[int, int], Job]) -> dict[tuple[int, int], dict
 
 
 def _end(job: Job, ranks: dict[int, int]) -> Ended:
-    launcher = job.launcher
     try:
-        _until(lambda: launcher.poll() is not None, "end of the launcher")
+        _until(lambda: all(launcher.poll() is not None for launcher in job.launchers), "end of the launchers")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
     finally:
-        for pid in (launcher.pid, *ranks.values()):
+        for pid in (*(launcher.pid for launcher in job.launchers), *ranks.values()):
             if process_start(pid):
                 os.kill(pid, signal.SIGKILL)
-        if launcher.stdout is not None:
-            launcher.stdout.close()
-    return Ended(launcher.wait(), json.loads((job.folder / "run/status.json").read_text()), job.folder)
+        for launcher in job.launchers:
+            if launcher.stdout is not None:
+                launcher.stdout.close()
+    exit_statuses = [launcher.wait() for launcher in job.launchers]
+    return Ended(exit_statuses, json.loads((job.folder / "run/status.json").read_text()), job.folder)
 
 
 def _saved(folder: Path) -> int:
@@ -146,29 +175,28 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory, data) -> dict[tuple[int, int], Ended]:
+def ended(tmp_path_factory, data) -> dict[Case, Ended]:
     base = tmp_path_factory.mktemp("jobs")
     cases, results = [*ASKED, *KILLED], {}
     for first in range(0, len(cases), 2):  # two at a time
         jobs = {}
         for case in cases[first : first + 2]:
-            folder = base / f"{case[0]} {case[1]}"
+            asked = case in ASKED
             # Who is killed does not go on, and so may have more to do than it ever will.
-            jobs[case] = (
-                _start(SCRIPT, _config(folder, data)) if case in ASKED else _start(LAUNCH, _config(folder, data, 10**6))
-            )
+            config = _config(base / str(case), data, STEPS if asked else 10**6)
+            jobs[case] = _start(config, case.nodes, by_script=asked)
         ranks = _signal_each(jobs)
         results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
     return results
 
 
-@pytest.mark.parametrize(("who", "number"), ASKED)
-def test_a_signal_to_the_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, who: int, number: int) -> None:
-    end = ended[who, number]
+@pytest.mark.parametrize("case", ASKED, ids=str)
+def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, case: Case) -> None:
+    end = ended[case]
     errors = (end.folder / "stderr.txt").read_text()
-    assert end.exit_status == 75, errors
+    assert end.exit_statuses == [75] * case.nodes, errors
     assert (end.status["state"], end.status["exit_status"]) == ("preempted", 75)
-    said = f"asked to leave ({signal.Signals(number).name}): ended after update {end.status['update']} of "
+    said = f"asked to leave ({case.number.name}): ended after update {end.status['update']} of "
     assert end.status["reason"].startswith(said)
     assert errors.count(said) == 1
     assert _saved(end.folder) == end.status["update"] < STEPS
@@ -176,28 +204,29 @@ def test_a_signal_to_the_launcher_or_to_a_rank_ends_the_run_in_good_order(ended,
     assert names == {"checkpoints", "config.toml", "metrics.jsonl", "status.json"}
 
 
-@pytest.mark.parametrize(("who", "number"), ASKED)
-def test_the_same_command_goes_on_as_if_nobody_had_asked(
-    ended, tmp_path, data, run_ranks, who: int, number: int
-) -> None:
-    folder = ended[who, number].folder
-    again = _start(SCRIPT, _config(folder, data))
-    said, _ = again.launcher.communicate(timeout=DEADLINE_S)
-    assert again.launcher.returncode == 0, (folder / "stderr.txt").read_text()
-    assert f"after update {ended[who, number].status['update']}\n" in said
+@pytest.mark.parametrize("case", ASKED, ids=str)
+def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case: Case) -> None:
+    folder = ended[case].folder
+    again = _start(_config(folder, data), case.nodes, by_script=True)
+    said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
+    errors = (folder / "stderr.txt").read_text()
+    assert [launcher.returncode for launcher in again.launchers] == [0] * case.nodes, errors
+    assert f"after update {ended[case].status['update']}\n" in said
     run_ranks(run_on_ranks, 2, _config(tmp_path / "whole", data))
     assert differences(end_of(folder), end_of(tmp_path / "whole")) == []
     weights = [(path / "run/weights.safetensors").read_bytes() for path in (folder, tmp_path / "whole")]
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize(("who", "number"), KILLED)
-def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, who: int, number: int) -> None:
-    end = ended[who, number]
-    if who == LAUNCHER:
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended, case: Case) -> None:
+    end = ended[case]
+    if case.who < 0:
         assert end.status["state"] == "preempted"
         assert end.status["reason"].startswith("asked to leave (a launcher died): ended after update ")
         assert _saved(end.folder) == end.status["update"]
+        assert sorted(end.exit_statuses) == [-signal.SIGKILL, 75][: case.nodes]
     else:
-        assert (end.exit_status, end.status["state"], end.status["exit_status"]) == (1, "failed", 1)
-        assert f"rank {who} died; rank {1 - who} was in " in end.status["reason"]
+        assert (end.status["state"], end.status["exit_status"]) == ("failed", 1)
+        assert end.exit_statuses == [1] * case.nodes
+        assert f"rank {case.who} died; rank {1 - case.who} was in " in end.status["reason"]

@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megamix.train import launch as launcher
+from megamix.train import rendezvous
 from megamix.train.launch import launch
 from megamix.train.processes import children_of
 from megamix.train.signals import SHUTDOWN_VARIABLE
@@ -43,12 +44,12 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
         failures[0].timestamp, failures[1].timestamp = 2, 1
         raise ChildFailedError("megamix", failures)
 
-    monkeypatch.setattr(torch.distributed.run, "main", fail)
+    monkeypatch.setattr(rendezvous, "torchrun", fail)
     assert launch(["--standalone", "job"]) == status
 
 
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: None)
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: None)
     assert launch([]) == 0
 
 
@@ -62,7 +63,7 @@ def test_torchrun_and_its_ranks_are_told_the_time_to_save_where_there_is_more_th
     if own is not None:
         monkeypatch.setenv(SHUTDOWN_VARIABLE, own)
     seen: list[str] = []
-    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: seen.append(os.environ[SHUTDOWN_VARIABLE]))
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: seen.append(os.environ[SHUTDOWN_VARIABLE]))
     parser = SimpleNamespace(format_help=lambda: options)
     monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: parser)
     launch([])
@@ -73,7 +74,7 @@ def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:
     def interrupt(arguments: list[str]) -> None:
         raise SignalException("asked", signal.SIGTERM)
 
-    monkeypatch.setattr(torch.distributed.run, "main", interrupt)
+    monkeypatch.setattr(rendezvous, "torchrun", interrupt)
     assert launch([]) == 75
 
 
@@ -88,7 +89,7 @@ def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> Non
             os.kill(os.getpid(), signal.SIGUSR1)
             assert rank.wait(10) == 75
 
-    monkeypatch.setattr(torch.distributed.run, "main", train)
+    monkeypatch.setattr(rendezvous, "torchrun", train)
     assert launch([]) == 0
 
 
@@ -99,7 +100,7 @@ def test_the_ranks_are_the_launcher_s_children() -> None:
 
 
 def test_sigusr1_before_there_are_ranks_ends_the_launcher(monkeypatch) -> None:
-    monkeypatch.setattr(torch.distributed.run, "main", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
     monkeypatch.setattr(launcher, "children_of", lambda pid: [])
     with pytest.raises(SystemExit) as left:
         launch([])

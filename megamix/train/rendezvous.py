@@ -1,0 +1,119 @@
+"""Where the ranks of one machine meet: in a store of the launcher's that only this machine reaches.
+
+torchrun's own way, `--standalone` and the backend c10d, unpickles what lies in a store without a password that listens
+on every interface: who writes to it runs code as the job's owner. Here the store listens on loopback, and torchrun
+reads nothing from it but JSON and counts. Many machines meet by torchrun's static rendezvous, which unpickles nothing
+either. docs/security.md says what is left to trust.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from collections.abc import MutableMapping
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
+
+_LOOPBACK = "127.0.0.1"
+_ANY_PORT = "localhost:0"  # the endpoint that --standalone has
+# Without them Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL takes a name without "="
+# for the beginning of one.
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """torchrun's part in it: one machine, whose agent holds the store for as long as there are ranks."""
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # else the first rank opens one of its own, on every interface
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        keep_to_loopback(os.environ)  # which the ranks inherit
+        store = loopback_store()
+        agents = PrefixStore("agent", store)  # apart from the ranks' keys
+        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """What torchrun's registry calls. Raises: ValueError for more than one machine, or a place to meet at."""
+    if params.max_nodes > 1:
+        raise ValueError(
+            f"--nnodes: got {params.max_nodes}, the rendezvous {BACKEND!r} is for the ranks of one machine; leave "
+            "--rdzv-backend out, and give --node-rank, --master-addr and --master-port"
+        )
+    if params.endpoint not in ("", _ANY_PORT):
+        raise ValueError(
+            f"--rdzv-endpoint: got {params.endpoint}, the rendezvous {BACKEND!r} takes a free port of {_LOOPBACK}; "
+            "leave it out"
+        )
+    return LoopbackRendezvous(params.run_id)
+
+
+def handler_creator() -> RendezvousHandlerCreator:
+    """What the entry point `torchrun.handlers` names."""
+    return create_handler
+
+
+def torchrun(arguments: list[str]) -> None:
+    """torchrun's main, with ours where it would take c10d by itself: with --standalone, and for one machine of which
+    nothing else is said.
+    """
+    # Not above: a torchrun by hand, that finds this module by its entry point, is half imported by then.
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
+
+    rendezvous_handler_registry.register(BACKEND, create_handler)
+    args = get_args_parser().parse_args(arguments)
+    nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+    if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):
+        args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
+    record(run)(args)
+
+
+def loopback_store() -> TCPStore:
+    """A store that only this machine reaches. Told the host alone, TCPStore would listen on every interface."""
+    with socket.create_server((_LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(minutes=5),
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+
+def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
+    """Let ranks of one machine listen on its loopback alone, unless their user has chosen interfaces."""
+    for variable, interface in _INTERFACES.items():
+        environment.setdefault(variable, interface)

@@ -1,0 +1,113 @@
+"""The ranks of one machine meet in a store that only this machine reaches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.run
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from megamix.train.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
+from tests.network import listening
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def _parameters(endpoint: str = "", nodes: int = 1) -> RendezvousParameters:
+    return RendezvousParameters(BACKEND, endpoint, "id", nodes, nodes)
+
+
+@pytest.fixture(autouse=True)
+def _no_interfaces_named(monkeypatch) -> None:
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "")  # so that it comes back as it was
+        monkeypatch.delenv(variable)
+
+
+def test_the_agent_s_store_listens_on_loopback_and_its_ranks_do() -> None:
+    before = listening(os.getpid())
+    met = create_handler(_parameters()).next_rendezvous()
+    where = met.bootstrap_store_info
+    assert where is not None
+    assert listening(os.getpid()) - before == {(where.master_addr, where.master_port)}
+    assert where.master_addr == "127.0.0.1"
+    assert (met.rank, met.world_size) == (0, 1)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_ranks_that_are_started_again_find_nothing_of_those_before() -> None:
+    handler = create_handler(_parameters())
+    first = handler.next_rendezvous()
+    first.store.set("key", "value")
+    again = handler.next_rendezvous()
+    assert not again.store.check(["key"])
+
+
+def test_who_names_interfaces_gets_them() -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "eth1"}
+    keep_to_loopback(environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "want"),
+    [
+        (_parameters(nodes=2), "--nnodes: got 2, .* is for the ranks of one machine; leave --rdzv-backend out"),
+        (_parameters("node0:29500"), "--rdzv-endpoint: got node0:29500, .* takes a free port of 127.0.0.1"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(parameters: RendezvousParameters, want: str) -> None:
+    with pytest.raises(ValueError, match=want):
+        create_handler(parameters)
+
+
+def test_torchrun_by_hand_finds_it_by_name(tmp_path: Path) -> None:
+    groups = tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"]
+    installed = tmp_path / "installed_by_hand-1.dist-info"  # what an install of ours would leave
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: installed_by_hand\nVersion: 1\n")
+    lines = [f"[{group}]\n{name} = {value}\n" for group, names in groups.items() for name, value in names.items()]
+    (installed / "entry_points.txt").write_text("".join(lines))
+    program = "from torch.distributed.run import main; main()"  # as torchrun's own: the name is half imported by then
+    by_hand = [sys.executable, "-c", program, f"--rdzv-backend={BACKEND}", "--no-python", "env"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tmp_path, PYPROJECT.parent]))}
+    done = subprocess.run(by_hand, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"MASTER_ADDR=127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE=True", "GLOO_SOCKET_IFNAME=lo"} <= {
+        *done.stdout.splitlines()
+    }
+
+
+MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=4711"]
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [
+        ([], BACKEND),
+        (["--standalone"], BACKEND),
+        (["--nnodes=1:1", "--standalone"], BACKEND),
+        (MANY, "static"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # who asks for it gets it
+    ],
+)
+def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: list[str], backend: str) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.distributed.run, "run", seen.append)
+    torchrun([*options, "job", "--standalone"])
+    (args,) = seen
+    assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
+
+
+def _interfaces() -> tuple[str | None, set[str]]:
+    return os.environ.get("GLOO_SOCKET_IFNAME"), {address for address, _ in listening(os.getpid())}
+
+
+def test_ranks_of_verify_and_of_these_tests_keep_to_loopback(run_ranks) -> None:
+    assert run_ranks(_interfaces, 2) == [("lo", {"127.0.0.1"})] * 2
