@@ -52,8 +52,8 @@ def run_job(config: Config) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
     Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
-    saved if the data were changed under it; ConfigError if
-    another job holds the run's folder, or the ranks were not started alike.
+    saved if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not
+    started alike.
     """
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
     device = local_device()

@@ -162,7 +162,7 @@ class Watchdog:
                 lines = [f"{_names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
                 verdict = Verdict("\n".join(lines), missing)
             elif isinstance(error, DataError):
-                verdict = Verdict(f"rank {roll.rank} {where}: {error}", [], WRONG_INPUT)
+                verdict = Verdict(f"rank {roll.rank}, attempt {place.attempt}: {error}", [], WRONG_INPUT)
             else:
                 verdict = Verdict(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
             verdict = roll.decide(verdict)
