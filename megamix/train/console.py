@@ -1,8 +1,28 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
+import os
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line at once: whoever follows a log file waits for it. Where nobody reads any more, since the reader has
+    died or the terminal is closed, it is lost: that must not end a run that can still save.
+    """
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
+def drop_unwritten() -> None:
+    """Before the end of a process: what nobody can read any more is forgotten. Python would try to write it once more,
+    and end with 120 instead of the exit status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Console:
@@ -14,19 +34,21 @@ class Console:
 
     def line(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.write(text)
+            with suppress(OSError):
+                self._bar.write(text)
         elif self._speaks:
-            with suppress(BrokenPipeError):  # whoever read this has died; that must not end a run that can still save
-                print(text, flush=True)  # at once: whoever follows a log file waits for this line
+            say(text)
 
     def advance(self, steps: int = 1) -> None:
         """Steps have ended."""
         if self._bar is not None:
-            self._bar.update(steps)
+            with suppress(OSError):
+                self._bar.update(steps)
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.close()
 
 
 def _progress_bar(steps: int) -> Any:
