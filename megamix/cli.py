@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verbs
+from megamix.train.console import drop_unwritten, say
 from megamix.train.status import EndedEarlyError
 
 
@@ -23,12 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         # Every rank of a distributed run finds the same mistake; one of them says so.
         if os.environ.get("RANK", "0") == "0":
-            print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
+            say(f"megamix {arguments.verb}: {error}", sys.stderr)
         return 2
     except EndedEarlyError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"megamix {arguments.verb}: {error}", file=sys.stderr)
+            say(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status
+    finally:
+        if arguments.verb == "train":  # whose exit status decides whether it is started again
+            drop_unwritten()
     return status or 0
 
 

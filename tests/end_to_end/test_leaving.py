@@ -30,11 +30,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ["launch/pretrain.sh"]
 LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
 
-LAUNCHER = -1  # beside the numbers of ranks
+LAUNCHER, TWICE, ALL = -1, -2, -3  # beside the numbers of ranks: the launcher, once or twice; it and its ranks
 ASKED = [(who, number) for who in (LAUNCHER, 1) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)]
+# A shell and the system may both tell of a terminal that was closed.
+ASKED += [(who, number) for who in (LAUNCHER, TWICE, ALL, 0, 1) for number in (signal.SIGHUP, signal.SIGQUIT)]
 KILLED = [(LAUNCHER, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGKILL)]
 if not FULL:
-    ASKED, KILLED = [(LAUNCHER, signal.SIGTERM)], [(LAUNCHER, signal.SIGKILL)]
+    ASKED, KILLED = [(TWICE, signal.SIGHUP)], [(LAUNCHER, signal.SIGKILL)]
 STEPS = 300  # some seconds: a signal comes long before their end
 
 
@@ -97,13 +99,15 @@ def _trains(job: Job) -> bool:
 
 
 def _signal(job: Job, who: int, number: int) -> dict[int, int]:
-    """Signal one process of a job that trains. Returns its ranks' pids."""
+    """Signal processes of a job that trains. Returns its ranks' pids."""
     launcher = job.launcher
     ranks = _ranks(launcher.pid)
     assert launcher.stdout is not None
-    if who == LAUNCHER:
+    if who < 0:
         launcher.stdout.close()  # who reads the log often dies with the launcher
-    os.kill({LAUNCHER: launcher.pid, **ranks}[who], number)
+    told = {LAUNCHER: [launcher.pid], TWICE: [launcher.pid] * 2, ALL: [launcher.pid, *ranks.values()]}
+    for pid in told[who] if who < 0 else [ranks[who]]:
+        os.kill(pid, number)
     return ranks
 
 
