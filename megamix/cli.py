@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verbs
-from megamix.train.console import say
+from megamix.train.console import drop_unwritten, say
 from megamix.train.status import EndedEarlyError
 
 
@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             say(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status
+    finally:
+        if arguments.verb == "train":  # whose exit status decides whether it is started again
+            drop_unwritten()
     return status or 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from tests.ranks import RankPools
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,25 @@ from pathlib import Path
 from typing import Any, TextIO
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line at once: whoever follows a log file waits for it. Where nobody reads any more, since the reader has
+    died or the terminal is closed, it is lost: that must not end a run that can still save.
+    """
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
+def drop_unwritten() -> None:
+    """Before the end of a process: what nobody can read any more is forgotten. Python would try to write it once more,
+    and end with 120 instead of the exit status.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class Console:
     """Speaks on the first rank only. Raises no OSError: a dead reader, a terminal that is gone or a full disk must not
     end a run that can still save.
@@ -42,22 +61,6 @@ class Console:
         if self._bar is not None:
             with suppress(OSError):
                 self._bar.close()
-
-
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Print to stdout unless another stream is given; that nobody can hear it changes nothing."""
-    with suppress(OSError):
-        print(text, file=stream or sys.stdout, flush=True)  # at once: whoever follows a log file waits for this line
-
-
-def end_output() -> None:
-    """Write what a full disk or a dead reader has not taken, or forget it: Python would try again when it ends, and
-    turn the run's exit status into 120.
-    """
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _progress_bar(steps: int) -> Any:

@@ -1,68 +1,119 @@
 """`python -m megamix.train.launch`: torchrun with its own arguments, ending with the rank's exit status.
 
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
-whose node failed. And it dies of SIGUSR1, by which a scheduler announces the end of a job's time, leaving its ranks
-behind; here that signal goes on to the ranks, which then have as long as they need. Where the ranks of one machine
-meet, nobody else can run code in them.
+whose node failed. It dies of SIGUSR1, leaving its ranks behind, and of the third SIGTERM, whatever its ranks are still
+saving; it installs handlers where nohup had a signal ignored. Here the signals are ours: each goes on to the ranks, and
+how these end is how the launcher ends. Where the ranks of one machine meet,
+nobody else can run code in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import resource
+import select
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from megamix.train.console import drop_unwritten
 from megamix.train.processes import children_of
-from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE
+from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
 from megamix.train.status import PreemptedError
 
 PREEMPTED = PreemptedError().exit_status
-# After SIGTERM torchrun lets its ranks live for 30 s, which may be less than a save takes. Who sent the signal ends
-# this process whenever its own patience is over, and the ranks end a hang by themselves.
+# torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its
+# own patience is over, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
-TORCHRUN_SHUTDOWN_S = 30
+# torchrun must be left one signal at least. This one ends a process that knows nothing of it, torchrun or not.
+_LEFT_TO_TORCHRUN = "SIGUSR2"
 
 
 def launch(arguments: list[str]) -> int:
     """Start the ranks and wait.
 
     Returns 0, the exit status of the first rank that failed (1 for a signal that nobody asked for), or that of a run
-    that was asked to leave.
+    that was asked to leave, if its ranks died of being asked or had no time.
     """
-    signal.signal(signal.SIGUSR1, lambda number, frame: _pass_on(number))
-    # Below the handler: importing takes seconds.
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser
+    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
+    request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
+    with _passed_on(request):
+        # Below the handlers: importing takes seconds.
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from megamix.train.rendezvous import torchrun
+        from megamix.train.rendezvous import torchrun
 
-    # Told by the environment, so that the ranks know it, too: a save that takes longer must not begin.
-    if "--shutdown-timeout" in get_args_parser().format_help():
-        os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))
-    else:  # as in torch 2.11, which has no such option and reads no such variable
-        os.environ[SHUTDOWN_VARIABLE] = str(TORCHRUN_SHUTDOWN_S)
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        status: int = error.get_first_failure()[1].exitcode
-        # A rank that dies of the request itself was still starting: nothing is lost.
-        return PREEMPTED if -status in NOTED else max(status, 1)
-    except SignalException:  # torchrun has passed it on, and has waited for the ranks
-        return PREEMPTED
+        try:
+            torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
+        except ChildFailedError as error:
+            status: int = error.get_first_failure()[1].exitcode
+            # A rank that dies of the request itself was still starting: nothing is lost.
+            return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
     return 0
 
 
-def _pass_on(number: int) -> None:
-    """Send a signal to the ranks; without any there is no run to end, and the launcher leaves."""
+@contextmanager
+def _passed_on(request: LeaveRequest) -> Iterator[None]:
+    """Until the end of the block each signal goes on to the ranks, at once: by a thread that the system wakes, since
+    the main one may wait within torch for minutes, for another node say, where Python runs no handler.
+    """
+    wake, woken = os.pipe()[::-1]
+    os.set_blocking(wake, False)
+    before_fd = signal.set_wakeup_fd(wake)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in noted_signals()}
+    thread = threading.Thread(target=_pass_on, args=(woken, request, _faults_of_the_ended()), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(before_fd)
+        os.close(wake)  # which ends the thread
+        thread.join()
+        os.close(woken)
+
+
+def _pass_on(woken: int, request: LeaveRequest, faults: int) -> None:
+    """Send each signal that `woken` tells of to the ranks, and kill them when the request's time is over.
+
+    Without ranks there is no run to end, and the launcher leaves, unless they have ended: then it is about to say how.
+    """
+    while True:
+        left_s = request.left_s()
+        readable, _, _ = select.select([woken], [], [], None if math.isinf(left_s) else max(0.1, left_s))
+        if not readable:
+            _send(signal.SIGKILL)
+            continue
+        told = os.read(woken, 64)
+        if not told:
+            return
+        for number in told:
+            if number in NOTED:  # and not one for which torchrun, or Python, has a handler
+                request.ask(number)
+                if not _send(number) and _faults_of_the_ended() == faults:
+                    os._exit(PREEMPTED)
+
+
+def _send(number: int) -> bool:
+    """Returns whether there was a rank to send it to."""
     ranks = children_of(os.getpid())
-    if not ranks:
-        sys.exit(PREEMPTED)
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):  # it has ended in this very moment
             os.kill(rank, number)
+    return bool(ranks)
+
+
+def _faults_of_the_ended() -> int:
+    """Page faults of the children that have ended: not what it was as soon as another one has."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:]))
+    exit_status = launch(sys.argv[1:])
+    drop_unwritten()
+    sys.exit(exit_status)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import socket
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field, TypeAdapter, ValidationError
 from torch._C._distributed_c10d import Store
 
-from megamix.train.processes import process, process_start
+from megamix.train.processes import Siblings, process, process_start
+
+_LONGEST = 10_000  # characters of a verdict
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # a terminal shows these as they are
 
 
 class Place(NamedTuple):
@@ -25,15 +30,22 @@ class Place(NamedTuple):
 class Sign(NamedTuple):
     """A rank's last sign of life."""
 
-    beat: int
-    idle_s: float  # since its main thread was last seen to move
-    spans: int
-    doing: str
-    attempt: int
-    written: int
-    host: str
-    pid: int
-    start: str
+    beat: _Count
+    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # since its main thread was last seen to move
+    spans: _Count
+    doing: _Words
+    attempt: _Count
+    written: _Count
+    host: _Words
+    pid: Annotated[int, Field(gt=1, le=2**22)]  # the system's largest; 0 and below would be a group, or all there are
+    start: _Words
+
+    @staticmethod
+    def read(value: bytes) -> Sign | None:
+        """What a rank has written; None for anything else, for others can write to the store, too."""
+        with contextlib.suppress(ValidationError):
+            return _SIGN.validate_json(value, strict=True)
+        return None
 
     def __str__(self) -> str:
         return f"{self.doing}, attempt {self.attempt} (pid {self.pid} on {self.host})"
@@ -55,7 +67,24 @@ class Verdict(NamedTuple):
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
-    exit_status: int = 1  # of all ranks
+    exit_status: Literal[1, 2] = 1  # of all ranks
+
+    @staticmethod
+    def read(value: bytes, size: int) -> Verdict | None:
+        """As a rank has written it; None for what none of `size` ranks writes."""
+        with contextlib.suppress(ValidationError):
+            verdict = _VERDICT.validate_json(value, strict=True)
+            if set(verdict.missing) < set(range(size)):
+                return verdict.fit()
+        return None
+
+    def fit(self) -> Verdict:
+        """For a terminal: the words of an error, or of somebody else's store, may hold anything."""
+        text = "".join(each if each.isprintable() or each == "\n" else "?" for each in self.text[:_LONGEST])
+        return self._replace(text=text)
+
+
+_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Verdict)
 
 
 class RollCall:
@@ -68,6 +97,7 @@ class RollCall:
     def __init__(self, store: Store, rank: int, size: int):
         self.rank, self.size = rank, size
         self._store = store
+        self.siblings = Siblings()
         self._beat = 0
         self._me = (socket.gethostname(), os.getpid(), process_start(os.getpid()))
 
@@ -78,17 +108,18 @@ class RollCall:
     def signs(self) -> dict[int, Sign]:
         """By rank; without those that have given none so far."""
         given = [rank for rank in range(self.size) if self._store.check([f"rank {rank}"])]
-        return {rank: Sign(*json.loads(self._store.get(f"rank {rank}"))) for rank in given}
+        signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
+        return {rank: sign for rank, sign in signs.items() if sign is not None}
 
     def verdict(self) -> Verdict | None:
-        return Verdict(*json.loads(self._store.get("verdict"))) if self._store.check(["verdict"]) else None
+        return Verdict.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
 
     def decide(self, verdict: Verdict) -> Verdict:
         """The first verdict is everybody's: returns that one."""
-        return Verdict(*json.loads(self._store.compare_set("verdict", "", json.dumps(verdict))))
+        verdict = verdict.fit()
+        return Verdict.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
 
-
-def end_here(sign: Sign) -> None:
-    """Kill a rank of this host: a stopped process notices nothing, and would keep its memory and its GPU."""
-    if sign.is_here and process_start(sign.pid) == sign.start:
-        os.kill(sign.pid, signal.SIGKILL)
+    def end(self, sign: Sign) -> None:
+        """Kill a rank of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""
+        if sign.is_here:
+            self.siblings.end(sign.pid)

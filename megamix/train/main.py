@@ -3,7 +3,6 @@
 import os
 
 from megamix.config import Config, ConfigError
-from megamix.train.console import end_output
 from megamix.train.preflight import job_problems
 
 
@@ -19,7 +18,4 @@ def run(config: Config) -> None:
     check(config)
     from megamix.train.job import run_job
 
-    try:
-        run_job(config)
-    finally:
-        end_output()
+    run_job(config)

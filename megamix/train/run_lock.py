@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError
 from megamix.data.durable import open_own, read_own, sync_file
-from megamix.train.processes import process_start
+from megamix.train.processes import process, process_start
 
 LOCK = "run.lock"
 STALE_S = 60.0  # without a touch, before a lock of another host counts as left behind
@@ -104,6 +104,9 @@ def _refusal(folder: Path, holder: dict[str, str]) -> str:
     who = "by a job that has not yet written its name"
     if holder:
         who = f"by pid {holder['pid']} on {holder['host']} since {holder['since']}"
+        here = process(int(holder["pid"])) if holder["host"] == socket.gethostname() else None
+        if here is not None and (here.start, here.state) == (holder["start"], "T"):
+            who += ", which is stopped: kill -CONT lets it go on"
     return f"checkpoint.folder: {folder} is in use {who}; end that job first, or write another folder"
 
 

@@ -1,4 +1,4 @@
-"""Being asked to leave: SIGTERM, SIGINT and SIGUSR1 are only noted, and training ends at its next update.
+"""Being asked to leave: the signals by which that is said are only noted, and training ends at its next update.
 
 A handler must not do more: it may run in the middle of anything, a save included.
 """
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# SIGHUP: the terminal was closed, or the connection to it was lost. SIGQUIT: Ctrl-\\; it dumps no core here.
+_PRESSING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # who sends one does not wait for ever
+NOTED = (*_PRESSING, signal.SIGUSR1)
 PARENT_DIED, SAVE_FAILED = 256, 257  # reasons beside the signals' numbers
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's name; our launcher sets it
 
@@ -21,7 +23,7 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torchrun's name; our lau
 class LeaveRequest:
     """Whether this rank was asked to leave, and why: 0, a signal's number, or a reason of ours. The first one stays.
 
-    `shutdown_s`: how long after SIGTERM or SIGINT the launcher kills its ranks; inf: never.
+    `shutdown_s`: how long after any signal but SIGUSR1 the launcher kills its ranks; inf: never.
     """
 
     def __init__(self, shutdown_s: float = math.inf, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -31,7 +33,7 @@ class LeaveRequest:
 
     def ask(self, reason: int) -> None:
         self.reason = self.reason or reason
-        if reason in (signal.SIGTERM, signal.SIGINT):  # also after SIGUSR1, for which nobody is killed
+        if reason in _PRESSING:  # also after SIGUSR1, for which nobody is killed
             self._end_s = min(self._end_s, self._now_s() + self._shutdown_s)
 
     def left_s(self) -> float:
@@ -42,6 +44,11 @@ class LeaveRequest:
 def shutdown_s(launched: bool) -> float:
     """How long a launcher, if there is one, waits after SIGTERM: 30 s unless it was told otherwise."""
     return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
+
+
+def noted_signals() -> list[signal.Signals]:
+    """Those to note in this process: not a SIGHUP that is ignored, as under nohup: such a run outlives its terminal."""
+    return [number for number in NOTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 @contextmanager
@@ -60,7 +67,7 @@ def signals_noted(shutdown_s: float = math.inf) -> Iterator[LeaveRequest]:
         if interrupts == 3:  # somebody sits at the terminal and has lost patience
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, note) for number in NOTED}
+    before = {number: signal.signal(number, note) for number in noted_signals()}
     try:
         yield request
     finally:

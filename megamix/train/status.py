@@ -25,7 +25,7 @@ State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
 EXIT_STATUS: dict[State, int | None] = {"running": None, "finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}
-WRONG_INPUT = 2  # also of a run that had begun, whose state is then `failed`
+WRONG_INPUT: Literal[2] = 2  # also of a run that had begun, whose state is then `failed`
 
 
 class EndedEarlyError(Exception):

@@ -5,6 +5,9 @@ neither. Here each rank has a thread that gives signs of life. A rank whose main
 looks who is silent, or else who is behind, and all ranks end with that verdict, each with its stacks in a file. As long
 as any rank moves, the others wait for it and nobody is hung: one that waits for its checkpoint moves with every chunk
 that the disk takes.
+
+Two threads: one looks at this process and its launcher; one talks through the store, where a call may take as long as
+the launcher that holds it is stopped, and a run that moves or ends must not suffer by that.
 """
 
 from __future__ import annotations
@@ -19,17 +22,21 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NoReturn
+from typing import IO
+
+from torch.distributed import DistNetworkError
 
 from megamix.config import ConfigError
 from megamix.data.durable import create_anew
 from megamix.data.steady_file import DataError
-from megamix.train.console import say
-from megamix.train.liveness import Place, RollCall, Sign, Verdict, end_here
+from megamix.train.console import drop_unwritten, say
+from megamix.train.liveness import Place, RollCall, Sign, Verdict
+from megamix.train.processes import Siblings
 from megamix.train.signals import PARENT_DIED, LeaveRequest
 from megamix.train.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
 
 _SHOWN = 8  # ranks in a verdict
+_GRACE_S = 2.0  # for what takes a moment, if all is well
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
 
 
@@ -54,17 +61,23 @@ class Watchdog:
         self._rank = roll.rank if roll is not None else 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
+        self._stopped_s: float | None = None  # since when ranks of a dead launcher are stopped
+        self._ended = ""  # which ranks were ended for that
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> Watchdog:
         if self._roll is not None:
             try:
                 self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
+                # Anew: a stopped rank of an earlier job may have it open still, and write.
                 self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
             except OSError as error:
                 say(f"megamix train: stacks of rank {self._rank} would go to stderr: {error}", sys.stderr)
             with contextlib.suppress(RuntimeError):
                 self._beat(self._roll)  # before anything can go wrong: the others know at least who we are
+            self._arm()
+            self._talker.start()
         self._thread.start()
         return self
 
@@ -73,10 +86,18 @@ class Watchdog:
     ) -> None:
         self._closing.set()
         self._thread.join()
+        if self._roll is not None:
+            # It takes longer only if it is stuck in the store, and then ends nothing any more.
+            self._talker.join(min(_GRACE_S, self._window_s))
         try:
             alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # on all ranks
             if not alike and isinstance(error, Exception) and self._roll is not None:
-                self._explain(error, self._roll)
+                with contextlib.suppress(OSError):
+                    traceback.print_exception(error, file=self._stacks or sys.stderr)
+                if self._ended:
+                    error.add_note(self._ended)
+                if not self._store_is_gone():
+                    self._explain(error, self._roll)
         finally:
             faulthandler.cancel_dump_traceback_later()
             if self._stacks is not None:
@@ -87,26 +108,56 @@ class Watchdog:
 
     def _watch(self) -> None:
         place = self.place()
-        suspicion: _Suspicion | None = None
-        self._arm()
         while not self._closing.wait(self._tick_s):
-            if self._launcher is not None and os.getppid() != self._launcher:
+            if self._is_orphan():
                 self._leave.ask(PARENT_DIED)
-            if self._roll is None:
-                continue
+                if self._roll is not None:
+                    self._end_stopped(self._roll.siblings)
             last, place = place, self.place()
             if place != last:
                 self._moved_s = self._since_s = time.monotonic()
-                suspicion = None
                 self._arm()
-            with contextlib.suppress(RuntimeError):  # the store is gone: the last resort holds
+
+    def _talk(self) -> None:
+        assert self._roll is not None
+        suspicion: _Suspicion | None = None
+        moved_s = self._moved_s
+        while not self._closing.wait(self._tick_s) and not self._store_is_gone():
+            if self._moved_s != moved_s:
+                suspicion, moved_s = None, self._moved_s
+            try:
                 suspicion = self._look(self._roll, suspicion)
+            except DistNetworkError:  # gone for good, and each further try would print a stack of C++
+                return
+            except RuntimeError:  # somebody took a key away; the last resort holds
+                continue
+
+    def _is_orphan(self) -> bool:
+        return self._launcher is not None and os.getppid() != self._launcher
+
+    def _store_is_gone(self) -> bool:
+        """With the only launcher, which held it. Of several, another one may have."""
+        return self._is_orphan() and os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+
+    def _end_stopped(self, siblings: Siblings) -> None:
+        """End the ranks of a dead launcher that stay stopped: nobody else would, and without them none can save."""
+        stopped = siblings.stopped()
+        if not stopped:
+            self._stopped_s = None
+            return
+        self._stopped_s = self._stopped_s or time.monotonic()
+        if time.monotonic() - self._stopped_s > min(_GRACE_S, self._window_s):
+            self._ended = f"a launcher died, and its rank with pid {', '.join(map(str, stopped))} is stopped: ended"
+            say(f"megamix train: {self._ended}", sys.stderr)
+            for pid in stopped:
+                siblings.end(pid)
 
     def _look(self, roll: RollCall, suspicion: _Suspicion | None) -> _Suspicion | None:
         """Give a sign, and end this process if that is decided or due. Returns the suspicion that is left."""
         self._beat(roll)
         if (verdict := roll.verdict()) is not None:
             self._end(verdict, roll)
+            return None
         if suspicion is None:
             return _Suspicion(roll) if self._stood_s() > self._timeout_s - self._window_s - self._tick_s else None
         # The age too: a process that was stopped itself finds the limit passed when it goes on.
@@ -120,6 +171,7 @@ class Watchdog:
         verdict = roll.decide(self._judge(missing, roll))
         say(f"megamix train: {verdict.text}", sys.stderr)
         self._end(verdict, roll)
+        return None
 
     def _beat(self, roll: RollCall) -> None:
         roll.beat(self.place(), time.monotonic() - self._moved_s)
@@ -149,8 +201,6 @@ class Watchdog:
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
         """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
-        with contextlib.suppress(OSError):
-            traceback.print_exception(error, file=self._stacks or sys.stderr)
         with contextlib.suppress(RuntimeError):
             # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []
@@ -180,17 +230,18 @@ class Watchdog:
             self._beat(roll)  # the others may be looking, too
         return missing or suspicion.missing()
 
-    def _end(self, verdict: Verdict, roll: RollCall) -> NoReturn:
+    def _end(self, verdict: Verdict, roll: RollCall) -> None:
         """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
+        if self._closing.is_set():  # it has come back, while this one was stuck in the store
+            return
         try:
             faulthandler.dump_traceback(file=self._stacks or sys.stderr)
             _end_missing(verdict, roll)
             if roll.rank == _speaker(verdict, roll):
                 self._status.write("failed", verdict.text, verdict.exit_status)
             if verdict.exit_status == WRONG_INPUT and roll.rank == 0:  # as the command line would
-                print(f"megamix train: {verdict.text}", file=sys.stderr)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                say(f"megamix train: {verdict.text}", sys.stderr)
+            drop_unwritten()
         finally:
             os._exit(verdict.exit_status)
 
@@ -226,7 +277,7 @@ class _Suspicion:
 def _end_missing(verdict: Verdict, roll: RollCall) -> None:
     for rank, sign in roll.signs().items():
         if rank in verdict.missing:
-            end_here(sign)
+            roll.end(sign)
 
 
 def _speaker(verdict: Verdict, roll: RollCall) -> int:

@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ["launch/pretrain.sh"]
 LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
 
-LAUNCHER, OTHER_LAUNCHER = -1, -2  # beside the numbers of ranks; the first one's store is where all meet
+# Beside the numbers of ranks: the launcher, the other node's (the first one's store is where all meet), the launcher
+# twice, it and its ranks.
+LAUNCHER, OTHER_LAUNCHER, TWICE, ALL = -1, -2, -3, -4
 
 
 class Case(NamedTuple):
@@ -40,16 +42,19 @@ class Case(NamedTuple):
     nodes: int  # two launchers with a rank each, or one with two
 
     def __str__(self) -> str:
-        who = {LAUNCHER: "launcher", OTHER_LAUNCHER: "other launcher"}.get(self.who, f"rank {self.who}")
-        return f"{self.number.name} to {who} of {self.nodes} node(s)"
+        names = {LAUNCHER: "launcher", OTHER_LAUNCHER: "other launcher", TWICE: "launcher twice", ALL: "all"}
+        return f"{self.number.name} to {names.get(self.who, f'rank {self.who}')} of {self.nodes} node(s)"
 
 
 WHO = {1: (LAUNCHER, 1), 2: (LAUNCHER, OTHER_LAUNCHER, 1)}
 SENT = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 ASKED = [Case(who, number, nodes) for nodes in WHO for who in WHO[nodes] for number in SENT]
+# A shell and the system may both tell of a terminal that was closed.
+GONE = (signal.SIGHUP, signal.SIGQUIT)
+ASKED += [Case(who, number, 1) for who in (LAUNCHER, TWICE, ALL, 0, 1) for number in GONE]
 KILLED = [Case(who, signal.SIGKILL, nodes) for nodes in WHO for who in (0, *WHO[nodes])]
 if not FULL:
-    ASKED, KILLED = [Case(LAUNCHER, signal.SIGTERM, 1)], [Case(LAUNCHER, signal.SIGKILL, 2)]
+    ASKED, KILLED = [Case(TWICE, signal.SIGHUP, 1)], [Case(LAUNCHER, signal.SIGKILL, 2)]
 STEPS = 300  # some seconds: a signal comes long before their end
 
 
@@ -122,15 +127,16 @@ def _trains(job: Job) -> bool:
 
 
 def _signal(job: Job, who: int, number: int) -> dict[int, int]:
-    """Signal one process of a job that trains. Returns its ranks' pids."""
+    """Signal processes of a job that trains. Returns its ranks' pids."""
     ranks = _ranks(job)
-    launchers = dict(zip((LAUNCHER, OTHER_LAUNCHER), job.launchers, strict=False))
-    if who in launchers:
-        stdout = launchers[who].stdout
+    pids = [launcher.pid for launcher in job.launchers]
+    if who < 0:
+        stdout = job.launchers[who == OTHER_LAUNCHER].stdout
         assert stdout is not None
         stdout.close()  # who reads the log often dies with the launcher
-    pids = {number: launcher.pid for number, launcher in launchers.items()} | ranks
-    os.kill(pids[who], number)
+    told = {LAUNCHER: pids[:1], OTHER_LAUNCHER: pids[1:], TWICE: pids[:1] * 2, ALL: [*pids, *ranks.values()]}
+    for pid in told[who] if who < 0 else [ranks[who]]:
+        os.kill(pid, number)
     return ranks
 
 

@@ -6,33 +6,32 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
-import torch.distributed.run
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megamix.train import launch as launcher
 from megamix.train import rendezvous
 from megamix.train.launch import launch
 from megamix.train.processes import children_of
-from megamix.train.signals import SHUTDOWN_VARIABLE
+from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE
+from tests.ranks import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)
-def _handler_and_environment_of_its_own(monkeypatch) -> Iterator[None]:
+def _handlers_and_environment_stay_as_they_were(monkeypatch) -> Iterator[None]:
     monkeypatch.setenv(SHUTDOWN_VARIABLE, "")  # so that it comes back as it was
     monkeypatch.delenv(SHUTDOWN_VARIABLE)
-    before = signal.getsignal(signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in NOTED]
     yield
-    signal.signal(signal.SIGUSR1, before)
+    assert [signal.getsignal(number) for number in NOTED] == before
 
 
-# -10, -15, -2: a rank that was still starting dies of the request to leave.
+# Below 0: a rank that was still starting dies of the request to leave.
 @pytest.mark.parametrize(
-    ("exit_code", "status"), [(3, 3), (2, 2), (1, 1), (-9, 1), (75, 75), (-10, 75), (-15, 75), (-2, 75)]
+    ("exit_code", "status"), [(3, 3), (2, 2), (1, 1), (-9, 1), (75, 75), *((-number, 75) for number in NOTED)]
 )
 def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, status: int) -> None:
     def fail(arguments: list[str]) -> None:
@@ -53,44 +52,50 @@ def test_ranks_that_end_well_end_well(monkeypatch) -> None:
     assert launch([]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "own", "told"),
-    [("--shutdown-timeout", None, "3600"), ("--shutdown-timeout", "7", "7"), ("", None, "30"), ("", "7", "30")],
-)
-def test_torchrun_and_its_ranks_are_told_the_time_to_save_where_there_is_more_than_30_s(
-    monkeypatch, options: str, own: str | None, told: str
-) -> None:
+@pytest.mark.parametrize(("own", "told"), [(None, "3600"), ("7", "7")])
+def test_ranks_are_told_the_time_to_save(monkeypatch, own: str | None, told: str) -> None:
     if own is not None:
         monkeypatch.setenv(SHUTDOWN_VARIABLE, own)
     seen: list[str] = []
     monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: seen.append(os.environ[SHUTDOWN_VARIABLE]))
-    parser = SimpleNamespace(format_help=lambda: options)
-    monkeypatch.setattr(torch.distributed.run, "get_args_parser", lambda: parser)
     launch([])
     assert seen == [told]
 
 
-def test_a_launcher_that_was_asked_to_leave_says_so(monkeypatch) -> None:
-    def interrupt(arguments: list[str]) -> None:
-        raise SignalException("asked", signal.SIGTERM)
+def _rank(program: str) -> subprocess.Popen[bytes]:
+    """A child of this process, which stands for the launcher; its handlers are in place."""
+    code = f"import signal, time; {program}; print(flush=True); time.sleep(60)"
+    rank = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert rank.stdout is not None
+    rank.stdout.readline()
+    rank.stdout.close()
+    return rank
 
-    monkeypatch.setattr(rendezvous, "torchrun", interrupt)
-    assert launch([]) == 75
 
-
-def test_sigusr1_goes_on_to_the_ranks_and_the_launcher_stays(monkeypatch) -> None:
+@pytest.mark.parametrize("number", NOTED)
+def test_a_signal_goes_on_to_the_ranks_and_how_they_end_is_how_the_launcher_ends(monkeypatch, number: int) -> None:
     def train(arguments: list[str]) -> None:
-        trap = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); print(flush=True); input()"
-        with subprocess.Popen([sys.executable, "-c", trap], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
-            assert rank.stdout is not None
-            rank.stdout.readline()  # its handler is in place
-            ended = 2**22 + 1  # in this very moment
-            monkeypatch.setattr(launcher, "children_of", lambda pid: [rank.pid, ended])
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert rank.wait(10) == 75
+        rank = _rank(f"import os; signal.signal({int(number)}, lambda *_: os._exit(0))")
+        for _ in range(3):  # torchrun ends at the third one, and leaves its ranks behind
+            os.kill(os.getpid(), number)
+        assert rank.wait(DEADLINE_S) == 0
+        os.kill(os.getpid(), number)  # while other nodes are waited for
 
     monkeypatch.setattr(rendezvous, "torchrun", train)
-    assert launch([]) == 0
+    assert launch([]) == 0  # it finished, although it was asked to leave
+
+
+def test_a_rank_that_does_not_leave_in_time_is_killed(monkeypatch) -> None:
+    def train(arguments: list[str]) -> None:
+        rank = _rank("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+        os.kill(os.getpid(), signal.SIGUSR1)  # for which nobody is killed
+        os.kill(os.getpid(), signal.SIGTERM)
+        failure = ProcessFailure(local_rank=0, pid=rank.pid, exitcode=rank.wait(DEADLINE_S), error_file="")
+        raise ChildFailedError("megamix", {0: failure})
+
+    monkeypatch.setenv(SHUTDOWN_VARIABLE, "1")
+    monkeypatch.setattr(rendezvous, "torchrun", train)
+    assert launch([]) == 75
 
 
 def test_the_ranks_are_the_launcher_s_children() -> None:
@@ -99,9 +104,29 @@ def test_the_ranks_are_the_launcher_s_children() -> None:
         assert os.getppid() not in children_of(os.getpid())
 
 
-def test_sigusr1_before_there_are_ranks_ends_the_launcher(monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: os.kill(os.getpid(), signal.SIGUSR1))
-    monkeypatch.setattr(launcher, "children_of", lambda pid: [])
-    with pytest.raises(SystemExit) as left:
-        launch([])
-    assert left.value.code == 75
+def _noted_by(pid: int) -> set[int]:
+    """The signals for which a process has handlers."""
+    (mask,) = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line]
+    return {number for number in NOTED if int(mask, 16) >> (number - 1) & 1}
+
+
+def _starting(*before: str) -> subprocess.Popen[bytes]:
+    """A launcher that has its handlers, and is importing torch."""
+    started = subprocess.Popen([*before, sys.executable, "-m", "megamix.train.launch", "--standalone", "nothing.py"])
+    end_s = time.monotonic() + DEADLINE_S
+    while signal.SIGUSR1 not in _noted_by(started.pid):
+        assert time.monotonic() < end_s
+    return started
+
+
+def test_before_there_are_ranks_a_signal_ends_the_launcher() -> None:
+    with _starting() as started:
+        assert _noted_by(started.pid) == set(NOTED)
+        started.terminate()
+        assert started.wait(DEADLINE_S) == 75
+
+
+def test_what_nohup_has_it_ignore_stays_ignored() -> None:
+    with _starting("nohup") as started:
+        assert _noted_by(started.pid) == {*NOTED} - {signal.SIGHUP}
+        started.kill()

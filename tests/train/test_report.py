@@ -162,7 +162,9 @@ def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
 
 
 def test_what_stdout_never_took_does_not_change_the_exit_status() -> None:
-    program = "from megamix.train.console import end_output, say; say('hello'); end_output(); raise SystemExit(3)"
+    program = (
+        "from megamix.train.console import drop_unwritten, say; say('hello'); drop_unwritten(); raise SystemExit(3)"
+    )
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (3, b"")

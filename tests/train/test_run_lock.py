@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,26 @@ def test_a_second_job_is_refused_with_the_holder_s_name(tmp_path) -> None:
     with run_lock(tmp_path, _no_line):  # the refusal has not touched the lock, and its end leaves nothing
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_that_is_stopped_is_said_to_be(tmp_path) -> None:
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    holder = context.Process(target=_hold, args=(tmp_path, theirs))
+    holder.start()
+    assert mine.recv() == "held"
+    assert holder.pid is not None
+    os.kill(holder.pid, signal.SIGSTOP)
+    os.waitpid(holder.pid, os.WUNTRACED)
+    with (
+        pytest.raises(
+            ConfigError, match=rf"pid {holder.pid} .*, which is stopped: kill -CONT lets it go on; end that job"
+        ),
+        run_lock(tmp_path, _no_line),
+    ):
+        pass
+    holder.kill()
+    holder.join()
 
 
 def test_of_two_that_start_at_once_one_is_refused(tmp_path) -> None:

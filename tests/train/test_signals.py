@@ -260,6 +260,13 @@ def test_only_what_the_launcher_kills_after_sets_a_limit() -> None:
     assert (leave.left_s(), leave.reason) == (20.0, signal.SIGUSR1)
 
 
+@pytest.mark.parametrize("number", [number for number in NOTED if number != signal.SIGUSR1])
+def test_whoever_sends_another_signal_than_sigusr1_does_not_wait_for_ever(number: signal.Signals) -> None:
+    leave = LeaveRequest(30.0, now_s=lambda: 1.0)
+    leave.ask(number)
+    assert leave.left_s() == 30.0
+
+
 def test_a_rank_waits_as_long_as_its_launcher_says(monkeypatch) -> None:
     monkeypatch.delenv(SHUTDOWN_VARIABLE, raising=False)
     assert (shutdown_s(launched=True), shutdown_s(launched=False)) == (30.0, math.inf)
@@ -284,12 +291,23 @@ def test_a_run_that_fails_says_why(tmp_path, data) -> None:
 def test_a_signal_is_only_noted_and_the_first_reason_stays() -> None:
     with signals_noted() as leave:
         assert leave.reason == 0
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert leave.reason == signal.SIGTERM
         leave.ask(PARENT_DIED)
         assert reason_words(leave.reason) == "SIGTERM"
     assert reason_words(PARENT_DIED) == "a launcher died"
+
+
+def test_a_sighup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_noted() as leave:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert leave.reason == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _interrupt_three_times() -> None:
