@@ -123,7 +123,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 def _trains(job: Job) -> bool:
     metrics = job.folder / "run/metrics.jsonl"
-    return metrics.exists() and "\n" in metrics.read_text()
+    return metrics.exists() and "train/loss" in metrics.read_text()
 
 
 def _signal(job: Job, who: int, number: int) -> dict[int, int]:

@@ -109,11 +109,13 @@ def _fails(disk: BrokenDisk, faults: dict[int, str | None], room: int = 0) -> Ca
 def test_a_disk_that_fails_for_a_while_costs_no_row(tmp_path, data, whole, faults: tuple[str], trial: int) -> None:
     rng = random.Random(trial)
     at = sorted(rng.sample(range(STEPS + 1), 2 * len(faults)))
+    if len(faults) == 1:  # so long that rows come in it and a save, which needs a new file
+        at = [start := rng.randrange(5), start + 6]
     changes = dict(zip(at, [change for fault in faults for change in (fault, None)], strict=True))
     with broken_disk(tmp_path / "run") as disk:
         config = _config(tmp_path, data, metrics={"tensorboard": True})
         _run(config, _fails(disk, changes, room=rng.randrange(300)))
-        assert disk.refused or MANY  # a short fault, or one without a new file, may meet no write
+        assert disk.refused
     assert differences(_all_of(tmp_path), whole) == []
     assert _status(tmp_path)["state"] == "finished"
 
