@@ -205,7 +205,7 @@ def test_an_older_effective_configuration_and_a_newer_one_say_the_same() -> None
     without = before.replace('packing = "none"\n', "")
     assert without != before
     assert effective_tables(without) == effective_tables(before)  # older than a key
-    for text, name in (("x = 1", "x is no table"), ("[model", "Expected")):
+    for text, name in (("x = 1", "x, which is no table"), ("[model", "Expected")):
         with pytest.raises(ValueError, match=name):
             effective_tables(text)
 

@@ -52,7 +52,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         run["config"] = effective_tables(manifest.run.config)
     except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: its configuration: {error}") from None
+        raise ValueError(f"{checkpoint.path}: its configuration {error}") from None
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
     return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}

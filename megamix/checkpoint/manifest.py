@@ -66,7 +66,7 @@ class RunRecord(Record):
         try:
             return toml_tables(self.config)
         except ValueError as error:
-            raise ValueError(f"its configuration: {error}") from None
+            raise ValueError(f"its configuration {error}") from None
 
 
 class Manifest(Record):

@@ -10,7 +10,7 @@ from megamix.config.checks import check_config, check_draft
 from megamix.config.files import Layer, read_layers
 from megamix.config.problems import ConfigError, dropped_line, explain, explain_unread, one_line, short
 from megamix.config.sections import SECTIONS, Config
-from megamix.config.toml_text import MOST_LEVELS, parse_toml, parse_value
+from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
 from megamix.config.unread import Unread, is_default, is_set, part_read, with_defaults
 
 Tree = dict[str, Any]
@@ -46,12 +46,17 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
 def toml_tables(text: str) -> Tree:
     """A configuration as it was written, section by section.
 
-    Raises: ValueError if the text is no TOML, or not made of tables.
+    Raises: ValueError if the text is no TOML, or not made of tables; the message goes on with "the configuration".
     """
-    tables = parse_toml(text)
+    try:
+        tables = parse_toml(text)
+    except TooDeepError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"is no TOML: {error}") from None
     for name, keys in tables.items():
         if not isinstance(keys, dict):
-            raise ValueError(f"{one_line(name)} is no table")
+            raise ValueError(f"holds {one_line(name)}, which is no table")
     return tables
 
 
