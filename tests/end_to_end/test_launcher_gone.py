@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,6 @@ from tests.end_to_end import test_leaving as leaving
 from tests.train.jobs import tiny_job, write_data
 
 ALONE = [sys.executable, "-m", "megamix", "train"]
-NOHUP = [["nohup", *leaving.LAUNCH], ["nohup", *leaving.SCRIPT]]
 TERMINALS = [ALONE, leaving.LAUNCH]
 full_only = pytest.mark.skipif(not FULL, reason="--full: seconds of a real launcher; tests/train has its parts")
 
@@ -30,20 +30,21 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def _training(command: list[str], config: Config) -> tuple[leaving.Job, dict[int, int]]:
-    """A job that trains, and its ranks' pids."""
-    job = leaving._start(command, config)
+def _training(config: Config, **how: Any) -> tuple[leaving.Job, subprocess.Popen[str], dict[int, int]]:
+    """A job that trains, its launcher, and its ranks' pids."""
+    job = leaving._start(config, **how)
     leaving._until(lambda: leaving._trains(job), "training")
-    return job, leaving._ranks(job.launcher.pid)
+    return job, job.launchers[0], leaving._ranks(job)
 
 
-@pytest.mark.parametrize("command", NOHUP if FULL else NOHUP[:1], ids=lambda command: command[1])
-def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, command: list[str]) -> None:
-    job, ranks = _training(command, leaving._config(tmp_path / "job", data, 60))
-    for pid in (job.launcher.pid, *ranks.values()):
+@pytest.mark.parametrize("by_script", [False, True] if FULL else [False])
+def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script: bool) -> None:
+    config = leaving._config(tmp_path / "job", data, 60)
+    job, launcher, ranks = _training(config, by_script=by_script, before=["nohup"])
+    for pid in (launcher.pid, *ranks.values()):
         os.kill(pid, signal.SIGHUP)
     end = leaving._end(job, ranks)
-    assert (end.exit_status, end.status["state"], end.status["update"]) == (0, "finished", 60)
+    assert (end.exit_statuses, end.status["state"], end.status["update"]) == ([0], "finished", 60)
 
 
 @pytest.mark.parametrize("command", TERMINALS if FULL else TERMINALS[:1], ids=lambda command: command[2])
@@ -55,9 +56,9 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]
     os.set_blocking(terminal, False)
     # As a shell on a terminal, which the system tells when that is closed.
     command = ["setsid", "--ctty", *command, str(tmp_path / "job/job.toml")]
-    launcher = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, cwd=leaving.ROOT)
+    launcher = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, cwd=leaving.ROOT, text=True)
     os.close(end)
-    job, said = leaving.Job(tmp_path / "job", launcher), b""
+    job, said = leaving.Job(tmp_path / "job", [launcher]), b""
 
     def trains() -> bool:
         nonlocal said
@@ -82,21 +83,21 @@ def test_a_launcher_that_was_stopped_for_long_ends_as_its_run_did(tmp_path, data
         parallelism={"timeout_s": 10.0},
         metrics={"tensorboard": False, "log_interval": 20},
     )
-    job, ranks = _training(leaving.LAUNCH, config)
-    os.kill(job.launcher.pid, signal.SIGSTOP)
+    job, launcher, ranks = _training(config)
+    os.kill(launcher.pid, signal.SIGSTOP)
     leaving._until(lambda: not any(leaving.process_start(pid) for pid in ranks.values()), "end of the ranks")
-    os.kill(job.launcher.pid, signal.SIGCONT)
+    os.kill(launcher.pid, signal.SIGCONT)
     end = leaving._end(job, ranks)
-    assert (end.exit_status, end.status["state"]) == (0, "finished")
+    assert (end.exit_statuses, end.status["state"]) == ([0], "finished")
 
 
 @full_only
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_of_a_dead_launcher_is_ended_and_the_same_command_goes_on(tmp_path, data, victim: int) -> None:
     config = leaving._config(tmp_path / "job", data)
-    job, ranks = _training(leaving.LAUNCH, config)
+    job, launcher, ranks = _training(config)
     os.kill(ranks[victim], signal.SIGSTOP)
-    job.launcher.kill()
+    launcher.kill()
     end = leaving._end(job, ranks)
     ended = f"a launcher died, and its rank with pid {ranks[victim]} is stopped: ended"
     errors = (end.folder / "stderr.txt").read_text()
@@ -104,5 +105,5 @@ def test_a_stopped_rank_of_a_dead_launcher_is_ended_and_the_same_command_goes_on
     assert "frame #" not in errors  # a stack of C++
     if victim == 1:
         assert end.status["reason"].startswith(ended)
-    again, _ = _training(leaving.LAUNCH, config)
-    assert again.launcher.wait(leaving.DEADLINE_S) == 0, (end.folder / "stderr.txt").read_text()
+    _, again, _ = _training(config)
+    assert again.wait(leaving.DEADLINE_S) == 0, (end.folder / "stderr.txt").read_text()

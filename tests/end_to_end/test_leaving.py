@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +85,8 @@ def _config(folder: Path, data: Path, steps: int = STEPS) -> Config:
     )
 
 
-def _start(config: Config, nodes: int, *, by_script: bool) -> Job:
-    """For the first time, or again."""
+def _start(config: Config, nodes: int = 1, *, by_script: bool = False, before: Sequence[str] = ()) -> Job:
+    """For the first time, or again. `before`: in front of the command, such as nohup."""
     folder = Path(config.checkpoint.folder).parent
     folder.mkdir(exist_ok=True)
     (folder / "job.toml").write_text(config_to_toml(config))
@@ -102,7 +102,7 @@ def _start(config: Config, nodes: int, *, by_script: bool) -> Job:
             # The script is replaced by the launcher, which so has its pid.
             launchers.append(
                 subprocess.Popen(
-                    [*(SCRIPT if by_script else launch), str(folder / "job.toml")],
+                    [*before, *(SCRIPT if by_script else launch), str(folder / "job.toml")],
                     cwd=ROOT, env=os.environ | {name: str(value) for name, value in settings.items()},
                     stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 )
