@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megamix.train.console import drop_unwritten
+from megamix.train.console import drop_unwritten, open_streams
 from megamix.train.processes import children_of
 from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
 from megamix.train.status import PreemptedError
@@ -117,6 +117,7 @@ def _faults_of_the_ended() -> int:
 
 
 if __name__ == "__main__":
+    open_streams()
     exit_status = launch(sys.argv[1:])
     drop_unwritten()
     sys.exit(exit_status)
