@@ -119,11 +119,11 @@ def _run(
     launcher: int | None, start: Start, data_identity: str,
 ) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
-    roll = None
-    if topology.world.group is not None:
-        roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
-    together = Together.apart(topology.world, SAVE_TIMEOUT_S)
     try:
+        roll = None
+        if topology.world.group is not None:
+            roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
+        together = Together.apart(topology.world, SAVE_TIMEOUT_S)
         with Watchdog(roll, config.parallelism.timeout_s, status, leave, launcher) as watchdog:
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
             # that left early, and the watchdog takes one that has left for dead.
