@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verbs
-from megamix.train.console import drop_unwritten, say
+from megamix.train.console import drop_unwritten, open_streams, say
 from megamix.train.status import EndedEarlyError
 
 
@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit status: 0, 1 for a damaged checkpoint or a layout that differs, 2 for wrong input, or that of
     a run that ended early.
     """
+    open_streams()
     arguments = _parse(argv)
     try:
         status: int | None = arguments.run(arguments)

@@ -14,6 +14,7 @@ from megamix.data.blend import Stage
 from megamix.data.fingerprint import file_fingerprint, file_identity, machine_identity, token_file_fingerprint
 from megamix.data.sampler import mix64
 from megamix.data.source import BlendedSource, SampleSource, Stretch, TokenFileSource, split
+from megamix.data.steady_file import DataError
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_problems
 
@@ -78,6 +79,17 @@ def data_identity(config: Config) -> str:
         files["data.tokenizer"] = [Path(config.data.tokenizer)]
     known = {field: [file_identity(path) for path in paths] for field, paths in files.items()}
     return json.dumps([machine_identity(), known], sort_keys=True)
+
+
+def check_unchanged(config: Config, identity: str) -> None:
+    """That the files opened by now are those of `data_identity` before their fingerprints were taken.
+
+    Raises: DataError naming the key of one that is not; OSError for one that is no more.
+    """
+    then, now = (json.loads(text)[1] for text in (identity, data_identity(config)))
+    for field, files in then.items():
+        if now[field] != files:
+            raise DataError(f"{field}: its file was replaced or changed while the run started; start again")
 
 
 def data_problems(config: Config) -> list[str]:

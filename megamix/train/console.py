@@ -1,11 +1,27 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
+import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+
+def open_streams() -> None:
+    """At the start of a process: have standard streams that take any line. One that is closed, as of a daemon, becomes
+    /dev/null, lest the next file that is opened get its number and all that libraries say. A letter that its encoding
+    lacks is written by its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest number first
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, stream: TextIO | None = None) -> None:

@@ -26,7 +26,7 @@ from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
-from megamix.train.build_data import training_source, validation_source
+from megamix.train.build_data import check_unchanged, training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.console import Console, say
 from megamix.train.generate import Sampling, sample_text
@@ -62,18 +62,18 @@ def run_job(config: Config) -> float | None:
     limit_s = section.timeout_s + 1.0
     start_ranks(device, limit_s)
     try:
-        fingerprints = known_data(config)
+        data = known_data(config)
         topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
         status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
         # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
         with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
             _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
             together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
-            start = find_start(config, fingerprints, together)
+            start = find_start(config, data.fingerprints, together)
             # Whoever dies in building or loading has started as well.
             begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
             _on_first_rank(begin, topology, device)
-            return _run(config, topology, device, status, leave, launcher, start)
+            return _run(config, topology, device, status, leave, launcher, start, data.identity)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -116,19 +116,19 @@ def _begin(config: Config, status: RunStatus, start: Start) -> None:
 
 def _run(
     config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    launcher: int | None, start: Start,
+    launcher: int | None, start: Start, data_identity: str,
 ) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
-    roll = None
-    if topology.world.group is not None:
-        roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
-    together = Together.apart(topology.world, SAVE_TIMEOUT_S)
     try:
+        roll = None
+        if topology.world.group is not None:
+            roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
+        together = Together.apart(topology.world, SAVE_TIMEOUT_S)
         with Watchdog(roll, config.parallelism.timeout_s, status, leave, launcher) as watchdog:
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
             # that left early, and the watchdog takes one that has left for dead.
             try:
-                valid_loss = _train(config, topology, device, status, leave, watchdog, together, start)
+                valid_loss = _train(config, topology, device, status, leave, watchdog, together, start, data_identity)
             except EndedEarlyError as early:
                 together.first(partial(status.write, early.state, str(early)))
                 raise
@@ -150,7 +150,7 @@ def _run(
 
 def _train(
     config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    watchdog: Watchdog, together: Together, start: Start,
+    watchdog: Watchdog, together: Together, start: Start, data_identity: str,
 ) -> float | None:  # fmt: skip
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -177,6 +177,7 @@ def _train(
     with ExitStack() as stack:
         loader = stack.enter_context(BatchLoader(training_source(config), device))
         held_out = validation_source(config)
+        check_unchanged(config, data_identity)  # else other data than those that the checkpoints will name
         validation = None if held_out is None else stack.enter_context(BatchLoader(held_out, device))
         writer = None
         if first:

@@ -10,6 +10,7 @@ nobody else can run code in them.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import resource
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megamix.train.console import drop_unwritten
+from megamix.train.console import drop_unwritten, open_streams
 from megamix.train.processes import children_of
 from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
 from megamix.train.status import PreemptedError
@@ -45,6 +46,8 @@ def launch(arguments: list[str]) -> int:
         # Below the handlers: importing takes seconds.
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        # First: it loads ours by an entry point, and where ours is half imported prints a traceback at every start.
+        importlib.import_module("torch.distributed.elastic.rendezvous")
         from megamix.train.rendezvous import torchrun
 
         try:
@@ -114,6 +117,7 @@ def _faults_of_the_ended() -> int:
 
 
 if __name__ == "__main__":
+    open_streams()
     exit_status = launch(sys.argv[1:])
     drop_unwritten()
     sys.exit(exit_status)

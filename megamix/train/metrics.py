@@ -125,8 +125,8 @@ class MetricsWriter:
     def _tell_again(self, events: EventFile, applied: int) -> None:
         # The attempts that overflow on the way to the next update are told under its number.
         for line in read_own(self._metrics.path).splitlines():
-            row = json.loads(line)
-            step = row.pop("step")
+            row = _parsed(line)
+            step = row.pop("step", 0)
             if step > applied:
                 events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
@@ -202,6 +202,15 @@ def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
 
 def _was_later_set_aside(progress: Progress, row: dict[str, Any]) -> bool:
     return bool(row["attempt"] >= progress.attempts)
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty for what is no row of a run: whoever wrote it may keep it."""
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            return row
+    return {}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

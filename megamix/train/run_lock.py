@@ -78,8 +78,8 @@ def _holder(path: Path) -> dict[str, str]:
     """Who wrote the file; empty for a new one, or one whose writer died while writing."""
     try:
         holder = json.loads(read_own(path))
-        return {key: str(holder[key]) for key in ("host", "pid", "start", "since")}
-    except (OSError, ValueError, KeyError, TypeError):
+        return {key: str(holder[key]) for key in ("host", "start", "since")} | {"pid": str(int(holder["pid"]))}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

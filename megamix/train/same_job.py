@@ -17,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import Store
@@ -46,30 +46,38 @@ class NoAnswerError(EndedEarlyError):
     state: State = "failed"
 
 
-def known_data(config: Config) -> dict[str, str]:
-    """The fingerprints of the data, by the key that names it, once all ranks are known to be of one job. Every rank
-    must call it.
+class KnownData(NamedTuple):
+    fingerprints: dict[str, str]  # by the key that names the data
+    identity: str  # of this rank's files, from before the fingerprints were taken: see `check_unchanged`
+
+
+def known_data(config: Config) -> KnownData:
+    """What the data are, once all ranks are known to be of one job. Every rank must call it.
 
     Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
     """
     world = Topology.current().world
     if world.group is not None:
         return check_same_job(config, side_store(world), world.rank, world.size)
+    try:
+        identity = data_identity(config)
+    except OSError as error:
+        raise ConfigError([str(error)], "job") from error
     fingerprints = _read_fingerprints(config)
     if problem := fingerprints.get(_PROBLEM):
         raise ConfigError([problem], "job")
-    return fingerprints
+    return KnownData(fingerprints, identity)
 
 
-def check_same_job(config: Config, store: Store, rank: int, size: int) -> dict[str, str]:
-    """The fingerprints of the data, by the key that names it. Every rank must call it; `store` is for this alone.
+def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
+    """What the data are. Every rank must call it; `store` is for this alone.
 
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
     that does not answer, within `parallelism.timeout_s` and a moment.
     """
     board = _Board(store, config.parallelism.timeout_s)
-    fingerprints, problem = _shared_fingerprints(config, board, rank)
-    record = {_PROBLEM: problem} if problem else started_with(config, fingerprints)
+    data, problem = _shared_data(config, board, rank)
+    record = {_PROBLEM: problem} if problem else started_with(config, data.fingerprints)
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     board.put(f"record {digest}", record)
     board.put(f"digest {rank}", digest)
@@ -84,24 +92,26 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> dict[s
     if problems or silence:
         board.leave(rank, size)
         raise NoAnswerError(_printable(silence)) if silence else ConfigError([*map(_printable, problems)], "job")
-    return fingerprints
+    return data
 
 
-def _shared_fingerprints(config: Config, board: _Board, rank: int) -> tuple[dict[str, str], str]:
-    """And why there are none, if they cannot be had. A file is read by one rank of a machine."""
+def _shared_data(config: Config, board: _Board, rank: int) -> tuple[KnownData, str]:
+    """And why it is not known, if it is not. A file is read by one rank of a machine."""
+    nothing = KnownData({}, "")
     try:
-        key = f"files {hashlib.sha256(data_identity(config).encode()).hexdigest()}"
+        identity = data_identity(config)
+        key = f"files {hashlib.sha256(identity.encode()).hexdigest()}"
         reader = board.claim(f"reader of {key}", rank)
         if reader == rank:
             board.put(key, _read_fingerprints(config))
         else:
             board.put(f"waits {rank}", reader)
         if not board.wait([key]):
-            return {}, f"rank {reader} had not read the data {board.limit}"
+            return nothing, f"rank {reader} had not read the data {board.limit}"
         answer = board.read(key, _TEXTS)
     except (OSError, NoAnswerError) as error:
-        return {}, str(error)
-    return answer, answer.pop(_PROBLEM, "")
+        return nothing, str(error)
+    return KnownData(answer, identity), answer.pop(_PROBLEM, "")
 
 
 def _read_fingerprints(config: Config) -> dict[str, str]:

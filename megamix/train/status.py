@@ -111,7 +111,7 @@ class RunStatus:
         try:
             values = json.loads(read_own(self.folder / STATUS))
             return _Earlier(values["state"], int(values["start"]), int(values["restarts"]), values["reason"])
-        except (OSError, ValueError, KeyError, TypeError):  # the first start, or a file that is not ours
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or not ours
             return _Earlier("finished", 0, 0, "")
 
     def write(self, state: State, reason: str = "", exit_status: int | None = None) -> None:

@@ -257,11 +257,14 @@ class _Suspicion:
 
     def idle_s(self) -> float:
         """How long ago the rank that moved last did."""
-        return min(sign.idle_s for sign in self._roll.signs().values())
+        return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:
-        """Of this host's ranks; the system knows, at any time and under any load."""
-        return [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
+        """Of this host's ranks; the system knows, at any time and under any load. This one is not, whatever the store
+        says of it.
+        """
+        here = [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
+        return [rank for rank in here if rank != self._roll.rank]
 
     def missing(self) -> list[int]:
         """Of all, and so only after a while: on another host a rank that has given no sign since."""
@@ -269,6 +272,7 @@ class _Suspicion:
         elsewhere = [
             rank
             for rank in range(self._roll.size)
+            if rank != self._roll.rank
             if rank not in after or (not after[rank].is_here and after[rank] == self._before.get(rank))
         ]
         return sorted({*self.missing_here(), *elsewhere})

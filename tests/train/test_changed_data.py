@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from megamix.checkpoint.folder import checkpoints
+from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.fingerprint import token_file_fingerprint
 from megamix.data.source import Stretch, TokenFileSource
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path
+from megamix.train import job
 from megamix.train.status import WrongDataError
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
@@ -206,3 +208,30 @@ def test_validation_data_that_are_cut_end_a_rank_alone_with_their_name(tmp_path)
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["exit_status"], status["reason"]) == ("failed", 2, str(told.value))
     assert checkpoints(tmp_path / "run/checkpoints") == []
+
+
+def _replace_before_it_is_opened(config: Config, path: Path, victim: int) -> str:
+    """What the run says if one rank finds another file than those whose fingerprints were compared."""
+    build = job.build_model
+
+    def replace_and_build(model: Any, topology: Topology, *rest: Any, **options: Any) -> Any:
+        if topology.world.rank == victim:
+            path.with_name("valid.bin").rename(path)
+            path.with_name("valid.idx").rename(path.with_suffix(".idx"))
+        return build(model, topology, *rest, **options)
+
+    with mock.patch.object(job, "build_model", replace_and_build), pytest.raises(WrongDataError) as told:
+        run_on_ranks(config)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_that_is_replaced_while_the_run_starts_is_not_trained_on(tmp_path, run_ranks, ranks: int) -> None:
+    config = _config(tmp_path, data={"valid": None}, training={"steps": 3})
+    case = (config, tmp_path / "data/train.bin", ranks - 1)
+    said = run_ranks(_replace_before_it_is_opened, 2, *case) if ranks > 1 else [_replace_before_it_is_opened(*case)]
+    assert len({*said}) == 1
+    assert said[0].endswith("data.train: its file was replaced or changed while the run started; start again")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_status"], status["update"]) == ("failed", 2, 0)
+    assert not (tmp_path / "run/checkpoints").exists()

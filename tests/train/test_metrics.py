@@ -147,3 +147,13 @@ def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
     with pytest.raises(ValueError, match=r"metrics.tensorboard = true, .*pip install 'megamix\[tensorboard\]', or set"):
         MetricsWriter(tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Path) -> None:
+    noted = b'# a note of mine\n\n[3]\n{"train/loss": 1.0}\n' + b"[" * 100_000 + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(noted)
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(1, {"loss": 2.0})
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert content.startswith(noted)
+    assert json.loads(content[len(noted) :]) == {"step": 1, "train/loss": 2.0}

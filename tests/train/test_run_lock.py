@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,3 +156,10 @@ def test_a_holder_on_another_host_that_touches_the_file_is_respected(tmp_path, m
         monkeypatch.setattr("socket.gethostname", lambda: "node8")
         with pytest.raises(ConfigError, match="is in use by pid"), run_lock(tmp_path, print, stale_s=30.0):
             pass
+
+
+@pytest.mark.parametrize("junk", ['{"host": "HOST", "pid": "x", "start": "1", "since": "now"}', "[" * 100_000])
+def test_what_no_holder_has_written_is_taken(tmp_path, junk: str) -> None:
+    (tmp_path / "run.lock").write_text(junk.replace("HOST", socket.gethostname()))
+    with run_lock(tmp_path, print):
+        assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()

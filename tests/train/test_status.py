@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.together import Together
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import DamagedError
@@ -157,3 +158,18 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
     with mock.patch.object(Trainer, "progress", progress_and_damage), pytest.raises(DamagedError):
         run_on_ranks(config)
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000003"]
+
+
+def test_a_peer_that_dies_before_the_watchdog_stands_leaves_failed(tmp_path) -> None:
+    write_data(tmp_path / "data")
+    gone = RuntimeError("Connection closed by peer")
+    with mock.patch.object(Together, "apart", side_effect=gone), pytest.raises(RuntimeError):
+        run_on_ranks(tiny_job(tmp_path))
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["reason"]) == ("failed", f"RuntimeError: {gone}")
+
+
+def test_a_status_too_deep_to_read_is_none(tmp_path) -> None:
+    (tmp_path / "status.json").write_text("[" * 100_000)
+    RunStatus(tmp_path, 5).begin(0, 0)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megamix.checkpoint.files import Files
-from megamix.train.liveness import Sign
+from megamix.train import watchdog
+from megamix.train.liveness import Place, RollCall, Sign
 from megamix.train.processes import process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
@@ -163,3 +164,17 @@ def test_a_stopped_process_does_not_run() -> None:
         stopped = sign.runs
         process.kill()
     assert (running, stopped, sign.runs) == (True, False, False)
+
+
+@pytest.mark.parametrize("forged", ["junk", "a sign of a dead process"])
+def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says(forged: str) -> None:
+    store = dist.HashStore()
+    roll = RollCall(store, 0, 2)
+    roll.beat(Place(1, "the start", 0, 0), 0.0)
+    sign = json.loads(store.get("rank 0"))
+    sign[-1] = "1"  # another start: this process is another one
+    for rank in (0, 1):
+        store.set(f"rank {rank}", forged if forged == "junk" else json.dumps(sign))
+    suspicion = watchdog._Suspicion(roll)
+    assert suspicion.idle_s() == 0
+    assert suspicion.missing() == [1]

@@ -1,0 +1,58 @@
+"""Standard streams that are closed, or that lack a letter, end no run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(arguments: list[str], closed: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """By a shell that closes streams, as cron jobs and daemons do."""
+    return subprocess.run(
+        ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, *arguments],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["-m", "megamix", "train", "/nowhere.toml"], 2),
+        (["-m", "megamix.train.launch", "--standalone", "--no-python", "true"], 0),
+    ],
+    ids=["rank", "launcher"],
+)
+def test_the_exit_status_needs_no_streams(arguments: list[str], status: int, closed: str) -> None:
+    ended = _run(arguments, closed)
+    assert ended.returncode == status, ended.stderr.decode()
+    assert b"Traceback" not in ended.stderr
+
+
+_OPENED = """
+import os, sys
+from megamix.train.console import open_streams
+open_streams()
+with open("/dev/zero", "rb") as file:
+    number = file.fileno()
+os.write(1, b"lost")
+print("lost", file=sys.stderr)
+os._exit(number)
+"""
+
+
+def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+    assert _run(["-c", _OPENED], "<&- >&- 2>&-").returncode > 2
+
+
+def test_a_letter_that_the_console_lacks_is_written_by_its_number() -> None:
+    config = str(ROOT / "configs/quickstart.toml")
+    ended = _run(["-m", "megamix", "config", config, "checkpoint.folder=rün", "--show"], "", PYTHONIOENCODING="ascii")
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert b'folder = "r\\xfcn"' in ended.stdout
