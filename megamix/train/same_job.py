@@ -22,14 +22,17 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import Store
 
+from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
 from megamix.train.build_data import data_fingerprints, data_identity
+from megamix.train.console import say
 from megamix.train.differences import Group, differences, names
 from megamix.train.started_with import started_with
 from megamix.train.status import EndedEarlyError, State
 
 LARGEST = 64 << 20  # bytes: what is larger, no rank has written
+_LONGEST = 2000  # characters of a line out of the store, to which others may write, too
 _GRACE_S = 2.0  # in which the first rank's outcome reaches the others, and they have read it
 _PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
 
@@ -47,8 +50,8 @@ class NoAnswerError(EndedEarlyError):
 
 
 def known_data(config: Config) -> dict[str, str]:
-    """The fingerprints of the data, by the key that names it, once all ranks are known to be of one job. Every rank
-    must call it.
+    """Return the fingerprints of the data, by the key that names it, once all ranks are known to be of one job. Every
+    rank must call it.
 
     Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
     """
@@ -62,8 +65,9 @@ def known_data(config: Config) -> dict[str, str]:
 
 
 def check_same_job(config: Config, store: Store, rank: int, size: int) -> dict[str, str]:
-    """The fingerprints of the data, by the key that names it. Every rank must call it; `store` is for this alone.
+    """Compare what the ranks were started with. Every rank must call it; `store` is for this alone.
 
+    Returns the fingerprints of the data, by the key that names it.
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
     that does not answer, within `parallelism.timeout_s` and a moment.
     """
@@ -78,17 +82,19 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> dict[s
     if not board.wait(["outcome"], _GRACE_S):
         silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
         if rank == 1:  # it is the first rank that speaks, else
-            print(f"megamix train: {silence}", file=sys.stderr)
+            say(f"megamix train: {silence}", sys.stderr)
         raise NoAnswerError(silence)
     problems, silence = board.read("outcome", _OUTCOME)
     if problems or silence:
         board.leave(rank, size)
-        raise NoAnswerError(_printable(silence)) if silence else ConfigError([*map(_printable, problems)], "job")
+        if silence:
+            raise NoAnswerError(printable(silence, _LONGEST))
+        raise ConfigError([printable(problem, _LONGEST) for problem in problems], "job")
     return fingerprints
 
 
 def _shared_fingerprints(config: Config, board: _Board, rank: int) -> tuple[dict[str, str], str]:
-    """And why there are none, if they cannot be had. A file is read by one rank of a machine."""
+    """The fingerprints of the data, and why there are none, if they cannot be had. One rank reads for its machine."""
     try:
         key = f"files {hashlib.sha256(data_identity(config).encode()).hexdigest()}"
         reader = board.claim(f"reader of {key}", rank)
@@ -131,11 +137,6 @@ def _silence(board: _Board, size: int) -> str:
     silent = [rank for rank in range(size) if not board.has(f"digest {rank}")]
     to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
     return f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
-
-
-def _printable(text: str) -> str:
-    """Others may write to the store; a terminal does what control characters say."""
-    return "".join(character if character.isprintable() else "?" for character in text[:2000])
 
 
 class _Board:
