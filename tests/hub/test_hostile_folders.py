@@ -23,7 +23,7 @@ from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.import_model import import_model
 from megamix.hub.source import open_source
 from tests.checkpoint.faults import listing
-from tests.checkpoint.test_hostile import _edit as edit_manifest
+from tests.checkpoint.seal import edit as edit_manifest
 from tests.conftest import FULL
 from tests.hub.folders import GPT2, LLAMA, write_hugging_face
 from tests.train.jobs import write_data
