@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from megamix.config import ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verbs
@@ -23,18 +24,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int | None = arguments.run(arguments)
     except ConfigError as error:
-        # Every rank of a distributed run finds the same mistake; one of them says so.
-        if os.environ.get("RANK", "0") == "0":
-            say(f"megamix {arguments.verb}: {error}", sys.stderr)
+        _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
         return 2
     except EndedEarlyError as error:
-        if os.environ.get("RANK", "0") == "0":
-            say(f"megamix {arguments.verb}: {error}", sys.stderr)
+        _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status
     finally:
         if arguments.verb == "train":  # whose exit status decides whether it is started again
             drop_unwritten()
     return status or 0
+
+
+def _say_on_first_rank(line: str, stream: TextIO | None = None) -> None:
+    """Every rank of a distributed run reads the same configuration and ends alike; one of them says so."""
+    if os.environ.get("RANK", "0") == "0":
+        say(line, stream)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -153,11 +157,9 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    dropped: list[str] = []
-    config = load_config(arguments.config, arguments.overrides, say=dropped.append)
-    if os.environ.get("RANK", "0") == "0":
-        for line in dropped:
-            print(f"megamix train: {line}", flush=True)
+    config = load_config(
+        arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
+    )
     from megamix.train.main import check, run
 
     (check if arguments.check else run)(config)

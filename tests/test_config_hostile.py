@@ -130,7 +130,14 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
 def test_overrides_are_bounded_too(tmp_path: Path) -> None:
     path = write(tmp_path, "job.toml", MINIMAL)
     deep = ".".join(["model"] + ["a"] * 30_000)
-    for override in (f"{deep}=1", f"model.norm={'[' * 30_000}", f"model.norm={{{'a.' * 30_000}a = 1}}", "a\nb.c=1"):
+    steering = "model.norm=\x9b31m\u202e"
+    for override in (
+        steering,
+        f"{deep}=1",
+        f"model.norm={'[' * 30_000}",
+        f"model.norm={{{'a.' * 30_000}a = 1}}",
+        "a\nb.c=1",
+    ):
         (problem,) = problems_of(path, override)
         assert problem.isprintable()
         assert len(problem) < 1000

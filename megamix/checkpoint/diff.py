@@ -26,11 +26,11 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
     """
     yield from changes(_facts(old), _facts(new))
     shapes = {param.name: param.shape for param in new.manifest.params}
-    readers = PieceReader(old), PieceReader(new)
+    old_reader, new_reader = PieceReader(old), PieceReader(new)
     for param in old.manifest.params:
         for state in old.manifest.states:
             if shapes.get(param.name) == param.shape and state in new.manifest.states:
-                gap = _gap((old, new), readers, (param.name, state), Box.whole(param.shape))
+                gap = _gap(old_reader, new_reader, param.name, state, Box.whole(param.shape))
                 if gap.differing:
                     yield printable(f"{state} of {param.name}: {gap}")
 
@@ -81,19 +81,9 @@ class _Gap:
         return f"{self.differing:,} of {self.numel:,} elements ({share}), by at most {self.largest:.3e}"
 
 
-def _gap(
-    checkpoints: tuple[Checkpoint, Checkpoint],
-    readers: tuple[PieceReader, PieceReader],
-    key: tuple[str, str],
-    whole: Box,
-) -> _Gap:
+def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box) -> _Gap:
     gap = _Gap()
-    for piece in pieces(
-        whole
-    ):  # of the parameter, not of the boxes that two savers cut: those may be in each other's way
-        old, new = (
-            reader.gather(checkpoint.stored[key], piece)
-            for checkpoint, reader in zip(checkpoints, readers, strict=True)
-        )
-        gap.add(old, new)
+    # Pieces of the parameter, not of the boxes that two savers cut: those may be in each other's way.
+    for piece in pieces(whole):
+        gap.add(old.gather(param, state, piece), new.gather(param, state, piece))
     return gap

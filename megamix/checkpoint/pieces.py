@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class PieceReader:
     """Reads pieces of a checkpoint. Opening a file means parsing its header, so the last one is kept open."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._folder = checkpoint.path
+        self._folder, self._stored = checkpoint.path, checkpoint.stored
         self._name: str | None = None
         self._file: Any = None
 
@@ -36,10 +36,10 @@ class PieceReader:
         part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
         return part
 
-    def gather(self, places: Sequence[Stored], box: Box) -> Tensor:
-        """A box of the parameter whose boxes lie at `places`: FP32, the box's shape."""
+    def gather(self, param: str, state: str, box: Box) -> Tensor:
+        """Put together a box of a parameter from the boxes that were saved of it: FP32, the box's shape."""
         out = torch.empty(box.size)
-        for stored in places:
+        for stored in self._stored[param, state]:
             if common := stored.box.intersection(box):
                 out[common.slices_in(box)] = self.read(stored, common)
         return out

@@ -12,9 +12,9 @@ _SHOWN = 5  # problems, of a text that may have thousands
 _LONGEST = 500  # characters of a line that says what is wrong
 
 
-def printable(text: str) -> str:
+def printable(text: str, longest: int = _LONGEST) -> str:
     """One line of text that may hold anything: what would move a terminal's cursor is escaped, a long end cut."""
-    shown = text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    shown = text if len(text) <= longest else text[:longest] + "..."
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 
 

@@ -104,8 +104,8 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def short(value: object) -> str:
-    """A value as TOML spells it, or how that begins."""
-    text = value_text(value)
+    """A value as TOML spells it, or how that begins; what would steer a terminal is escaped."""
+    text = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in value_text(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -111,6 +111,16 @@ def open_own(path: Path, flags: int) -> int:
     raise ForeignFileError(f"{path} is {kind}: remove it, or put a copy of your own there")
 
 
+def still_names(path: Path, descriptor: int) -> bool:
+    """Tell whether a path, no link, leads to an open file: it may have been removed or replaced since."""
+    opened = os.fstat(descriptor)
+    try:
+        named = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino)
+
+
 def read_own(path: Path) -> bytes:
     """All of a file of ours. Raises: ForeignFileError, OSError."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:

@@ -47,13 +47,13 @@ class SteadyFile:
             now = os.fstat(self._descriptor)  # behind the reads: what was written before one of them shows here
         except OSError as error:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.path)) from error
-        if (now.st_size, now.st_mtime_ns) != (self.size, self._written_ns):
-            raise DataError(self._change(now))
+        if now.st_size != self.size:
+            raise self._changed(f"it had {self.size} bytes and has {now.st_size}")
+        if now.st_mtime_ns != self._written_ns:
+            raise self._changed(f"it still has {self.size} bytes, but was written to since")
         for content, start, stop in zip(found, starts, stops, strict=True):
             if len(content) < stop - start:
-                raise DataError(
-                    self._changed(f"it has {self.size} bytes, but no more than {start + len(content)} come")
-                )
+                raise self._changed(f"it has {self.size} bytes, but no more than {start + len(content)} come")
         return found
 
     def _read(self, start: int, stop: int) -> bytes:
@@ -65,13 +65,8 @@ class SteadyFile:
             content += more
         return content
 
-    def _change(self, now: os.stat_result) -> str:
-        if now.st_size != self.size:
-            return self._changed(f"it had {self.size} bytes and has {now.st_size}")
-        return self._changed(f"it still has {self.size} bytes, but was written to since")
-
-    def _changed(self, what: str) -> str:
-        return f"{self.path} was changed while it was read: {what}; write or copy it again, and start again"
+    def _changed(self, how: str) -> DataError:
+        return DataError(f"{self.path} was changed while it was read: {how}; write or copy it again, and start again")
 
 
 class FileArray:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.record import printable
 from megamix.hub.families import FAMILIES, Family
 from megamix.hub.family_configs import shown
 from megamix.hub.links import Link, their_shapes
@@ -79,7 +80,7 @@ class HuggingFaceWeights:
             tied = name == "lm_head.weight" and self.config.tie_embeddings  # the embedding once more
             if name not in want:
                 if not tied and not _NOT_WEIGHTS.search(name):
-                    problems.append(f"unknown {_printable(name)} {list(shape)}")
+                    problems.append(f"unknown {printable(name)} {list(shape)}")
             elif shape != want[name]:
                 problems.append(f"{name} has shape {list(shape)}, config.json makes it {list(want[name])}")
             elif dtype not in _FLOATS:
@@ -114,11 +115,6 @@ def _open(folder: Path, names: list[str]) -> dict[str, Any]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: {error}") from None
     return files
-
-
-def _printable(name: str) -> str:
-    """A name out of somebody else's file, which may hold a line's end or what moves a terminal's cursor."""
-    return name if name.isprintable() and len(name) <= 200 else shown(name)
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -169,6 +165,6 @@ def _file_names(folder: Path) -> list[str]:
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(
-                f"{folder / INDEX} names {_printable(name)}, which is no file of the folder; copy the folder again"
+                f"{folder / INDEX} names {printable(name)}, which is no file of the folder; copy the folder again"
             )
     return names

@@ -64,10 +64,10 @@ class CheckpointWeights:
     """The masters of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint):
-        self._stored, self._reader = checkpoint.stored, PieceReader(checkpoint)
+        self._reader = PieceReader(checkpoint)
 
     def read(self, param: str, box: Box) -> Tensor:
-        return self._reader.gather(self._stored[param, MASTER], box)
+        return self._reader.gather(param, MASTER, box)
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         return f"{param} {list(place)}"

@@ -187,9 +187,10 @@ class ShardedEngine:
         If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
         grad_shards, by_piece, stats = self._sum_and_agree("step()")
+        examination, self.accumulation.examination = self.accumulation.examination, None
         with self.clock.span("update"):
-            if self.accumulation.examination is not None:
-                self.accumulation.examination.count(grad_shards)
+            if examination is not None:
+                examination.count(grad_shards)
             # The scale that backward used, not the one that follows from it: on a growing step they differ by the
             # growth factor.
             divisor = self.accumulation.scale_used.double() * stats.weight_sum
@@ -200,11 +201,10 @@ class ShardedEngine:
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
         for bucket in self.param_gather.order_of_need:
             with self.clock.span("update"):
-                shards = grad_shards[bucket], self.param_gather.half_shards[bucket]
-                self.master_shard.update(bucket, *shards, self._update, scalars, self.accumulation.examination)
+                half_shard = self.param_gather.half_shards[bucket]
+                self.master_shard.update(bucket, grad_shards[bucket], half_shard, self._update, scalars, examination)
             self.param_gather.launch(bucket)
         self.param_gather.launched()
-        examination, self.accumulation.examination = self.accumulation.examination, None
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.accumulation.scale_used)
@@ -229,9 +229,9 @@ class ShardedEngine:
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
-            sums = self.accumulation.loss_sum, self.accumulation.weight_sum
             lr = lr_of(self._lr_table, self.applied_updates + 1)
-            stats = agree(by_piece, *sums, self.stop_request, lr, self.collectives)
+            loss_sum, weight_sum = self.accumulation.loss_sum, self.accumulation.weight_sum
+            stats = agree(by_piece, loss_sum, weight_sum, self.stop_request, lr, self.collectives)
         self.accumulation.reset()
         return grad_shards, by_piece, stats
 

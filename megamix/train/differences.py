@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
+from megamix.train.started_with import NOT_READ
+
 _SHOWN_KEYS, _SHOWN_VALUES, _SHOWN_RUNS = 40, 4, 8
 _LONGEST = 60  # characters of a value
 _UNSET = "not set"
@@ -20,12 +22,15 @@ class Group(NamedTuple):
 
 
 def differences(groups: Sequence[Group]) -> list[str]:
-    """A line for each key of which the groups have several values."""
+    """A line for each key of which the groups that read it have several values. Where one does not, the key that makes
+    it so differs, too.
+    """
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for group in groups:
             ranks_of[group.started_with.get(key, _UNSET)] += group.ranks
+        ranks_of.pop(NOT_READ, None)
         if len(ranks_of) > 1:
             lines.append(_line(key, ranks_of))
     more = len(lines) - _SHOWN_KEYS

@@ -3,8 +3,7 @@
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
 whose node failed. It dies of SIGUSR1, leaving its ranks behind, and of the third SIGTERM, whatever its ranks are still
 saving; it installs handlers where nohup had a signal ignored. Here the signals are ours: each goes on to the ranks, and
-how these end is how the launcher ends. Where the ranks of one machine meet,
-nobody else can run code in them.
+how these end is how the launcher ends. Where the ranks of one machine meet, nobody else can run code in them.
 """
 
 from __future__ import annotations

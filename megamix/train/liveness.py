@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 from torch._C._distributed_c10d import Store
 
+from megamix.checkpoint.record import printable
 from megamix.train.processes import Siblings, process, process_start
 
 _LONGEST = 10_000  # characters of a verdict
@@ -80,8 +81,8 @@ class Verdict(NamedTuple):
 
     def fit(self) -> Verdict:
         """For a terminal: the words of an error, or of somebody else's store, may hold anything."""
-        text = "".join(each if each.isprintable() or each == "\n" else "?" for each in self.text[:_LONGEST])
-        return self._replace(text=text)
+        lines = self.text[:_LONGEST].split("\n")
+        return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
 
 _SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Verdict)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from megamix.data.durable import open_own
+from megamix.data.durable import open_own, still_names
 
 HELD_BYTES = 16 << 20  # of rows that wait for the disk; beyond it the oldest are lost
 LAST_WAIT_S = 3.0  # at the end of a run, for a disk that does not take the last rows
@@ -88,17 +88,18 @@ class LogFile:
 
     def _write(self) -> None:
         while self._held:
-            self._open()
+            descriptor = self._open()
             self._cut_torn_row()
             self._torn_at = self._whole_size()
             rest = memoryview(self._held[0])
             while rest:  # the disk may take less than it is given
-                rest = rest[os.write(self._own(), rest) :]
+                rest = rest[os.write(descriptor, rest) :]
             self._torn_at = None
             self._held.popleft()
 
-    def _open(self) -> None:
-        if self._descriptor is not None and not self._is_there():
+    def _open(self) -> int:
+        """The file's descriptor; what removed the file is noticed here."""
+        if self._descriptor is not None and not still_names(self.path, self._descriptor):
             log.warning("%s was removed while the run goes on; it is made anew", self.path)
             self._close()
         if self._descriptor is None:
@@ -107,18 +108,7 @@ class LogFile:
             self._descriptor, self.path = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), path
             if not self._whole_size():
                 self._held[0] = self._head + self._held[0]
-
-    def _own(self) -> int:
-        assert self._descriptor is not None
         return self._descriptor
-
-    def _is_there(self) -> bool:
-        ours = os.fstat(self._own())
-        try:
-            named = self.path.lstat()
-        except FileNotFoundError:
-            return False
-        return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
 
     def _whole_size(self) -> int:
         """Raises: OSError."""

@@ -13,8 +13,30 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous import (
+
+# Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
+def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """What torchrun's registry calls. Raises: ValueError for more than one machine, or a place to meet at."""
+    if params.max_nodes > 1:
+        raise ValueError(
+            f"--nnodes: got {params.max_nodes}, the rendezvous {BACKEND!r} is for the ranks of one machine; leave "
+            "--rdzv-backend out, and give --node-rank, --master-addr and --master-port"
+        )
+    if params.endpoint not in ("", _ANY_PORT):
+        raise ValueError(
+            f"--rdzv-endpoint: got {params.endpoint}, the rendezvous {BACKEND!r} takes a free port of {_LOOPBACK}; "
+            "leave it out"
+        )
+    return LoopbackRendezvous(params.run_id)
+
+
+def handler_creator() -> RendezvousHandlerCreator:
+    """What the entry point `torchrun.handlers` names."""
+    return create_handler
+
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # noqa: E402
+from torch.distributed.elastic.rendezvous import (  # noqa: E402
     RendezvousHandler,
     RendezvousHandlerCreator,
     RendezvousInfo,
@@ -65,26 +87,6 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
-
-
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun's registry calls. Raises: ValueError for more than one machine, or a place to meet at."""
-    if params.max_nodes > 1:
-        raise ValueError(
-            f"--nnodes: got {params.max_nodes}, the rendezvous {BACKEND!r} is for the ranks of one machine; leave "
-            "--rdzv-backend out, and give --node-rank, --master-addr and --master-port"
-        )
-    if params.endpoint not in ("", _ANY_PORT):
-        raise ValueError(
-            f"--rdzv-endpoint: got {params.endpoint}, the rendezvous {BACKEND!r} takes a free port of {_LOOPBACK}; "
-            "leave it out"
-        )
-    return LoopbackRendezvous(params.run_id)
-
-
-def handler_creator() -> RendezvousHandlerCreator:
-    """What the entry point `torchrun.handlers` names."""
-    return create_handler
 
 
 def torchrun(arguments: list[str]) -> None:

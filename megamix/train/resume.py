@@ -17,7 +17,6 @@ from megamix.config import (
     DataSource,
     ModelConfig,
     config_to_toml,
-    effective_tables,
     whole_weights,
 )
 from megamix.config.toml_text import value_text
@@ -26,6 +25,7 @@ from megamix.model import sizes
 from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 from megamix.train.saved_run import check_run
+from megamix.train.started_with import flat
 
 RNG_RULE = (
     "training.seed and the number of the sample and of its source, of the parameter for initial weights, of the try "
@@ -143,7 +143,7 @@ def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
     Raises: ConfigError naming each change that would make it another run.
     """
     saved = checkpoint.manifest.run
-    old, new = _flat(saved.config), _flat(now.config)
+    old, new = flat(saved.config), flat(now.config)
     if checkpoint.manifest.weights_only:
         return _changes_of_model(old, new)
     refused = _refused(old, new, _PASS)
@@ -203,11 +203,6 @@ def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _told(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return [f"{key}: {_text(old.get(key))} -> {_text(new.get(key))}" for key in _differing(old, new)]
-
-
-def _flat(config: str) -> dict[str, Any]:
-    tables = effective_tables(config)
-    return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 
 def _mixtures(keys: dict[str, Any], cursor: int) -> list[tuple[int, list[Any]]]:

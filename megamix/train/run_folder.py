@@ -30,7 +30,7 @@ def checkpoint_folder(config: Config) -> Path:
 def folder_problems(config: Config) -> list[str]:
     """Why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
-    if foreign := foreign_problems(path):
+    if foreign := _foreign_problems(path):
         return foreign
     if config.checkpoint.resume != "never":
         if checkpoints(path / CHECKPOINTS):
@@ -52,7 +52,7 @@ def folder_problems(config: Config) -> list[str]:
     return []
 
 
-def foreign_problems(path: Path) -> list[str]:
+def _foreign_problems(path: Path) -> list[str]:
     """What lies in a folder that others may write to and would lead a run to write elsewhere, or let it hang."""
     kinds = {path / name: foreign_kind(path / name) for name in _READ_OR_CONTINUED}
     for folder in (path / CHECKPOINTS, path / "tensorboard"):
@@ -78,14 +78,13 @@ def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     return same and not (path / WEIGHTS).exists()
 
 
-def claim(config: Config) -> Path:
+def claim(config: Config) -> None:
     """Make the run's folder and write the effective configuration into it."""
     folder = Path(config.checkpoint.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _WRITTEN_ASIDE:
         remove_asides(folder, name)
     write_text(folder / CONFIG, config_to_toml(config))
-    return folder
 
 
 def write_weights(path: Path, weights: "dict[str, Tensor]") -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megamix.config import ConfigError
-from megamix.data.durable import open_own, read_own, sync_file
+from megamix.data.durable import open_own, read_own, still_names, sync_file
 from megamix.train.processes import process, process_start
 
 LOCK = "run.lock"
@@ -69,7 +69,7 @@ def _open_locked(path: Path) -> int | None:
             if isinstance(error, BlockingIOError):
                 return None
             raise
-        if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+        if still_names(path, descriptor):
             return descriptor
         os.close(descriptor)  # its holder removed it between our open and our flock
 

@@ -22,14 +22,17 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import Store
 
+from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
 from megamix.train.build_data import data_fingerprints, data_identity
+from megamix.train.console import say
 from megamix.train.differences import Group, differences, names
 from megamix.train.started_with import started_with
 from megamix.train.status import EndedEarlyError, State
 
 LARGEST = 64 << 20  # bytes: what is larger, no rank has written
+_LONGEST = 2000  # characters of a line out of the store, to which others may write, too
 _GRACE_S = 2.0  # in which the first rank's outcome reaches the others, and they have read it
 _PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
 
@@ -52,7 +55,7 @@ class KnownData(NamedTuple):
 
 
 def known_data(config: Config) -> KnownData:
-    """What the data are, once all ranks are known to be of one job. Every rank must call it.
+    """Return what the data are, once all ranks are known to be of one job. Every rank must call it.
 
     Raises: as `check_same_job`; alone, ConfigError for data that cannot be read.
     """
@@ -70,7 +73,7 @@ def known_data(config: Config) -> KnownData:
 
 
 def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownData:
-    """What the data are. Every rank must call it; `store` is for this alone.
+    """Compare what the ranks were started with. Every rank must call it; `store` is for this alone.
 
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
     that does not answer, within `parallelism.timeout_s` and a moment.
@@ -86,17 +89,19 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
     if not board.wait(["outcome"], _GRACE_S):
         silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
         if rank == 1:  # it is the first rank that speaks, else
-            print(f"megamix train: {silence}", file=sys.stderr)
+            say(f"megamix train: {silence}", sys.stderr)
         raise NoAnswerError(silence)
     problems, silence = board.read("outcome", _OUTCOME)
     if problems or silence:
         board.leave(rank, size)
-        raise NoAnswerError(_printable(silence)) if silence else ConfigError([*map(_printable, problems)], "job")
+        if silence:
+            raise NoAnswerError(printable(silence, _LONGEST))
+        raise ConfigError([printable(problem, _LONGEST) for problem in problems], "job")
     return data
 
 
 def _shared_data(config: Config, board: _Board, rank: int) -> tuple[KnownData, str]:
-    """And why it is not known, if it is not. A file is read by one rank of a machine."""
+    """What the data are, and why that is not known, if it is not. One rank reads for its machine."""
     nothing = KnownData({}, "")
     try:
         identity = data_identity(config)
@@ -141,11 +146,6 @@ def _silence(board: _Board, size: int) -> str:
     silent = [rank for rank in range(size) if not board.has(f"digest {rank}")]
     to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
     return f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
-
-
-def _printable(text: str) -> str:
-    """Others may write to the store; a terminal does what control characters say."""
-    return "".join(character if character.isprintable() else "?" for character in text[:2000])
 
 
 class _Board:

@@ -43,7 +43,7 @@ def check_run(manifest: Manifest) -> None:
         tables = manifest.run.tables()
         check_params(manifest, _validated(ModelConfig, tables.get("model", {})))
         return
-    config = _config(manifest.run.tables())
+    config = _validated(Config, {name: {} for name in SECTIONS} | manifest.run.tables())
     check_params(manifest, config.model)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     if manifest.states[1:] != optimizer.state_names:
@@ -94,10 +94,6 @@ def check_params(manifest: Manifest, model: ModelConfig) -> None:
             raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
     if known:
         raise ValueError(f"params: there is no {next(iter(known))}")
-
-
-def _config(tables: dict[str, dict[str, Any]]) -> Config:
-    return _validated(Config, {name: {} for name in SECTIONS} | tables)
 
 
 def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:

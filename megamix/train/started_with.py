@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import tomllib
 from pathlib import Path
 from typing import Any
 
-from megamix.config import Config, DataSource, config_to_toml
+from megamix.config import Config, DataSource, config_to_toml, effective_tables
 from megamix.config.toml_text import value_text
+from megamix.config.unread import part_read
 
 # How long a rank waits is its own affair. What a path leads to may lie elsewhere on each node: of data and tokenizer
 # the fingerprints count, and the run's folder is looked at once it is taken.
@@ -18,6 +18,7 @@ PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which 
 # A path in place of these words: the first rank's is everybody's.
 RESUME_WORDS = ("auto", "never")
 
+NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
 PACKAGE = Path(__file__).parents[1]
 _LONGEST = 1000  # characters of a value; of a longer one the rest is told by a hash
 _DIGITS = 16  # of a hash, in hexadecimal: enough against chance
@@ -26,19 +27,22 @@ _DIGITS = 16  # of a hash, in hexadecimal: enough against chance
 def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
     """Every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names it."""
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
+    found |= {item.key: NOT_READ for item in part_read(config.model_dump())[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
     return found | versions | {"source code of megamix (SHA-256)": _sources()}
 
 
-def flat(config: Config) -> dict[str, Any]:
-    """The effective configuration, by `section.key`; without what is not set."""
-    tables = tomllib.loads(config_to_toml(config))
+def flat(config: str) -> dict[str, Any]:
+    """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
+    has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
+    """
+    tables = effective_tables(config)
     return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    settings = {key: value for key, value in flat(config).items() if key not in MAY_DIFFER}
+    settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
     if settings["checkpoint.resume"] not in RESUME_WORDS:
         settings["checkpoint.resume"] = "a path"
     numbers: dict[str | int, int] = {}

@@ -30,12 +30,13 @@ from megamix.config import ConfigError
 from megamix.data.durable import create_anew
 from megamix.data.steady_file import DataError
 from megamix.train.console import drop_unwritten, say
+from megamix.train.differences import names
 from megamix.train.liveness import Place, RollCall, Sign, Verdict
 from megamix.train.processes import Siblings
 from megamix.train.signals import PARENT_DIED, LeaveRequest
 from megamix.train.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
 
-_SHOWN = 8  # ranks in a verdict
+_SHOWN = 8  # ranks of which a verdict has the last places
 _GRACE_S = 2.0  # for what takes a moment, if all is well
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
 
@@ -56,6 +57,7 @@ class Watchdog:
         self._launcher = launcher
         self._tick_s = min(0.25, timeout_s / 12)  # from one sign to the next
         self._window_s = timeout_s / 4  # in which a living rank of another host gives a sign
+        self._grace_s = min(_GRACE_S, self._window_s)
         self._moved_s = time.monotonic()  # when the main thread was last seen to move
         self._since_s = self._moved_s  # when that of any rank was, as far as this one knows
         self._rank = roll.rank if roll is not None else 0
@@ -88,7 +90,7 @@ class Watchdog:
         self._thread.join()
         if self._roll is not None:
             # It takes longer only if it is stuck in the store, and then ends nothing any more.
-            self._talker.join(min(_GRACE_S, self._window_s))
+            self._talker.join(self._grace_s)
         try:
             alike = error is None or isinstance(error, EndedEarlyError | ConfigError)  # on all ranks
             if not alike and isinstance(error, Exception) and self._roll is not None:
@@ -146,7 +148,7 @@ class Watchdog:
             self._stopped_s = None
             return
         self._stopped_s = self._stopped_s or time.monotonic()
-        if time.monotonic() - self._stopped_s > min(_GRACE_S, self._window_s):
+        if time.monotonic() - self._stopped_s > self._grace_s:
             self._ended = f"a launcher died, and its rank with pid {', '.join(map(str, stopped))} is stopped: ended"
             say(f"megamix train: {self._ended}", sys.stderr)
             for pid in stopped:
@@ -191,9 +193,9 @@ class Watchdog:
         fewest = min((sign.spans for sign in signs.values()), default=0)
         behind = [rank for rank, sign in signs.items() if sign.spans == fewest]
         if missing:
-            what = f"no sign of life from {_names(missing)}"
+            what = f"no sign of life from {names(missing)}"
         elif len(behind) < len(signs):
-            what = f"{_names(behind)} fell behind"
+            what = f"{names(behind)} fell behind"
         else:
             what = "all ranks stand in the same place"
         lines = [f"no progress for {self._timeout_s:g} s (parallelism.timeout_s): {what}"]
@@ -209,7 +211,7 @@ class Watchdog:
             if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
                 verdict = self._judge(missing, roll)
             elif missing:
-                lines = [f"{_names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
+                lines = [f"{names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
                 verdict = Verdict("\n".join(lines), missing)
             elif isinstance(error, DataError):
                 verdict = Verdict(f"rank {roll.rank}, attempt {place.attempt}: {error}", [], WRONG_INPUT)
@@ -225,7 +227,7 @@ class Watchdog:
 
     def _wait_for_missing(self, roll: RollCall) -> list[int]:
         suspicion = _Suspicion(roll)
-        while not (missing := suspicion.missing_here()) and suspicion.age_s() < min(2.0, self._window_s):
+        while not (missing := suspicion.missing_here()) and suspicion.age_s() < self._grace_s:
             time.sleep(self._tick_s / 5)
             self._beat(roll)  # the others may be looking, too
         return missing or suspicion.missing()
@@ -287,11 +289,6 @@ def _end_missing(verdict: Verdict, roll: RollCall) -> None:
 def _speaker(verdict: Verdict, roll: RollCall) -> int:
     """The lowest rank that lives."""
     return min(rank for rank in range(roll.size) if rank not in verdict.missing)
-
-
-def _names(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def _last_places(ranks: list[int], signs: dict[int, Sign]) -> list[str]:

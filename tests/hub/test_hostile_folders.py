@@ -203,8 +203,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "the folder itself": (_index({"a": "."}), "names ., which is no file"),
     "a device": (_index({"a": "device.safetensors"}), "names device.safetensors, which is no file"),
     "a pipe in the index": (_index({"a": "pipe.safetensors"}), "names pipe.safetensors, which is no file"),
-    "a name of two lines": (_index({"a": "x\ny"}), r"names 'x\ny', which is no file"),
-    "a name with a zero": (_index({"a": "x\0y"}), r"names 'x\x00y', which is no file"),
+    "a name of two lines": (_index({"a": "x\ny"}), r"names x\ny, which is no file"),
+    "a name with a zero": (_index({"a": "x\0y"}), r"names x\x00y, which is no file"),
     "numbers as names": (_index({"a": 1}), "has no weight_map of names"),
     "an index of itself": (_index({"a": INDEX}), "its header and those before it take more than"),
 }
@@ -224,8 +224,8 @@ def test_unknown_tensors_beyond_counting_are_told_in_one_line(folders, tmp_path:
     tensors |= {f"x{number}\n": torch.zeros(1) for number in range(1000)}
     save_file(tensors, tmp_path / "hf/model.safetensors")
     told = _refused(tmp_path / "hf")
-    assert told.startswith("the tensors are not those of its config.json: unknown 'x")
-    assert told.endswith(r"\n' [1]; and 980 more")
+    assert told.startswith("the tensors are not those of its config.json: unknown x")
+    assert told.endswith(r"\n [1]; and 980 more")
 
 
 def _mutated(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def test_ids_of_special_tokens_are_numbers(value: Any, folders, tmp_path: Path) 
     ("old", "new", "told"),
     [
         ("num_layers = 2", f"num_layers = {10**8}", "its parameters are not those of the model"),
-        ("hidden_size = 12", f"hidden_size = {2**60}", "no memory holds a model of these sizes"),
+        ("hidden_size = 12", f"hidden_size = {2**60}", "its parameters are not those of the model"),
         ("seq_len = 32", f"seq_len = {10**9}", "model.seq_len is 1000000000: tables of rotary positions of"),
     ],
 )

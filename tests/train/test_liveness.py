@@ -75,12 +75,15 @@ def test_junk_is_no_verdict(missing: Any) -> None:
 
 def test_a_verdict_cannot_steer_a_terminal() -> None:
     roll, store = _roll()
-    assert roll.decide(Verdict("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text == "rank 1 died\n?]0;owned? ?"
+    assert (
+        roll.decide(Verdict("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
+        == "rank 1 died\n\\x1b]0;owned\\x07 \\ud800"
+    )
     store.set("verdict", json.dumps(["\x1b[2J" + "x" * 20_000, []]))
     verdict = roll.verdict()
     assert verdict is not None
-    assert verdict.text.startswith("?[2Jxxx")
-    assert len(verdict.text) == 10_000
+    assert verdict.text.startswith(r"\x1b[2Jxxx")
+    assert len(verdict.text) < 10_100
 
 
 def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:

@@ -345,7 +345,7 @@ def test_an_answer_without_bounds_is_refused_and_control_characters_are_not_prin
 ) -> None:
     outcome = json.dumps([["\x1b[2Jseed"], ""]).encode()
     ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", outcome))
-    assert [list(error.problems) for error in ranks.ended.values()] == [["?[2Jseed"]] * 2
+    assert [list(error.problems) for error in ranks.ended.values()] == [[r"\x1b[2Jseed"]] * 2
     monkeypatch.setattr(same_job, "LARGEST", 100)
     ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", json.dumps([["a" * 100], ""]).encode()))
     assert all(isinstance(error, NoAnswerError) for error in ranks.ended.values())
