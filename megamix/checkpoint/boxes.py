@@ -32,7 +32,7 @@ class Box:
     def inside(self, shape: tuple[int, ...]) -> bool:
         """Whether it is a box of a parameter of that shape."""
         return len(self.offset) == len(shape) and all(
-            offset >= 0 and end <= length for offset, end, length in zip(self.offset, self.end, shape, strict=True)
+            0 <= offset <= length - size for offset, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:

@@ -112,9 +112,15 @@ def describe(engine: ShardedEngine, states: tuple[_Name, ...], run: RunRecord) -
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """The whole file."""
+    """The whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
     body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
-    return body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
+    text = body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
+    if len(text) > LARGEST or text.count(b",") > _MOST_VALUES:
+        raise ValueError(
+            f"a manifest of {len(manifest.params)} parameters has {len(text)} bytes, the most is {LARGEST} and "
+            f"{_MOST_VALUES} values; put small parameters together into larger ones"
+        )
+    return text
 
 
 def read_manifest(path: Path) -> Manifest:

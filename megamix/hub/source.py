@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -15,6 +17,7 @@ from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
 from megamix.config import ModelConfig
+from megamix.hub.family_configs import shown
 from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
 from megamix.hub.stored_sizes import tables_problem
@@ -93,8 +96,13 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     try:
         tables = checkpoint.manifest.run.tables()
         config = ModelConfig.model_validate(tables.get("model", {}))
+        tokenizer, dtype = _text(tables, "data.tokenizer"), _text(tables, "precision.dtype") or "fp32"
+        if dtype not in DTYPES:
+            raise ValueError(f"its configuration: precision.dtype is {shown(dtype)}, none of {', '.join(DTYPES)}")
     except ValidationError as error:
-        raise Damaged([f"{checkpoint.path / MANIFEST}: its [model]: {error.errors()[0]['msg']}"]) from None
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise Damaged([f"{checkpoint.path / MANIFEST}: its configuration: model.{key}: {problem['msg']}"]) from None
     except ValueError as error:
         raise Damaged([f"{checkpoint.path / MANIFEST}: {error}"]) from None
     try:
@@ -104,13 +112,19 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     saved = {param.name: param.shape for param in checkpoint.manifest.params}
     if problems := tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
         raise ValueError(f"{checkpoint.path}: {problems[0]}")
-    data = tables.get("data", {})
-    tokenizer = data.get("tokenizer")
-    dtype = tables.get("precision", {}).get("dtype", "fp32")
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
-        None if tokenizer is None else Path(tokenizer), _one_prefix(data.get("valid")),
+        None if tokenizer is None else Path(tokenizer), _one_prefix(tables.get("data", {}).get("valid")),
     )  # fmt: skip
+
+
+def _text(tables: Mapping[str, Mapping[str, Any]], name: str) -> str | None:
+    """A setting of a manifest that no run may have written, so unchecked. Raises: ValueError if it is no text."""
+    section, key = name.split(".")
+    value = tables.get(section, {}).get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"its configuration: {name} is {shown(value)}, no text")
+    return value
 
 
 def _one_prefix(sources: object) -> str | None:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from megamix.checkpoint import tiling
+from megamix.checkpoint import manifest, tensor_file, tiling
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.manifest import ParamRecord
+from megamix.checkpoint.manifest import ParamRecord, manifest_text, read_manifest
 from megamix.checkpoint.parts import MASTER, Part
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.tiling import tiling_problem
@@ -26,7 +26,7 @@ from tests.checkpoint.seal import write_sealed
 from tests.conftest import FULL
 
 CASES = 20_000 if FULL else 300
-MANY = 200_000 if FULL else 5_000  # boxes; of 200,000 the names alone take 16 MB, and 5,000 in pairs half a minute
+MANY = 95_000 if FULL else 5_000  # boxes; of 95,000 the names alone take 8 MB, and 5,000 in pairs half a minute
 LONGEST_S = 5.0  # of this process's own time
 
 
@@ -205,7 +205,21 @@ def test_a_file_of_many_boxes_is_verified_in_its_own_time(tmp_path: Path, params
 
 
 def test_more_tensors_than_can_be_read_soon_are_refused(tmp_path: Path) -> None:
-    length = (16 << 20) + 8
+    length = (8 << 20) + 8
     write_sealed(tmp_path, length.to_bytes(8, "little") + b"{}".ljust(length), [])
     with pytest.raises(ValueError, match=f"rank_00000.safetensors: header too large: {length} bytes"):
         verify_checkpoint(tmp_path)
+
+
+def test_what_no_load_would_read_is_not_saved(tmp_path: Path, monkeypatch) -> None:
+    one, element = Box.whole((1,)), torch.zeros(1)
+    parts = [Part(f"p{number}", MASTER, one, element) for number in range(100)]
+    named = [ParamRecord(name=part.param, shape=(1,), aliases=()) for part in parts]
+    write_sealed(tmp_path, b"".join(chunks(parts)), named)
+    written = read_manifest(tmp_path / "manifest.json")
+    monkeypatch.setattr(tensor_file, "_LARGEST_HEADER", 5_000)
+    with pytest.raises(ValueError, match="100 tensors of a rank have a header of .* bytes, .* at most 5000; use more"):
+        b"".join(chunks(parts))
+    monkeypatch.setattr(manifest, "LARGEST", 5_000)
+    with pytest.raises(ValueError, match="a manifest of 100 parameters has .* bytes, the most is 5000 and"):
+        manifest_text(written)

@@ -203,6 +203,18 @@ def test_every_command_says_so_in_a_line(run, capsys, command: str) -> None:
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("arguments", [["generate"], ["evaluate"], ["export", "--to", "hf", "out"]], ids=lambda a: a[0])
+def test_nor_is_its_model_taken(run, tmp_path, monkeypatch, capsys, arguments: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    newest, _ = checkpoints(run / "run/checkpoints")
+    edit(newest, _progress(cursor=0))
+    assert main([arguments[0], str(run / "run"), *arguments[1:]]) == 1
+    told = capsys.readouterr().err
+    assert f"{newest / 'manifest.json'}: cursor is 0" in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_runs_of_every_rule_save_is_accepted(data, tmp_path) -> None:
     for loss_scale in SCALES if FULL else SCALES[1:2]:
         _interrupted(_config(data, tmp_path / loss_scale, loss_scale), 6)

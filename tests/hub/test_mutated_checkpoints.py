@@ -1,0 +1,75 @@
+"""`generate`, `evaluate` and `export` of a checkpoint whose manifest is sealed and wrong: a line each, no traceback."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.cli import main
+from megamix.hub.import_model import import_model
+from tests.checkpoint.seal import edit
+from tests.hub.folders import LLAMA, write_hugging_face
+
+VERBS = {
+    "generate": [],
+    "evaluate": ["--data", "nowhere"],
+    "export": ["--to", "hf", "out"],
+}
+
+
+def _toml(text: str) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields["run"].update(config=fields["run"]["config"] + text)
+
+
+def _of_a_script(text: str) -> Callable[[dict[str, Any]], None]:
+    """A state that no run has saved: of its configuration the model alone is known to be right."""
+
+    def change(fields: dict[str, Any]) -> None:
+        fields.update(applied_updates=1)
+        _toml(text)(fields)
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "an unknown dtype": (_toml('[precision]\ndtype = "fp99"\n'), "precision.dtype"),
+    "no dtype at all": (_toml('[precision]\ndtype = ["fp16"]\n'), "precision.dtype"),
+    "a script's dtype": (_of_a_script("[precision]\ndtype = 16\n"), "precision.dtype"),
+    "a tokenizer that is no path": (_toml("[data]\ntokenizer = 5\n"), "data.tokenizer"),
+    "a script's tokenizer": (_of_a_script("[data]\ntokenizer = {}\n"), "data.tokenizer"),
+    "another model": (lambda fields: fields["params"][0].update(name="x"), "x"),
+    "no model": (lambda fields: fields["run"].update(config=""), "vocab_size"),
+    "an unknown key": (
+        lambda fields: fields["run"].update(config=fields["run"]["config"].replace("[model]", "[model]\nlater = 1")),
+        "later",
+    ),
+    "no TOML": (lambda fields: fields["run"].update(config="["), "its configuration: Invalid"),
+}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory) -> Path:
+    folder = Path(tmp_path_factory.mktemp("imported"))
+    write_hugging_face(LLAMA, folder / "hf")
+    import_model(folder / "hf", folder / "in")
+    return folder / "in"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_manifest_is_told_by_name(imported, tmp_path, monkeypatch, capsys, name: str, verb: str) -> None:
+    change, told = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    copy = shutil.copytree(imported, tmp_path / "copy")
+    (checkpoint,) = (copy / "checkpoints").iterdir()
+    edit(checkpoint, change)
+    assert main([verb, str(copy), *VERBS[verb]]) in (1, 2)
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert str(checkpoint) in printed.err
+    assert "Traceback" not in printed.err
+    assert not (tmp_path / "out").exists()
