@@ -9,7 +9,6 @@ how these end is how the launcher ends. Where the ranks of one machine meet, nob
 from __future__ import annotations
 
 import contextlib
-import importlib
 import math
 import os
 import resource
@@ -45,8 +44,6 @@ def launch(arguments: list[str]) -> int:
         # Below the handlers: importing takes seconds.
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        # First: it loads ours by an entry point, and where ours is half imported prints a traceback at every start.
-        importlib.import_module("torch.distributed.elastic.rendezvous")
         from megamix.train.rendezvous import torchrun
 
         try:
