@@ -6,7 +6,6 @@ that issue equal buckets in opposite order get each other's sums without an erro
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -57,9 +56,12 @@ class _Works:
 
     def __del__(self) -> None:
         # A Gloo receive lives in its work object: dropped unfinished, it would leave its message to whoever talks next.
-        with contextlib.suppress(Exception):  # the group may be gone already, and its messages with it
+        # No contextlib: at the end of a program its name here may be None by now.
+        try:
             for work in self._works:
                 work.wait()
+        except Exception:  # the group may be gone already, and its messages with it
+            pass
 
 
 class Collectives:

@@ -181,3 +181,10 @@ def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
     start_ranks(torch.device("cpu"), timeout_s=7.0)
     ((backend, timeout),) = calls
     assert (backend, timeout.total_seconds()) == ("gloo", 7.0)
+
+
+def test_works_are_dropped_at_the_end_of_a_program_without_a_word(monkeypatch) -> None:
+    works = collectives._Works([])
+    for name in [name for name in vars(collectives) if not name.startswith("__")]:
+        monkeypatch.setattr(collectives, name, None)  # as the interpreter clears a module
+    works.__del__()
