@@ -30,7 +30,12 @@ def require_equal(collectives: Collectives, device: torch.device, *values: objec
 
 
 def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
-    """Raises: ValueError if the state is of another layout than the one with this fingerprint, or another rank's."""
+    """Raises: ValueError if the state is a module's, another rank's, or of a layout with another fingerprint."""
+    if not {"layout", "rank"} <= set(state):
+        raise ValueError(
+            "load_state_dict() of the engine takes what engine.state_dict() returned; to set the module's weights from "
+            "model.state_dict() call engine.load_weights(state_dict)"
+        )
     if (state["layout"], state["rank"]) != (own, rank):
         raise ValueError(
             f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "

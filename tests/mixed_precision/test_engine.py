@@ -457,6 +457,21 @@ def test_a_foreign_state_is_refused() -> None:
         engine.load_state_dict(other.state_dict())
 
 
+def test_the_modules_own_state_is_answered_with_load_weights() -> None:
+    engine = _engine()
+    with pytest.raises(ValueError, match=r"call engine.load_weights\(state_dict\)"):
+        engine.load_state_dict(engine.module.state_dict())
+
+
+@pytest.mark.parametrize("spoil", [Tensor.item, Tensor.detach], ids=["number", "detached"])
+def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil) -> None:
+    engine = _engine()
+    with pytest.raises(ValueError, match=r"before \.item\(\) or \.detach\(\)"):
+        engine.backward(spoil(loss_of(engine.module, make_batch(0, 0, 0))))
+    _train(engine, 1)
+    assert int(engine.applied_updates) == 1
+
+
 def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
     def build(scale: StaticLossScale) -> ShardedEngine:
         return _engine(precision=Precision(torch.bfloat16, loss_scale=scale))

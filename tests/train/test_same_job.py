@@ -366,7 +366,7 @@ class _CountingStore:
 def test_a_rank_makes_a_handful_of_requests_and_the_first_one_two_more_for_each(tmp_path, data, alike: bool) -> None:
     configs = [_job(tmp_path, data, {"training": {"seed": 0 if alike else rank}}) for rank in range(24)]
     ranks = _Ranks(24, configs, store=_CountingStore())
-    assert all(isinstance(end, dict if alike else ConfigError) for end in ranks.ended.values())
+    assert all(isinstance(end, same_job.KnownData if alike else ConfigError) for end in ranks.ended.values())
     first, *others = sorted(ranks.store.requests.values(), reverse=True)
     assert max(others) <= 12
     assert first <= 12 + (1 if alike else 2) * 24
