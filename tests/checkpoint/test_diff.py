@@ -95,7 +95,7 @@ def test_configuration_counters_and_shapes_are_told_by_name(tmp_path: Path) -> N
         "loss_scale.loss_scale: 8.0 -> 64.0",
     ]
     broken = _saved(tmp_path / "broken", config="[")
-    with pytest.raises(ValueError, match="its configuration: "):
+    with pytest.raises(ValueError, match="its configuration is no TOML: "):
         _lines(old, broken)
 
 
