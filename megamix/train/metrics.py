@@ -1,5 +1,7 @@
 """What a run reports: a line on the console, a JSON object in metrics.jsonl, a point per scalar in TensorBoard."""
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -8,13 +10,15 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megamix.data.durable import read_own
 from megamix.train.event_file import EventFile
 from megamix.train.log_file import LogFile, cut_log
-from megamix.train.progress import Progress
 from megamix.train.run_folder import METRICS, SET_ASIDE
+
+if TYPE_CHECKING:  # who draws a run's history needs no torch
+    from megamix.train.progress import Progress
 
 # The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
 TAGS = {
@@ -130,7 +134,7 @@ class MetricsWriter:
             if step > applied:
                 events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
-    def __enter__(self) -> "MetricsWriter":
+    def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(
