@@ -27,7 +27,8 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.config import Config, ConfigError
 from megamix.train.batch_plan import BatchPlan
-from megamix.train.resume import find_start
+from megamix.train.build_data import data_fingerprints
+from megamix.train.resume import Start, find_start
 from megamix.train.saved_run import check_run
 from megamix.train.status import PreemptedError
 from tests.checkpoint.seal import edit, seal
@@ -141,8 +142,8 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no progress": (lambda fields: fields["run"].update(progress={}), "progress|attempts|applied"),
     "a nested configuration": (lambda fields: fields["run"].update(config={"model": {}}), r"run\.config"),
     "no TOML": (lambda fields: fields["run"].update(config="["), "TOML"),
-    "a configuration without end": (lambda fields: fields["run"].update(config="x = " + "[" * 9999), "TOML"),
-    "a key without end": (lambda fields: fields["run"].update(config="a." * 9999 + "a = 1"), "dots"),
+    "a configuration without end": (lambda fields: fields["run"].update(config="x = " + "[" * 9999), "more than 8 others"),
+    "a key without end": (lambda fields: fields["run"].update(config="a." * 9999 + "a = 1"), "more than 8 parts"),
     "another model": (_in_config("hidden_size = 32", "hidden_size = 48"), "parameters"),
     "a model beyond counting": (_in_config("num_layers = 1\n", f"num_layers = {10**30}\n"), "parameters"),
     "a wrong kind": (_in_config("num_layers = 1\n", "num_layers = '1'\n"), r"model\.num_layers"),
@@ -159,6 +160,10 @@ WRONG: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
+def _start(config: Config) -> Start:
+    return find_start(config, data_fingerprints(config), Together(Collectives(Axis()), torch.device("cpu")))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_no_run_can_have_saved_is_refused_and_the_older_one_taken(data, run, caplog, name: str) -> None:
     change, told = WRONG[name]
@@ -168,7 +173,7 @@ def test_what_no_run_can_have_saved_is_refused_and_the_older_one_taken(data, run
         read_checkpoint(newest, check_run)
     assert str(refused.value).startswith(str(newest / "manifest.json"))
     assert str(refused.value).isprintable()
-    start = find_start(_config(data, run), Together(Collectives(Axis()), torch.device("cpu")))
+    start = _start(_config(data, run))
     assert start.checkpoint is not None
     assert start.checkpoint.path == older
     assert str(newest / "manifest.json") in caplog.text
@@ -185,7 +190,7 @@ def test_a_field_that_is_there_twice_is_refused(run) -> None:
 def test_keys_of_a_later_version_are_told_and_no_damage(data, run, tmp_path) -> None:
     newest, _ = checkpoints(run / "run/checkpoints")
     edit(newest, _in_config("[training]\n", "[training]\nlater = 1\n"))
-    start = find_start(_config(data, run), Together(Collectives(Axis()), torch.device("cpu")))
+    start = _start(_config(data, run))
     assert start.checkpoint is not None
     assert start.checkpoint.path == newest
     assert "training.later: 1 -> not set" in start.changes
