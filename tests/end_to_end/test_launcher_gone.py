@@ -47,7 +47,8 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script: bool
     assert (end.exit_statuses, end.status["state"], end.status["update"]) == ([0], "finished", 60)
 
 
-@pytest.mark.parametrize("command", TERMINALS if FULL else TERMINALS[:1], ids=lambda command: command[2])
+@full_only
+@pytest.mark.parametrize("command", TERMINALS, ids=lambda command: command[2])
 def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]) -> None:
     config = leaving._config(tmp_path / "job", data, 10**6)
     (tmp_path / "job").mkdir()
