@@ -37,7 +37,8 @@ def _training(config: Config, **how: Any) -> tuple[leaving.Job, subprocess.Popen
     return job, job.launchers[0], leaving._ranks(job)
 
 
-@pytest.mark.parametrize("by_script", [False, True] if FULL else [False])
+@full_only
+@pytest.mark.parametrize("by_script", [False, True])
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path, data, by_script: bool) -> None:
     config = leaving._config(tmp_path / "job", data, 60)
     job, launcher, ranks = _training(config, by_script=by_script, before=["nohup"])
