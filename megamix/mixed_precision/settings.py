@@ -110,12 +110,12 @@ def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int
 
 def check_loss(loss: Tensor, weight: float) -> None:
     """Raises: ValueError for what `backward` cannot take."""
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise ValueError(
             f"backward() takes a loss that is computed from the module's parameters, got {type(loss).__name__} without "
             "a graph; give the tensor before .item() or .detach(), and not under torch.no_grad()"
         )
-    if loss.numel() != 1:
-        raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
     if not 0 <= weight < math.inf:
         raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")
