@@ -44,6 +44,7 @@ class HuggingFaceWeights:
         with _naming(folder):
             self.config = self.family.read_config(self.json)
         self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
+        # An open file is no mapping: it has keys() and cannot be iterated.
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
         # A model saved without its head has names without the base.
         based = any(name.startswith(self.family.base) for name in self._file_of)
