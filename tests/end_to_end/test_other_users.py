@@ -108,14 +108,15 @@ def _attack(pid: int, ports: list[int], run_id: str, bomb: Path) -> None:
                 assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     if os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split()[2] != "1":
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setegid(NOBODY)
+        os.seteuid(NOBODY)
     content = pickle.dumps(_Bomb(bomb))
     for port in ports:
         store = dist.TCPStore("127.0.0.1", port)
         for key in getattr(store, "list_keys", list)():  # where torch can list them
             store.set(key, content)
         store.set(f"torch.rendezvous.{run_id}", base64.b64encode(content))
+    os.seteuid(os.getuid())  # coverage writes into the tests' folder when the process ends
 
 
 def _attacked(started: Started, bomb: Path) -> None:
