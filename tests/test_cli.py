@@ -1,4 +1,4 @@
-"""The verbs: what they print, and what they say about wrong input."""
+"""The verbs: what they print, and what they say about wrong input, with no torch imported."""
 
 import errno
 import importlib

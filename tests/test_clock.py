@@ -1,4 +1,4 @@
-"""Spans add up, inner ones are taken out of outer ones, and nothing is measured unless asked."""
+"""Named spans add up, inner ones are taken out of outer ones, and nothing is measured unless asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whatever a configuration's path leads to, and whatever stands there: one short line, soon, in little memory."""
+"""A base that is a device, a pipe, a circle, huge, or deep is refused in a line, in 5 s and 500 MB; any bytes load or
+are refused.
+"""
 
 from __future__ import annotations
 

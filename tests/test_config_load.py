@@ -1,4 +1,4 @@
-"""Files, inheritance, overrides, and the effective configuration that reads back equal."""
+"""Files, bases and overrides become one checked configuration, which is shown and reads back equal."""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""A key that is not read is refused, or dropped and told; what is shown lists none, and reads back equal."""
+"""A key that is not read is refused, or dropped and told, over any layers; what is shown lists none and loads equal;
+every command of the pages goes.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 
 import megamix.mixed_precision
 from megamix.train.metrics import TAGS, LayerPrecision
+from tests.promises import with_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -33,10 +34,9 @@ def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
-def test_every_test_file_has_its_promise_named() -> None:
-    named = set(re.findall(r"\btests/[\w/]+\.py", _text("testing.md").partition("## The reference")[0]))
-    there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
-    assert (sorted(named - there), sorted(there - named)) == ([], [])
+def test_the_table_of_promises_is_what_the_test_files_say() -> None:
+    page = _text("testing.md")
+    assert page == with_table(page), "write it with `python -m tests.promises`"
 
 
 def test_the_log_s_table_has_exactly_the_tags_that_are_written() -> None:

@@ -1,4 +1,4 @@
-"""The scripts of launch/: how many ranks start, with what settings, and what is moved aside."""
+"""The scripts: how many ranks start, with what settings, what is moved aside, whose compiled code is run."""
 
 import os
 import re

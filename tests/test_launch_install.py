@@ -1,4 +1,4 @@
-"""The scripts of launch/: which Python they take, what they install when, and what they never touch."""
+"""The scripts: which Python they take, what they install when, and what they never touch."""
 
 import shutil
 from pathlib import Path

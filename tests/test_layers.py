@@ -1,4 +1,6 @@
-"""The architecture is a test: imports go from a higher layer to a lower one, files stay short, nothing unpickles."""
+"""The architecture: imports go from a higher layer to a lower one, files stay short, no torch in `config`, nothing
+that unpickles.
+"""
 
 import ast
 from collections.abc import Iterator

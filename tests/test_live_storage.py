@@ -1,4 +1,4 @@
-"""The tracker counts each storage once, at its present size, and remembers the highest sum."""
+"""Live storage is counted once, at its present size, and its peak is kept."""
 
 import torch
 import torch.distributed as dist

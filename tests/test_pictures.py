@@ -1,4 +1,6 @@
-"""The pictures of docs/parallelism.md show what the objects say, the page has them all, and the script made them."""
+"""The pictures of docs/parallelism.md are those that the script draws, and the page has them all; a timetable, a
+block's way and its matrices are whole.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The soak: a run under fire ends as the one without faults; if it did not, or grew, the soak would say so."""
+"""A run that signals, deaths, a full disk and damaged checkpoints strike one after the other ends as the run without
+faults; the soak finds it if not.
+"""
 
 from __future__ import annotations
 

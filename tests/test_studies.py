@@ -1,4 +1,6 @@
-"""Every study under docs/studies runs, finds what its page says, and the page is made of what the studies print."""
+"""Every study under docs/studies runs and finds what its page says, as that headroom overflows in under 0.02 % of
+20,000 steps; the page is what they print.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benches: their goals by made-up figures, and each from end to end at a tiny size."""
+"""The benches compare equals and report what they measured: goals by made-up figures, and each from end to end at a
+tiny size.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a bench prints and leaves behind."""
+"""What a bench prints and leaves behind is what it measured."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Boxes against brute force: every element once, in order, under any block, range and number of dims."""
+"""A flat range of a block is a few boxes, by brute force: every element once, in order, under any block, range and
+number of dims.
+"""
 
 from __future__ import annotations
 

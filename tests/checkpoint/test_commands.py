@@ -1,4 +1,6 @@
-"""`megamix checkpoint ls` and `verify`: what lies in a folder, and what is wrong with it."""
+"""`megamix checkpoint ls` and `verify` tell complete, damaged and unfinished apart and use nothing damaged; a stray
+file stops nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A checkpoint that is not what was written is refused, the file named, and the one before it is loaded."""
+"""A changed bit, a short, missing or foreign file: refused with its name, on every rank, and the older checkpoint is
+taken; no false alarm.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`megamix checkpoint diff`: every difference, with its size; none where a resumed run would be the same."""
+"""`megamix checkpoint diff` finds every difference bit by bit, with its size; none where a resumed run would be the
+same.
+"""
 
 from __future__ import annotations
 

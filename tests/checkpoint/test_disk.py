@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone: all ranks decide alike, one line says why, older checkpoints load."""
+"""A disk that is full, read-only or gone fails a save on every rank alike, in one line; older checkpoints load."""
 
 from __future__ import annotations
 

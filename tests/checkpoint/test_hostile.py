@@ -1,4 +1,6 @@
-"""A checkpoint made to do harm, with every checksum right: refused, nothing executed, nothing large allocated."""
+"""A checkpoint made to do harm, with every checksum right, is refused; nothing is executed and nothing large
+allocated.
+"""
 
 from __future__ import annotations
 

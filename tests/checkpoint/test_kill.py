@@ -1,5 +1,5 @@
-"""`kill -9` at every call of a save that touches the disk, on either rank, at once or beside training: nothing that was
-complete is lost.
+"""A process killed at any call of a save that touches the disk, on either rank, at once or beside training, leaves the
+newest complete checkpoint, and the next save what is left over of none.
 """
 
 from __future__ import annotations

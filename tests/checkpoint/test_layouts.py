@@ -1,4 +1,6 @@
-"""A checkpoint is of the model, not of the ranks: what any layout saved, any other loads, bit for bit."""
+"""What any ranks, bucket size or blocks saved, any others load, bit for bit; a resumed run is the run that went on; a
+loss scale goes on by its rule and the settings of now; a misfit is told whole and changes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Boxes that cover each element once pass, whatever cut them; the fault of others is named; no boxes take long."""
+"""Whatever cut a parameter, boxes cover it once or the fault is named, in near-linear time; what no load would read
+for its size is not saved.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The collectives of a step: fixed order of sums, one rounding, overflow to inf, and the identity where a rank is
-alone.
-"""
+"""Sums over ranks: FP32 in rank order, rounded once, inf where FP16 ends, and the identity where a rank is alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh: every rank has one place, axes meet the ranks that they should, and a bad size says which one works."""
+"""Every rank has one place in the mesh, an axis connects its own ranks, a size that cannot be says which one can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of record that is no document: left out, with its place and reason, and its neighbours are kept."""
+"""Over thirty kinds of bad record are left out by place and reason, and their neighbours are kept."""
 
 import gzip
 import hashlib

@@ -1,4 +1,6 @@
-"""A blend's shares are exact at every prefix, its answer for a sample needs no other sample, and stages go on."""
+"""A blend is within one sample of its shares at every prefix, its answer for a sample needs no other sample, its
+stages go on where they were.
+"""
 
 import random
 

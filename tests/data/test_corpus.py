@@ -1,3 +1,5 @@
+"""Which files are read, in which order: each once, and what is not there is refused by flag, value and fix."""
+
 import json
 import sys
 from pathlib import Path

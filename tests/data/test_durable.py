@@ -1,4 +1,6 @@
-"""What a run writes is whole, made by us alone, and as readable as the umask says."""
+"""A link, a FIFO or a second name in a folder is replaced, never followed; what a run writes is whole, and its modes
+are by the umask.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Batches do not depend on when they were announced."""
+
 import threading
 from collections.abc import Iterator
 

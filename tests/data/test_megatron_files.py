@@ -1,4 +1,6 @@
-"""Token files are Megatron's in both directions, over every dtype and number of sequences a document."""
+"""Token files are Megatron's in both directions, over every dtype and number of sequences a document; fuzzed indices
+are refused or read right.
+"""
 
 import importlib.util
 import random

@@ -1,4 +1,4 @@
-"""Packed documents: where each begins, what is predicted, and that every token is used once an epoch."""
+"""Packed documents: where each begins, what is predicted, every token once an epoch; parts of a split are disjoint."""
 
 from pathlib import Path
 

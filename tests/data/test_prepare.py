@@ -1,3 +1,5 @@
+"""`megamix prepare`: whole or not there, the same bytes each time, and each document in exactly one part."""
+
 import hashlib
 import json
 import os

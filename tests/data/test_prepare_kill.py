@@ -1,4 +1,4 @@
-"""A prepare that is killed at any instant and run again ends with the bytes of one that was not."""
+"""A prepare killed at any instant and run again, by any workers, ends with the bytes of one that was not."""
 
 import fcntl
 import gzip

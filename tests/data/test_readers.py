@@ -1,4 +1,6 @@
-"""The same documents come out of every kind of file, in order, with their places, however the file is cut."""
+"""Every kind of file gives the same documents, in order, with their places, however it is cut, in memory that does not
+grow.
+"""
 
 import gzip
 import json

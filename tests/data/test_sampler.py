@@ -1,3 +1,5 @@
+"""The order of samples depends on seed and index alone, each window once an epoch."""
+
 import itertools
 import math
 

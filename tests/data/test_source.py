@@ -1,3 +1,5 @@
+"""A source's windows have every token but the first as a target once an epoch, on any ranks; the seed orders them."""
+
 from pathlib import Path
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""The synthetic source has the entropy it states."""
+
 import math
 
 import numpy as np

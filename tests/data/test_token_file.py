@@ -1,3 +1,5 @@
+"""A token file reads back as it was written, in every dtype, and every damage is found."""
+
 import bisect
 import struct
 import subprocess

@@ -1,3 +1,5 @@
+"""Any text comes back unchanged, a document ends with one end token, and a saved tokenizer loads to the same."""
+
 import sys
 from pathlib import Path
 

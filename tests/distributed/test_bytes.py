@@ -1,6 +1,4 @@
-"""What a rank holds is what the layout says, to the byte, and no FP32 copy of the gradient is added while gradients
-are half.
-"""
+"""A rank holds the bytes that the formula says, and no memory for an FP32 copy of half gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One rank or many, any bucket size, overlap on or off: the same weights and states as a plain loop in one process,
-bit for bit.
+"""Any ranks, bucket size, overlap, accumulation (full, or ended early, by each rank elsewhere), clipping, dtype,
+optimizer, groups, tied weights, recompute: the weights and states are bit for bit those of a plain loop in one
+process.
 """
 
 from __future__ import annotations

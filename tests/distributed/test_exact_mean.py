@@ -1,4 +1,4 @@
-"""The loss and the gradient are the mean over all targets that count, wherever they are, and not a mean of means."""
+"""The loss and the gradient are the exact mean over all targets that count, on any rank, and not a mean of means."""
 
 from __future__ import annotations
 

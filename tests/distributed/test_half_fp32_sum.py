@@ -1,4 +1,6 @@
-"""`reduce_dtype="half_fp32_sum"`: halves travel, their sum stays in FP32, and none of it is left in the next step."""
+"""`half_fp32_sum`: halves travel, the sum is as exact as FP32, beyond FP16 no overflow, nothing of it in the next
+step.
+"""
 
 from __future__ import annotations
 

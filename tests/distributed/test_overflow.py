@@ -1,5 +1,5 @@
-"""A step with a non-finite gradient anywhere changes nothing, anywhere, bitwise; every rank knows; the scale backs
-off once.
+"""A value that is not finite, on any rank, bucket, micro-batch, or only in the sum, changes nothing anywhere, bitwise;
+every rank knows; the scale backs off once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Communication hides behind compute and never races it: order of launch, late gathers, compiled blocks, a backward
-that fails under way, engines that go away.
+"""Collectives are launched in order beside backward, no weight is read before its gather has landed, a failed backward
+leaves nothing behind; compiled blocks and engines that go away, too.
 """
 
 from __future__ import annotations

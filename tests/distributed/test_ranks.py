@@ -1,4 +1,4 @@
-"""The harness itself: a rank that fails is named, and the next case gets healthy ranks."""
+"""The harness names the rank that raised, died or hung, and the next case gets healthy ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whoever reads the module after `step()` gets that step's weights, however slow the gathers are and however he reads.
+"""What is read after `step()` is that step's, in every way: state_dict, named_parameters, averages, copies, pickles,
+submodules; with units behind `state_dict()` or `engine.wait()`; copies live apart from the engine.
 
 Gathers land when they are awaited and not before; until then what other ranks own is NaN.
 """

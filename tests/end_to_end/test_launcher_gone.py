@@ -1,4 +1,6 @@
-"""What becomes of a run whose terminal is closed, whose launcher is stopped, or dead while a rank is stopped."""
+"""A closed terminal, nohup, a launcher that is stopped, or dead while a rank is stopped: the run ends or goes on as it
+should.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Under real torchrun: a signal to anybody ends the run in good order, the same command goes on with it as if nothing
-had been, and no rank outlives its launcher.
+"""Under real torchrun, one node or two launchers as two: a signal to launchers or ranks ends the run in good order,
+and the same command again goes on to a bitwise equal end; no rank outlives a killed launcher or rank.
 """
 
 from __future__ import annotations

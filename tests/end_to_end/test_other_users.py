@@ -1,5 +1,5 @@
-"""Other users of the machine: a job listens on loopback alone, and nobody runs code as its owner by writing into its
-store.
+"""A one-node job listens on loopback alone, also where the machine's name is another address; what another user writes
+into its store is not run, and is by plain torchrun.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""docs/start_to_end.md: every command, file and line of Python on the page, run in order as they stand there."""
+"""Every command, file and line of Python of docs/start_to_end.md runs, in order: texts, training, resume, evaluation,
+export, transformers, import.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megamix evaluate`: every token once, whatever the windows; and `--harness` without its package."""
+"""`megamix evaluate`: each token counts once, whatever the windows; `--harness` without its package is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`megamix export --to hf`: what is refused, and what is written beside the weights."""
+"""An export is whole or not there, its shards bounded; a weight beyond FP16, a model of no family, a damaged
+checkpoint are refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megamix generate`: from a run, an imported model and a Hugging Face folder."""
+"""`megamix generate`: a run, its checkpoint, its export and its import write the same text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A Hugging Face folder made to do harm, or written by mistake: one line, at once, and nothing large allocated."""
+"""A Hugging Face folder that lies, in sizes, headers, index, links or kinds of values, is refused in one line by key,
+value and what the tensors say, before anything is built; a weight that is not finite is told by tensor and place.
+"""
 
 from __future__ import annotations
 

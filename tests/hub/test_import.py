@@ -1,4 +1,6 @@
-"""`megamix import`: what a folder must be, what is written, and how a run begins from it."""
+"""What our transformer does not do, and every tensor that is missing, unknown or of another shape, is refused by name;
+an import is streamed, verified, whole or not there, and a run on any ranks begins from it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate`, `evaluate` and `export` of a checkpoint whose manifest is sealed and wrong: a line each, no traceback."""
+"""`generate`, `evaluate` and `export` tell in a line what is wrong with a sealed manifest that no run has written."""
 
 from __future__ import annotations
 

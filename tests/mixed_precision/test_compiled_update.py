@@ -1,4 +1,5 @@
-"""The compiled update and statistics: right within rounding, the same on any cut, one graph for all lengths, and gated.
+"""The compiled update: right within rounding, equal on any cut, one graph, gated, in any number of engines; the
+fallback, agreed on by all ranks.
 
 Each process that compiles pays seconds, so this file compiles AdamW on FP16, and NAG on BF16 and in the velocity
 form on FP32, once each.

@@ -1,4 +1,4 @@
-"""The engine as a library: modules that are not ours, its guards, and weights in and out."""
+"""The engine as a library: foreign modules, guards, weights and state in and out, its memory back when dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An examined step computes what an ordinary one does, bit for bit, and counts every element once."""
+"""An examined step computes the same bits, and counts every element and every micro-batch's gradient once."""
 
 from __future__ import annotations
 

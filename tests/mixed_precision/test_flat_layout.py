@@ -1,6 +1,4 @@
-"""The layout's arithmetic: everything has one place and one owner, on borders that kernels and statistics can rely
-on.
-"""
+"""Every parameter has one aligned place, every element one owner, on borders that kernels and statistics rely on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Wrong kinds, and what people try with an engine that is none of torch's: refused with what to call instead."""
+"""Wrong kinds, and changes of the module that training would not see, are refused with what to do instead; an average
+in half is told.
+"""
 
 from __future__ import annotations
 

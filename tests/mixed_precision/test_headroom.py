@@ -1,5 +1,5 @@
-"""The headroom scale keeps its margin over a window of steps, learns from what it cannot see, and starts from a
-probe.
+"""The headroom scale keeps its margin, learns from overflow, forgets; a probe sets the scale and nothing else; all
+ranks choose one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The loss scale follows a table of events, stays a power of two, and the step divides by the scale that backward
-used.
+"""The loss scale follows its table and stays a power of two; the step divides by the scale that backward used; a
+skipped step advances nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rules of torch, Megatron-LM and DeepSpeed, event for event: x is a step that overflowed, . a clean one."""
+"""torch's, Megatron-LM's and DeepSpeed's loss scale rules, event for event, each with its source.
+
+x is a step that overflowed, . a clean one.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""NAG in both momentum forms, with both weight decays and without momentum: what the libraries do, run in FP64 beside
-the engine.
+"""Each form of NAG, with both weight decays and without momentum, is its library's rule within FP32 rounding; the
+forms differ by what the page says.
 """
 
 from __future__ import annotations

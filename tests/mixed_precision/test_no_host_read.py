@@ -1,6 +1,4 @@
-"""`step()` never makes the host wait for the device: twenty steps, one with an overflow, under a mode that refuses
-every read.
-"""
+"""`step()` reads nothing from the device: twenty steps, one with an overflow, under a mode that refuses every read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Silent damage: a bit that differs in any copy of any parameter is found and named; what is whole is never accused."""
+"""A bit that differs in any copy of any parameter is found and named, on all ranks alike; so is a counter or a state
+of any loss scale rule, with its values; what is whole is never accused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`engine.set_lr` at run time: numbers and tables, from the next update on, one for all ranks, without a host read."""
+"""A learning rate set at run time: numbers and tables, from the next update on, the first rank's for all, without a
+host read.
+"""
 
 from __future__ import annotations
 

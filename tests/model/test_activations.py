@@ -1,4 +1,4 @@
-"""What is traced without memory is what forward and backward really hold, byte for byte."""
+"""Activations counted without memory are those of forward and backward, to the byte."""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Parameters are those that were published, operations those counted by hand; peaks are known by name or not at all."""
+
 from pathlib import Path
 from typing import Any
 

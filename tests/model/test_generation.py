@@ -1,3 +1,5 @@
+"""Greedy text and samples follow the logits, top-p takes the fewest tokens, kept keys and values change no logits."""
+
 import functools
 import math
 

@@ -1,4 +1,4 @@
-"""A packed sequence's documents do not know of each other, in any family."""
+"""A packed sequence's logits and gradients are those of its documents alone, in every family."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Recompute changes what is kept, by the bytes that the formula says, and not one bit of the gradients."""
+"""Recompute gives the same bits of every gradient and keeps the bytes of the formula."""
 
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""The model: every variant, causality, initial values, one graph for all blocks."""
+
 import functools
 import math
 from typing import Any

@@ -1,3 +1,5 @@
+"""FP16 attention computed wide: FP32 results rounded once, half tensors kept."""
+
 import math
 
 import pytest

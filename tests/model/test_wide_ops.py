@@ -1,3 +1,5 @@
+"""FP16 operations computed wide: FP32 results rounded once, half tensors kept."""
+
 from collections.abc import Callable
 
 import pytest

@@ -1,4 +1,4 @@
-"""Full weights go through the engine of any mesh, and a copy that differs is named on all of its ranks."""
+"""Full weights go out and in on any mesh; a copy that differs is named on all of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole job on tensor-parallel ranks: it ends where one process does, and leaves the same behind."""
+"""A job on tensor-parallel ranks ends where one process does and leaves the same behind; another mesh takes it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stage has which layers, and that a rank's part of a model is the whole model's, by name and by value."""
+"""No split of the layers has a cheaper dearest stage; a rank's part has the whole model's names and initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that hold different layers agree on one flag, one norm and one checkpoint."""
+"""Stages that share a layer agree on one flag, one norm and one checkpoint, and own each element once."""
 
 from __future__ import annotations
 

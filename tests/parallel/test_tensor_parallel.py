@@ -1,4 +1,6 @@
-"""Tensor and sequence parallel ranks train what one process trains; each part of the way there, broken, is found."""
+"""Tensor and sequence parallel ranks: loss, gradients, norm, weights, moments of one process; planted bugs are named;
+an overflow on any rank changes nothing; logits of any prompt.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""No batch is lost to overflow: each is applied once or set aside, in an order that outcomes alone decide."""
+"""Every batch is applied once or set aside, in an order that outcomes alone decide; a stopped plan goes on as if never
+stopped.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each section of the configuration becomes the object it describes."""
+"""Every setting reaches the object it is for."""
 
 from __future__ import annotations
 

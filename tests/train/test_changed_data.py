@@ -1,4 +1,7 @@
-"""Data that change while a run reads them end it on all ranks, by the file's name, before a step has used them."""
+"""A token file that is cut, overwritten or extended while it is read is told by every way to read, and ends all ranks
+with 2 before a step has used it; one replaced between its fingerprint and its opening, on one rank or all, is not
+trained on.
+"""
 
 from __future__ import annotations
 

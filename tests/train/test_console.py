@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or that lack a letter, end no run."""
+"""Standard streams that are closed, or lack a letter, change no exit status, and no file gets their number."""
 
 from __future__ import annotations
 

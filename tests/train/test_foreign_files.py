@@ -1,4 +1,4 @@
-"""A run in a folder that others may write to: what they put there is refused or replaced, never followed."""
+"""A link, a FIFO or a second name in a run folder that others may write to is refused or replaced, never followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""torchrun's ranks end with a status; so does the launcher, with the same one."""
+"""The launcher ends with its ranks' status, passes every signal on, however often, leaves ignored what nohup ignores,
+and gives ranks the time to save.
+"""
 
 from __future__ import annotations
 

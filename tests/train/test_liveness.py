@@ -1,5 +1,5 @@
-"""What lies in the ranks' store is believed as far as a rank would have written it, and nothing but a rank of the same
-launcher is killed for it: others can write there, too.
+"""Junk in the ranks' store is no sign of life and no verdict, a forged sign gets no stranger killed; a stopped
+launcher ends no run.
 """
 
 from __future__ import annotations

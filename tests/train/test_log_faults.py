@@ -1,4 +1,6 @@
-"""A run goes on when its logs cannot be written: what can be kept is kept, and how it ended is always said."""
+"""A disk that is full, broken or without inodes for a while costs a run no row, for good it ends at a save with the
+true exit status; logs that were removed are made anew; a start after it doubles no row.
+"""
 
 from __future__ import annotations
 

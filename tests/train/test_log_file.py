@@ -1,4 +1,6 @@
-"""A log holds whole rows in order, whatever its disk does; what can be kept is kept, what is lost is counted."""
+"""A log holds whole rows in order whatever its disk does; what can be kept is kept, what is lost is counted, what was
+removed made anew.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The learning rate follows its equation."""
+
 import math
 
 import pytest

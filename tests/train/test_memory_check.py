@@ -1,4 +1,4 @@
-"""A run says after its second update whether the memory it takes is the memory that was planned."""
+"""A run logs planned beside measured memory after its second update, and warns from 10 % on."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""What is planned is what ranks hold: parameters, gradients, states and buckets to the byte, the peak within 5 %."""
+"""Memory that is planned is memory that ranks of five layouts hold: parameters, gradients, states and buckets to the
+byte, each phase's peak within 5 %.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The line, the JSON and the event file say the same."""
+
 import dataclasses
 import json
 import math

@@ -1,4 +1,6 @@
-"""Whole jobs on blends, stages, splits and packed documents: the same on any ranks, after any resume, or refused."""
+"""Jobs on blends, stages, splits and packed documents are the same on any ranks, resume bitwise, or are refused;
+golden losses.
+"""
 
 from __future__ import annotations
 

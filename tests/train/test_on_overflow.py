@@ -1,4 +1,6 @@
-"""Whole jobs that overflow: nothing is lost, every rank takes the same batches, and what was asked for is applied."""
+"""Jobs that overflow requeue, redo, skip, set aside or give up as asked, in the same order on any ranks; no loss is
+lost.
+"""
 
 from __future__ import annotations
 

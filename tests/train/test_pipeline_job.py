@@ -1,4 +1,7 @@
-"""A whole job over a pipeline: losses, logs, sample, weights, and checkpoints that go from one layout to another."""
+"""A job over a pipeline: losses, norms, precision report, weights and sample of one process; a run goes from a
+pipeline to data-parallel ranks and back; no job of any test unpickles what a peer has sent: `run_on_ranks` raises
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn of a run is what its metrics.jsonl says, as far as that goes; what is missing is named with its fix."""
+"""`megamix plot` draws what metrics.jsonl says, and names what is missing with its fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer is said to be in an examined step equals a count over its whole gradient, element by element."""
+"""Shares, histogram, headroom and hidden updates of a layer equal a count over its whole gradient."""
 
 from __future__ import annotations
 

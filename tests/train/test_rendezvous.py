@@ -1,4 +1,6 @@
-"""The ranks of one machine meet in a store that only this machine reaches."""
+"""Ranks of one machine meet in a store that only it reaches: the launcher's choice, torchrun by hand; ranks of
+`verify` and of tests on loopback.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a log line says: rates of the interval, shares of its wall time, validation left out; the bar only on a
-terminal.
-"""
+"""A log line's rates and shares are those of the interval, validation left out; the bar only on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run that is killed at any instant and started again is the run that was never interrupted, bit for bit."""
+"""A run killed at any instant, once or again and again, and started again ends bitwise equal: weights, moments, scale,
+data order, logs; other ranks go on; what changed is refused or told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Ranks that were not started alike end before they train, all of them, and are told what differs on which ranks."""
+"""Ranks that were started with other data, settings, meshes, versions or sources all end with 2, by key, values and
+ranks; what may differ is not held against them; a silent rank and junk in the store are told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A sealed manifest is what some run can have saved, or is refused by name before anything is built."""
+"""A sealed manifest is what some run can have saved, or it is refused by name and the older checkpoint taken; mutants
+of it too, or they train on.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A run that is asked to leave, at any instant and on any rank, ends after one update on all ranks and is saved;
-started again, it is the run that was never asked.
+"""Asked to leave by a signal at any instant, in validation or while saving, on any rank: all ranks end after one
+update and save it, if there is time; started again it ends bitwise equal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`status.json`: how a run ended and from where it started; one that gets no further is not started for ever."""
+"""How a run ended is in `status.json`; starts without progress come to an end; a second job in a folder is refused on
+all ranks; a changed bit is not saved.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A rank that dies or hangs ends the whole run within the time limit and two seconds, and is named; a slow one does
-not.
+"""A rank that is killed, stopped, asleep or in another collective is named and ended, with all others, within the time
+limit and two seconds; stacks are left; one with a slow disk is waited for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Wrong input is answered before any time is spent: each message names field, value and fix, and nothing is written."""
+"""Wrong input is answered before any time is spent: one message with field, value and fix, nothing written, no torch
+imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `verify`: a row for each layout, the first difference by name, and the exit status."""
+"""`megamix verify` starts its ranks, prints one row for each layout, names the first difference, ends with 1."""
 
 from pathlib import Path
 from unittest import mock

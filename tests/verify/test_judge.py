@@ -1,4 +1,6 @@
-"""A layout that trains as one rank passes, overflow included; one with a bug is caught, and the bug is named."""
+"""`verify` catches and names planted bugs: a reduction left out, a norm counted per rank, a wrong divisor, a stale
+gather, a scale applied twice, a tied table that a pipeline's ends do not sum, overflows that one rank would not have.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every layout passes with every family, dtype, tie and accumulation: a covering set here, the whole matrix with
-`--full`.
+"""Every layout passes `verify` with every family, dtype, tie and accumulation, overflow included; the covering set
+shows every pair.
 """
 
 from __future__ import annotations
