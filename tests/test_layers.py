@@ -13,6 +13,7 @@ LONGEST_FILE = 300  # lines
 
 LAYER = {
     "clock": 0,
+    "durable": 0,
     "live_storage": 0,
     "config": 0,
     "comm": 1,

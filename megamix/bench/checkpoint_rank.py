@@ -18,7 +18,7 @@ from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.saver import Saver
 from megamix.checkpoint.together import Together
-from megamix.data.durable import sync_file
+from megamix.durable import sync_file
 
 _CHUNK = 1 << 22  # bytes, of a plain read
 _KEPT = 2  # checkpoints, and files that were plainly written

@@ -28,7 +28,7 @@ from megamix.checkpoint.manifest import ParamRecord
 from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
 from megamix.checkpoint.verify import Checkpoint
-from megamix.data.durable import sync_directory
+from megamix.durable import sync_directory
 
 _Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
 

@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.data.durable import sync_directory, sync_file
+from megamix.durable import sync_directory, sync_file
 
 
 class Written(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamix.data.sampler import Samples
 from megamix.data.source import SampleSource
 
-IGNORE = -100  # a target that is in no loss: the sign of torch, and of megamix/model/cross_entropy.py
+IGNORE = -100  # a target that is in no loss; torch's own sign
 
 
 class Batch(NamedTuple):

@@ -7,9 +7,9 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import create_anew, sync_directory, sync_file
 from megamix.data.steady_file import DataError, FileArray, SteadyFile
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
+from megamix.durable import create_anew, sync_directory, sync_file
 
 _COPY_BYTES = 2**22
 _SAMPLED, _BLOCK = 256, 2**18  # blocks of a .bin, and bytes of one

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import write_text
 from megamix.data.tokenizer_bulk import BulkEncoder
+from megamix.durable import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer

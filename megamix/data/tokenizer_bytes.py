@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.durable import write_text
 from megamix.data.tokenizer_bulk import byte_alphabet
+from megamix.durable import write_text
 
 
 class ByteTokenizer:

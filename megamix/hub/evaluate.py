@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
-from megamix.model.cross_entropy import IGNORE
 from megamix.model.transformer import Transformer
 
 MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files

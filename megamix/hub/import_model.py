@@ -19,7 +19,7 @@ from megamix.checkpoint.snapshot import Snapshot
 from megamix.checkpoint.tensor_file import header, tensor_chunks
 from megamix.config import ModelConfig, section_to_toml
 from megamix.config.toml_text import value_text
-from megamix.data.durable import sync_directory
+from megamix.durable import sync_directory
 from megamix.hub.families import param_shapes
 from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights

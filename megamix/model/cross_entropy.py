@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamix.data.loader import IGNORE
 from megamix.model.wide import apply, row_slices
-
-IGNORE = -100  # a target that is in no loss; torch's own sign
 
 # Logits alive at a time: a chunk that is multiplied at once, of not too few rows, since each chunk reads and writes the
 # whole FP32 gradient of the weight; and of it the part that is widened at once: on a CPU 2 MB of FP32 stay in cache.

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives
-from megamix.model.cross_entropy import IGNORE, SLOPE_SCALE
+from megamix.data.loader import IGNORE
+from megamix.model.cross_entropy import SLOPE_SCALE
 
 
 class VocabularySlopes:

@@ -15,10 +15,10 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, grad_accum_steps
-from megamix.data.durable import write_text
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import write_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.flops import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer

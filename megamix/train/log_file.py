@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from megamix.data.durable import open_own, still_names
+from megamix.durable import open_own, still_names
 
 HELD_BYTES = 16 << 20  # of rows that wait for the disk; beyond it the oldest are lost
 LAST_WAIT_S = 3.0  # at the end of a run, for a disk that does not take the last rows

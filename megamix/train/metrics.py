@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megamix.data.durable import read_own
+from megamix.durable import read_own
 from megamix.train.event_file import EventFile
 from megamix.train.log_file import LogFile, cut_log
 from megamix.train.run_folder import METRICS, SET_ASIDE

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from megamix.data.durable import written_aside
+from megamix.durable import written_aside
 from megamix.train.history import HeatMap, RunHistory, read_history
 
 _DPI = 120

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
 from megamix.config import Config, ConfigError, config_to_toml, load_config
-from megamix.data.durable import ASIDE, foreign_kind, remove_asides, write_text, written_aside
+from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text, written_aside
 from megamix.train.run_lock import LOCK
 from megamix.train.status import STATUS
 

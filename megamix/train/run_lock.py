@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megamix.config import ConfigError
-from megamix.data.durable import open_own, read_own, still_names, sync_file
+from megamix.durable import open_own, read_own, still_names, sync_file
 from megamix.train.processes import process, process_start
 
 LOCK = "run.lock"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from megamix.data.durable import read_own, write_text
+from megamix.durable import read_own, write_text
 from megamix.train.console import say
 
 STATUS = "status.json"

@@ -27,8 +27,8 @@ from typing import IO
 from torch.distributed import DistNetworkError
 
 from megamix.config import ConfigError
-from megamix.data.durable import create_anew
 from megamix.data.steady_file import DataError
+from megamix.durable import create_anew
 from megamix.train.console import drop_unwritten, say
 from megamix.train.differences import names
 from megamix.train.liveness import Place, RollCall, Sign, Verdict

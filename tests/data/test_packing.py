@@ -11,7 +11,6 @@ from megamix.data.loader import IGNORE, BatchLoader, joined
 from megamix.data.source import BlendedSource, Stretch, TokenFileSource, split
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, TokenFileWriter
-from megamix.model.cross_entropy import IGNORE as IN_NO_LOSS
 
 CPU = torch.device("cpu")
 
@@ -41,10 +40,6 @@ def test_positions_restart_with_every_document_and_its_first_token_is_no_target(
     assert batch.targets[rows[8]].tolist() == [9, 10, IGNORE, 12, 13, 14, 15, 16]
     assert batch.positions.dtype == torch.int64
     assert (batch.num_counted, batch.weight) == (13, 13 / 16)
-
-
-def test_what_the_loader_leaves_out_is_what_the_model_ignores() -> None:
-    assert IGNORE == IN_NO_LOSS
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megamix.data.loader import IGNORE
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision
-from megamix.model.cross_entropy import IGNORE
 
 VOCAB, TARGETS, RANKS, MICRO_BATCHES, STEPS = 40, 16, 2, 2, 4
 

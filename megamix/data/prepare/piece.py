@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.data.durable import create_anew
 from megamix.data.prepare.corpus import CorpusFile
 from megamix.data.prepare.plan import Piece, read_piece
 from megamix.data.prepare.readers.record import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import create_anew
 
 PARTS = ("train", "valid")
 _BLOCK = 2**22

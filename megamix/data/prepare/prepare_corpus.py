@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.durable import open_own, sync_directory, write_text
 from megamix.data.prepare.corpus import Corpus
 from megamix.data.prepare.merge import merge_pieces
 from megamix.data.prepare.piece import Job, PieceReport, Split, TooManyBadRecordsError
@@ -25,6 +24,7 @@ from megamix.data.prepare.progress import progress_of_bytes
 from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import open_own, sync_directory, write_text
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"

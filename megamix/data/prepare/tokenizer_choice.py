@@ -9,7 +9,6 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megamix.data.durable import sync_directory
 from megamix.data.prepare.piece import DocumentInPart, PieceReport, Split, documents_of
 from megamix.data.prepare.plan import Piece, Plan, read_piece
 from megamix.data.prepare.readers.record import Document
@@ -22,6 +21,7 @@ from megamix.data.tokenizer import (
     save_tokenizer,
 )
 from megamix.data.tokenizer_bytes import ByteTokenizer
+from megamix.durable import sync_directory
 
 TRAIN, BYTES = "train", "bytes"
 # Of text, from the beginnings of so many pieces: what a trainer keeps grows with the words it has seen (the process

@@ -13,9 +13,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.durable import open_own
 from megamix.data.prepare.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
 from megamix.data.prepare.plan import Piece
+from megamix.durable import open_own
 
 _LOCK_NAME = "workers.lock"
 

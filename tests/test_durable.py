@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data.durable import (
+from megamix.durable import (
     ForeignFileError,
     create_anew,
     open_own,
