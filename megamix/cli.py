@@ -223,7 +223,7 @@ def _plot(arguments: argparse.Namespace) -> None:
 
 def _checkpoint(arguments: argparse.Namespace) -> int:
     from megamix.checkpoint import commands
-    from megamix.checkpoint.verify import Damaged
+    from megamix.checkpoint.verify import DamagedCheckpoint
     from megamix.train.saved_run import check_if_run
 
     actions = {
@@ -235,7 +235,7 @@ def _checkpoint(arguments: argparse.Namespace) -> int:
     try:
         for line in actions[arguments.action]():
             print(line)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         print(f"megamix checkpoint {arguments.action}: damaged", file=sys.stderr)
         for problem in error.problems:
             print(f"  {problem}", file=sys.stderr)

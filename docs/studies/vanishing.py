@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamix.config import Config, load_config
-from megamix.data.source import Stretch, TokenFileSource
+from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
@@ -124,7 +124,7 @@ def train(config: Config, text_file: TokenFile, watch_every: int) -> Findings:
     model = Transformer(config.model)
     engine = build_engine(config, model, units=(), grad_accum_steps=1)
     seq_len, vocab_size, seed = config.model.seq_len, config.model.vocab_size, config.training.seed
-    source = TokenFileSource([Stretch.whole(text_file)], seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+    source = TokenFileSource([TokenSpan.whole(text_file)], seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     watch, batch_size = Watch(model), config.training.micro_batch_size
     steps, losses = [], []
     for step in range(config.training.steps):

@@ -1,4 +1,5 @@
-"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and Damaged.
+"""What `megamix checkpoint` prints, line by line. Every function raises ValueError for a wrong path, and
+DamagedCheckpoint.
 
 `check`: what the caller knows of checkpoints beyond their files, see `verify.Check`.
 """
@@ -13,7 +14,7 @@ from megamix.checkpoint.diff import differences
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.record import printable
-from megamix.checkpoint.verify import Check, Checkpoint, Damaged, check_size, verify_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, check_size, verify_checkpoint
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
@@ -35,17 +36,17 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:
-    """Read every byte: a line for each good checkpoint, then Damaged with what is wrong with all others."""
+    """Read every byte: a line for each good checkpoint, then DamagedCheckpoint with what is wrong with all others."""
     problems = []
     for found in _checkpoints(path):
         try:
             manifest = verify_checkpoint(found, check).manifest
             held = f"{len(manifest.params)} parameters, of each {', '.join(manifest.states)}"
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             problems += error.problems
     if problems:
-        raise Damaged(problems)
+        raise DamagedCheckpoint(problems)
 
 
 def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:

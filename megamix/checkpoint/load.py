@@ -15,7 +15,7 @@ from megamix.checkpoint.folder import checkpoints, damaged_name
 from megamix.checkpoint.manifest import Manifest
 from megamix.checkpoint.parts import Part, owned_parts, state_names
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Check, Checkpoint, Damaged, read_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
@@ -24,12 +24,12 @@ log = logging.getLogger("megamix")
 def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
     """Check all but the tensors' bytes, which `load` verifies. Every rank must call it.
 
-    Raises: Damaged on every rank, with what any of them found.
+    Raises: DamagedCheckpoint on every rank, with what any of them found.
     """
     checkpoint, problems = None, []
     try:
         checkpoint = read_checkpoint(path, check)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         problems = error.problems
     _agree_on(together.every(lambda: problems))
     assert checkpoint is not None
@@ -45,7 +45,7 @@ def newest_checkpoint(
     while name := together.first(partial(_newest_name, folder, before)):
         try:
             return read_together(folder / name, together, check)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             _set_aside(folder / name, error, together, files)
             before = name  # set aside or not: the disk may be read-only
     return None
@@ -59,14 +59,14 @@ def load_or_older(
     aside, with one line each. Every rank must call it.
 
     Returns what is loaded; None if none is good, after which the engine holds NaN, as `load` says.
-    Raises: as `load`, apart from Damaged.
+    Raises: as `load`, apart from DamagedCheckpoint.
     """
     found: Checkpoint | None = checkpoint
     while found is not None:
         try:
             load(found, engine, together)
             break
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             _set_aside(found.path, error, together, files)
             found = newest_checkpoint(found.path.parent, together, files, found.path.name, check)
     return found
@@ -76,7 +76,7 @@ def _newest_name(folder: Path, before: str | None) -> str | None:
     return next((path.name for path in checkpoints(folder, before)), None)
 
 
-def _set_aside(path: Path, reason: Damaged, together: Together, files: Files | None) -> None:
+def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together, files: Files | None) -> None:
     if together.rank != 0:
         return
     target = path.with_name(damaged_name(path.name))
@@ -90,9 +90,10 @@ def _set_aside(path: Path, reason: Damaged, together: Together, files: Files | N
 def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
-    Raises: ValueError naming everything that does not fit the engine, before anything is changed; Damaged on every rank
-    if one finds that a file is not what was written, after which masters and optimizer states are NaN, until another
-    load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of each.
+    Raises: ValueError naming everything that does not fit the engine, before anything is changed; DamagedCheckpoint on
+    every rank if one finds that a file is not what was written, after which masters and optimizer states are NaN, until
+    another load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of
+    each.
     """
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine):
@@ -101,7 +102,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
         _agree_on(
             together.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), together.rank, together.size))
         )
-    except Damaged:
+    except DamagedCheckpoint:
         # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
         # read every byte twice. Whoever trained on without another load would go on from the file's damage; from NaN
         # nobody does.
@@ -125,9 +126,9 @@ def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
 
 
 def _agree_on(problems: list[list[str]]) -> None:
-    """Raises: Damaged if any rank has found anything."""
+    """Raises: DamagedCheckpoint if any rank has found anything."""
     if found := dict.fromkeys(line for lines in problems for line in lines):
-        raise Damaged(list(found))
+        raise DamagedCheckpoint(list(found))
 
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:

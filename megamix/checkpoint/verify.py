@@ -45,7 +45,7 @@ class Checkpoint:
 Check = Callable[[Manifest], None]
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
 
     def __init__(self, problems: list[str]):
@@ -54,7 +54,7 @@ class Damaged(ValueError):
 
 
 def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check every byte. Raises: Damaged."""
+    """Check every byte. Raises: DamagedCheckpoint."""
     checkpoint = read_checkpoint(path, check)
     problems = []
     for record in checkpoint.manifest.files:
@@ -64,18 +64,18 @@ def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if problems:
-        raise Damaged(problems)
+        raise DamagedCheckpoint(problems)
     return checkpoint
 
 
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: Damaged."""
+    """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: DamagedCheckpoint."""
     if path.is_symlink() or not path.is_dir():
-        raise Damaged([f"{path}: not there, or no folder"])
+        raise DamagedCheckpoint([f"{path}: not there, or no folder"])
     try:
         manifest = read_manifest(path / MANIFEST)
     except (ValueError, OSError) as error:
-        raise Damaged([str(error)]) from None
+        raise DamagedCheckpoint([str(error)]) from None
     shapes = {param.name: param.shape for param in manifest.params}
     stored = defaultdict(list)
     problems = []
@@ -99,7 +99,7 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         except ValueError as error:
             problems.append(f"{path / MANIFEST}: {error}")
     if problems:
-        raise Damaged(problems)
+        raise DamagedCheckpoint(problems)
     return Checkpoint(path, manifest, dict(stored))
 
 

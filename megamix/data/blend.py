@@ -37,7 +37,7 @@ def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class BlendStage:
     """From this sample on, so much of each source; of those that are not in the mixture, 0."""
 
     from_sample: int
@@ -47,7 +47,7 @@ class Stage:
 class Blend:
     """A mixture that may change at given samples. A source goes on where the stage before left it."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    def __init__(self, stages: Sequence[BlendStage]) -> None:
         """`stages`: the first from sample 0 on, the others later and later."""
         assert stages[0].from_sample == 0, stages
         self._starts = np.array([stage.from_sample for stage in stages], dtype=np.int64)

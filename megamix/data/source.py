@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.blend import Blend, Stage
+from megamix.data.blend import Blend, BlendStage
 from megamix.data.sampler import num_windows, windows_of_samples
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
@@ -32,7 +32,7 @@ class SampleSource(Protocol):
     def read(self, samples: Numbers) -> Rows: ...
 
 
-class Stretch(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens start .. stop - 1 of a token file: whole documents, end to end, each with its end token."""
 
     file: TokenFile
@@ -40,8 +40,8 @@ class Stretch(NamedTuple):
     stop: int
 
     @staticmethod
-    def whole(file: TokenFile) -> "Stretch":
-        return Stretch(file, 0, file.num_tokens)
+    def whole(file: TokenFile) -> "TokenSpan":
+        return TokenSpan(file, 0, file.num_tokens)
 
     def windows(self, seq_len: int, packed: bool) -> int:
         """Packed, the last one may be short: what it lacks is no target."""
@@ -49,10 +49,10 @@ class Stretch(NamedTuple):
         return -(-(num_tokens - 1) // seq_len) if packed else num_windows(num_tokens, seq_len)
 
 
-def split(file: TokenFile, first_share: float) -> tuple[Stretch, Stretch]:
+def split(file: TokenFile, first_share: float) -> tuple[TokenSpan, TokenSpan]:
     """Cut a file in two between documents: `first_share` of them, rounded, are the first part."""
     border = file.document_offsets[round(first_share * file.num_documents)]
-    return Stretch(file, 0, border), Stretch(file, border, file.num_tokens)
+    return TokenSpan(file, 0, border), TokenSpan(file, border, file.num_tokens)
 
 
 class TokenFileSource:
@@ -63,7 +63,7 @@ class TokenFileSource:
     """
 
     def __init__(
-        self, stretches: Sequence[Stretch], *, seq_len: int, vocab_size: int, seed: int, packed: bool = False
+        self, stretches: Sequence[TokenSpan], *, seq_len: int, vocab_size: int, seed: int, packed: bool = False
     ) -> None:
         """Raises: ValueError if there is no window."""
         self.seq_len, self.packed = seq_len, packed
@@ -125,7 +125,7 @@ def _positions(
 class BlendedSource:
     """Several sources mixed by `Blend`, each in its own order and its own epochs."""
 
-    def __init__(self, sources: Sequence[SampleSource], stages: Sequence[Stage], *, packed: bool) -> None:
+    def __init__(self, sources: Sequence[SampleSource], stages: Sequence[BlendStage], *, packed: bool) -> None:
         """`packed`: whether rows have positions."""
         self.seq_len = sources[0].seq_len
         self._sources, self._blend, self._packed = sources, Blend(stages), packed

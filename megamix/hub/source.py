@@ -15,7 +15,7 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.pieces import PieceReader, pieces
-from megamix.checkpoint.verify import Checkpoint, Damaged, verify_checkpoint
+from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.family_configs import shown
 from megamix.hub.finite import WatchedWeights, Weights
@@ -77,7 +77,10 @@ class CheckpointWeights:
 
 
 def open_source(path: Path) -> Source:
-    """Of a run or an imported folder the newest checkpoint. Raises: ValueError naming what is missing; Damaged."""
+    """Open a folder: of a run or an imported one the newest checkpoint.
+
+    Raises: ValueError naming what is missing; DamagedCheckpoint.
+    """
     if is_hugging_face(path):
         weights = HuggingFaceWeights(path)
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
@@ -102,9 +105,11 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"]))
-        raise Damaged([f"{checkpoint.path / MANIFEST}: its configuration: model.{key}: {problem['msg']}"]) from None
+        raise DamagedCheckpoint(
+            [f"{checkpoint.path / MANIFEST}: its configuration: model.{key}: {problem['msg']}"]
+        ) from None
     except ValueError as error:
-        raise Damaged([f"{checkpoint.path / MANIFEST}: {error}"]) from None
+        raise DamagedCheckpoint([f"{checkpoint.path / MANIFEST}: {error}"]) from None
     try:
         check_params(checkpoint.manifest, config)
     except ValueError as error:

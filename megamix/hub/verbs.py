@@ -73,11 +73,11 @@ def _or_config_error(verb: Callable[[argparse.Namespace], None]) -> Callable[[ar
     """The verb, its mistakes in what the command line catches. A damaged checkpoint is status 1, as elsewhere."""
 
     def run(arguments: argparse.Namespace) -> int:
-        from megamix.checkpoint.verify import Damaged
+        from megamix.checkpoint.verify import DamagedCheckpoint
 
         try:
             verb(arguments)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             print(f"megamix {arguments.verb}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
             return 1
         except (ValueError, OSError) as error:  # by the contract of what is called: a mistake in the flags, or the disk

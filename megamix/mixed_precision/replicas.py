@@ -26,7 +26,7 @@ _TEXT = 4096  # bytes
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, made odd, as a signed number
 
 
-class DamagedError(Exception):
+class DamagedMemory(Exception):
     """Memory does not hold what was written; the message names ranks and parameters."""
 
 
@@ -37,7 +37,7 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
     `counters`: the caller's own, by name, that must be equal on every rank.
     One pass over the half parameters and this rank's masters, one gather of a number of 8 bytes for each bucket from
     its owners, one of two such numbers from every rank, one read of the device.
-    Raises: DamagedError on all ranks alike, after a closer look at every element.
+    Raises: DamagedMemory on all ranks alike, after a closer look at every element.
     """
     engine.half_params.check()
     engine.param_gather.wait_all()
@@ -50,7 +50,7 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
     if len({state for _, state in by_rank}) > 1:
         problems += _disagreements(engine, counters or {}) or ["no counter differs at a second look"]
     if problems:
-        raise DamagedError(f"memory does not hold what was written: {'; '.join(problems)}")
+        raise DamagedMemory(f"memory does not hold what was written: {'; '.join(problems)}")
 
 
 def _state(engine: ShardedEngine) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megamix.config import Config, DataSource, whole_weights
-from megamix.data.blend import Stage
+from megamix.data.blend import BlendStage
 from megamix.data.fingerprint import file_fingerprint, file_identity, machine_identity, token_file_fingerprint
 from megamix.data.sampler import mix64
-from megamix.data.source import BlendedSource, SampleSource, Stretch, TokenFileSource, split
+from megamix.data.source import BlendedSource, SampleSource, TokenFileSource, TokenSpan, split
 from megamix.data.steady_file import DataError
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_problems
@@ -159,7 +159,7 @@ def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, par
     if len(built) == 1:
         return built[0]
     mixtures = [(start, {_names(entry): weight for entry, weight in shares(sources)}) for start, sources in stages]
-    blend = [Stage(start, tuple(weights.get(names, 0) for names in known)) for start, weights in mixtures]
+    blend = [BlendStage(start, tuple(weights.get(names, 0) for names in known)) for start, weights in mixtures]
     return BlendedSource(built, blend, packed=config.data.packing == "documents")
 
 
@@ -191,9 +191,9 @@ def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleS
     )
 
 
-def _parts(config: Config, prefix: str) -> tuple[Stretch, ...]:
+def _parts(config: Config, prefix: str) -> tuple[TokenSpan, ...]:
     file = TokenFile(Path(prefix))
     if config.data.split is None:
-        return (Stretch.whole(file),)
+        return (TokenSpan.whole(file),)
     for_training, for_validation = config.data.split
     return split(file, for_training / (for_training + for_validation))

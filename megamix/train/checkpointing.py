@@ -25,7 +25,7 @@ class RunCheckpoints:
 
     `together`: over a group that nobody else uses while a checkpoint may be under way.
     Every save begins with a replica check, if the run makes any: what has gone wrong in memory must not become the
-    truth. Raises: DamagedError on every rank, with the older checkpoints as they were.
+    truth. Raises: DamagedMemory on every rank, with the older checkpoints as they were.
     """
 
     def __init__(

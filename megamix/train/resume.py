@@ -10,7 +10,7 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_together
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Checkpoint, Damaged
+from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint
 from megamix.config import (
     Config,
     ConfigError,
@@ -89,7 +89,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
             found = load_or_older(found, engine, start.together, check=check_run)
         else:
             load(found, engine, start.together)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise _path_is_damaged(error) from None
     except ValueError as error:
         problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
@@ -118,7 +118,7 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
         return None
     try:
         return read_together(Path(resume), together, check_run)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise _path_is_damaged(error) from None
 
 
@@ -127,7 +127,7 @@ def _none_is_whole(config: Config) -> ConfigError:
     return ConfigError([problem], "job")
 
 
-def _path_is_damaged(error: Damaged) -> ConfigError:
+def _path_is_damaged(error: DamagedCheckpoint) -> ConfigError:
     return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
 
 

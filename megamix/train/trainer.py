@@ -92,7 +92,7 @@ class Trainer:
         data.
 
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
-        every rank after the same update; DamagedError once the ranks' copies of a parameter or counter differ.
+        every rank after the same update; DamagedMemory once the ranks' copies of a parameter or counter differ.
         """
         plan, valid_loss = self.plan, None
         self.engine.module.train()

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import LARGEST
-from megamix.checkpoint.verify import Damaged, verify_checkpoint
+from megamix.checkpoint.verify import DamagedCheckpoint, verify_checkpoint
 from tests.checkpoint.seal import SHARD, body_of, edit, seal
 from tests.checkpoint.state import save_steps
 
@@ -176,7 +176,7 @@ def test_a_hostile_checkpoint_is_refused(ready: Path, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before = _peak_bytes()
-    with pytest.raises(Damaged, match=told):
+    with pytest.raises(DamagedCheckpoint, match=told):
         verify_checkpoint(path)
     assert _peak_bytes() - before <= 2 * size + SLACK
     assert not (tmp_path / "EXECUTED").exists()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megamix.data.blend import Blend, Stage, blend_order
+from megamix.data.blend import Blend, BlendStage, blend_order
 from tests.conftest import FULL
 
 
@@ -53,7 +53,7 @@ def test_the_largest_error_first_would_not() -> None:
 @pytest.mark.parametrize("first", [0, 7, 999_999_990, 10**12])
 def test_a_sample_s_place_depends_on_its_number_alone_however_far(first: int) -> None:
     weights = (5, 3, 0, 11)
-    blend = Blend([Stage(0, weights)])
+    blend = Blend([BlendStage(0, weights)])
     samples = np.arange(first, first + 60)
     sources, numbers = blend.locate(samples)
     one_by_one = [blend.locate(samples[i : i + 1]) for i in range(60)]
@@ -66,7 +66,7 @@ def test_a_sample_s_place_depends_on_its_number_alone_however_far(first: int) ->
 
 
 def test_a_source_goes_on_in_the_next_stage_where_it_was() -> None:
-    stages = [Stage(0, (3, 1, 0)), Stage(10, (0, 1, 2)), Stage(25, (7, 1, 1))]
+    stages = [BlendStage(0, (3, 1, 0)), BlendStage(10, (0, 1, 2)), BlendStage(25, (7, 1, 1))]
     sources, numbers = Blend(stages).locate(np.arange(100))
     for source in range(3):
         assert numbers[sources == source].tolist() == list(range(int((sources == source).sum())))

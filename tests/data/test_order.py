@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megamix.data.blend import Stage
+from megamix.data.blend import BlendStage
 from megamix.data.sampler import micro_batches
-from megamix.data.source import BlendedSource, Stretch, TokenFileSource
+from megamix.data.source import BlendedSource, TokenFileSource, TokenSpan
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, TokenFileWriter
 from megamix.train.batch_plan import BatchPlan, PlanState
@@ -24,10 +24,10 @@ def mixture(folder: Path) -> BlendedSource:
         with TokenFileWriter(folder / name, 1000) as writer:
             for _ in range(10):
                 writer.add(rng.integers(0, 1000, size=rng.integers(1, 20)))
-        file = Stretch.whole(TokenFile(folder / name))
+        file = TokenSpan.whole(TokenFile(folder / name))
         sources.append(TokenFileSource([file], seq_len=SEQ_LEN, vocab_size=1000, seed=3, packed=True))
     sources.append(MarkovSource(vocab_size=1000, seq_len=SEQ_LEN, branching=4, seed=3))
-    return BlendedSource(sources, [Stage(0, (7, 2, 0)), Stage(150, (1, 3, 2))], packed=True)
+    return BlendedSource(sources, [BlendStage(0, (7, 2, 0)), BlendStage(150, (1, 3, 2))], packed=True)
 
 
 def read_batch(source: BlendedSource, batch: tuple[range, ...], dp_size: int) -> list[list[int]]:

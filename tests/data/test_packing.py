@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megamix.data.blend import Stage
+from megamix.data.blend import BlendStage
 from megamix.data.loader import IGNORE, BatchLoader, joined
-from megamix.data.source import BlendedSource, Stretch, TokenFileSource, split
+from megamix.data.source import BlendedSource, TokenFileSource, TokenSpan, split
 from megamix.data.synthetic import MarkovSource
 from megamix.data.token_file import TokenFile, TokenFileWriter
 
@@ -25,7 +25,7 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
 
 
 def packed(file: TokenFile, seq_len: int = 8) -> TokenFileSource:
-    return TokenFileSource([Stretch.whole(file)], seq_len=seq_len, vocab_size=2**16, seed=1, packed=True)
+    return TokenFileSource([TokenSpan.whole(file)], seq_len=seq_len, vocab_size=2**16, seed=1, packed=True)
 
 
 def test_positions_restart_with_every_document_and_its_first_token_is_no_target(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_end_of_a_file_is_padded_with_documents_that_predict_nothing(tmp_pat
 
 def test_several_files_are_one_corpus_in_one_order(tmp_path: Path) -> None:
     files = [write(tmp_path / name, [41], first) for name, first in (("a", 0), ("b", 100), ("c", 200))]
-    source = TokenFileSource([Stretch.whole(file) for file in files], seq_len=8, vocab_size=2**16, seed=1)
+    source = TokenFileSource([TokenSpan.whole(file) for file in files], seq_len=8, vocab_size=2**16, seed=1)
     rows = source.read(range(15)).tokens
     assert sorted(rows[:, 1:].ravel().tolist()) == [first + token for first in (0, 100, 200) for token in range(1, 41)]
     assert (np.diff(rows, axis=1) == 1).all()  # no window runs on from one file into another
@@ -97,7 +97,7 @@ def test_the_parts_of_a_split_share_no_document(tmp_path: Path, share: float, fi
 
 def test_rows_of_a_blend_are_those_of_its_sources_packed_or_not(tmp_path: Path) -> None:
     sources = [packed(write(tmp_path / "t", [5] * 20)), MarkovSource(vocab_size=50, seq_len=8, branching=2, seed=1)]
-    blend = BlendedSource(sources, [Stage(0, (2, 1))], packed=True)
+    blend = BlendedSource(sources, [BlendStage(0, (2, 1))], packed=True)
     rows = blend.read(range(30))
     assert rows.positions is not None
     own = [[0, 0], [0, 0]]

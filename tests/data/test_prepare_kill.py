@@ -17,7 +17,7 @@ import pytest
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
 from megamix.data.prepare.piece import PieceEncoder, PieceReport
-from megamix.data.prepare.plan import Piece
+from megamix.data.prepare.plan import CorpusPiece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
 from tests.data.prepare_job import prepare
@@ -108,7 +108,7 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(
     encode = PieceEncoder.encode
     disk_full = True
 
-    def failing_encode(self: PieceEncoder, piece: Piece, number: int) -> PieceReport:
+    def failing_encode(self: PieceEncoder, piece: CorpusPiece, number: int) -> PieceReport:
         encoded.append(number)
         if disk_full and number == 7:
             raise OSError("disk full")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megamix.data.sampler import micro_batches
-from megamix.data.source import Stretch, TokenFileSource
+from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile, TokenFileWriter
 
 
@@ -14,7 +14,9 @@ def source_of(folder: Path, num_tokens: int, seq_len: int = 8, seed: int = 1) ->
     with TokenFileWriter(folder / "t", num_tokens) as writer:
         writer.add(np.arange(num_tokens // 2))
         writer.add(np.arange(num_tokens // 2, num_tokens))
-    return TokenFileSource([Stretch.whole(TokenFile(folder / "t"))], seq_len=seq_len, vocab_size=num_tokens, seed=seed)
+    return TokenFileSource(
+        [TokenSpan.whole(TokenFile(folder / "t"))], seq_len=seq_len, vocab_size=num_tokens, seed=seed
+    )
 
 
 def test_an_epoch_has_every_token_but_the_first_as_a_target_once(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_an_id_outside_the_vocabulary_is_found_where_it_is_read(tmp_path: Path) 
     # Of a large file a start looks at a part only.
     source_of(tmp_path, 1000)
     file = TokenFile(tmp_path / "t")
-    source = TokenFileSource([Stretch.whole(file)], seq_len=8, vocab_size=900, seed=1)
+    source = TokenFileSource([TokenSpan.whole(file)], seq_len=8, vocab_size=900, seed=1)
     with pytest.raises(
         ValueError, match=r"t\.bin: holds token id \d+, but model.vocab_size = 900 allows 0 to 899; set"
     ):

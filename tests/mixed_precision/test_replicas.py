@@ -26,7 +26,7 @@ from megamix import (
     TorchLossScale,
 )
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.replicas import DamagedError, Numbers, check_replicas, shard_hashes
+from megamix.mixed_precision.replicas import DamagedMemory, Numbers, check_replicas, shard_hashes
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
@@ -61,7 +61,7 @@ def _trained(
 def _verdict(engine: ShardedEngine, counters: Mapping[str, Numbers] | None = None) -> str:
     try:
         check_replicas(engine, counters)
-    except DamagedError as error:
+    except DamagedMemory as error:
         return str(error)
     return "clean"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.replicas import DamagedError, check_replicas
+from megamix.mixed_precision.replicas import DamagedMemory, check_replicas
 from tests.parallel.layouts import Case, Owned, assemble, backward, build, states, world_rank
 
 
@@ -47,7 +47,7 @@ def _damage(case: Case, victim: int, name: str) -> str:
             engine.skipped_steps += 1
     try:
         check_replicas(engine)
-    except DamagedError as error:
+    except DamagedMemory as error:
         return str(error)
     return "clean"
 

@@ -22,7 +22,7 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.fingerprint import token_file_fingerprint
-from megamix.data.source import Stretch, TokenFileSource
+from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path
 from megamix.train import job
@@ -73,8 +73,8 @@ CHANGES = [_cut, _cut_and_extended, _emptied, _grown, _one_byte]
 def _read_all(prefix: Path) -> dict[str, Callable[[], Any]]:
     """Every way to read the file, opened before it changes."""
     file = TokenFile(prefix)
-    stream = TokenFileSource([Stretch.whole(file)], seq_len=16, vocab_size=10**6, seed=1)
-    packed = TokenFileSource([Stretch.whole(TokenFile(prefix))], seq_len=16, vocab_size=10**6, seed=1, packed=True)
+    stream = TokenFileSource([TokenSpan.whole(file)], seq_len=16, vocab_size=10**6, seed=1)
+    packed = TokenFileSource([TokenSpan.whole(TokenFile(prefix))], seq_len=16, vocab_size=10**6, seed=1, packed=True)
     packed.read(range(4))  # what it keeps in memory is read now
     return {
         "stream": lambda: stream.read(range(4)),

@@ -23,7 +23,7 @@ import torch
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Damaged, read_checkpoint
+from megamix.checkpoint.verify import DamagedCheckpoint, read_checkpoint
 from megamix.cli import main
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
@@ -171,7 +171,7 @@ def test_what_no_run_can_have_saved_is_refused_and_the_older_one_taken(data, run
     change, told = WRONG[name]
     newest, older = checkpoints(run / "run/checkpoints")
     edit(newest, change)
-    with pytest.raises(Damaged, match=told) as refused:
+    with pytest.raises(DamagedCheckpoint, match=told) as refused:
         read_checkpoint(newest, check_run)
     assert str(refused.value).startswith(str(newest / "manifest.json"))
     assert str(refused.value).isprintable()
@@ -185,7 +185,7 @@ def test_a_field_that_is_there_twice_is_refused(run) -> None:
     newest, _ = checkpoints(run / "run/checkpoints")
     edit(newest, lambda fields: fields["run"]["progress"].update({"cursor@": 40}))
     seal(newest, (newest / "manifest.json").read_bytes().rpartition(b',\n"crc32"')[0].replace(b"cursor@", b"cursor"))
-    with pytest.raises(Damaged, match="cursor: the field is there twice"):
+    with pytest.raises(DamagedCheckpoint, match="cursor: the field is there twice"):
         read_checkpoint(newest, check_run)
 
 
@@ -335,7 +335,7 @@ def test_mutants_are_refused_or_train_on(data, run, tmp_path) -> None:
         done = [_mutate(fields, rng) for _ in range(rng.choice((1, 1, 1, 2)))]
         seal(newest, json.dumps(fields).replace('@@"', '"').removesuffix("}").encode())
         begun_s = time.process_time()
-        refusal = _refusal(Damaged, lambda: read_checkpoint(newest, check_run))
+        refusal = _refusal(DamagedCheckpoint, lambda: read_checkpoint(newest, check_run))
         assert time.process_time() - begun_s < LONGEST_S, done
         assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < MOST_BYTES, done
         if refusal is not None:

@@ -16,7 +16,7 @@ from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.together import Together
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.replicas import DamagedError
+from megamix.mixed_precision.replicas import DamagedMemory
 from megamix.mixed_precision.settings import StepResult
 from megamix.train import run_folder
 from megamix.train.progress import Progress
@@ -137,11 +137,11 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
         engine.half_params.flat[0].view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
         return result
 
-    with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedError) as damage:
+    with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedMemory) as damage:
         run_on_ranks(config)
     status = _read(tmp_path / "run")
     assert (status["state"], status["update"]) == ("failed", 2)  # found in the fourth attempt; two are known applied
-    assert status["reason"] == f"DamagedError: {damage.value}"
+    assert status["reason"] == f"DamagedMemory: {damage.value}"
     assert not (tmp_path / "run" / run_folder.WEIGHTS).exists()
 
 
@@ -157,7 +157,7 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
             trainer.engine.master_shard.master[0].view(torch.int32)[5] ^= 1 << 20
         return progress(trainer)
 
-    with mock.patch.object(Trainer, "progress", progress_and_damage), pytest.raises(DamagedError):
+    with mock.patch.object(Trainer, "progress", progress_and_damage), pytest.raises(DamagedMemory):
         run_on_ranks(config)
     assert [path.name for path in checkpoints(tmp_path / "run/checkpoints")] == ["step_00000003"]
 

@@ -4,13 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megamix.data.prepare.piece import PARTS, Job, PieceReport
+from megamix.data.prepare.piece import PARTS, EncodingJob, PieceReport
 from megamix.data.token_file import TokenFileWriter
 
 Moved = dict[int, list[list[int]]]  # of each piece the documents of its train part: number and bytes
 
 
-def merge_pieces(job: Job, reports: Sequence[PieceReport], folder: Path, vocab_size: int) -> dict[str, dict[str, int]]:
+def merge_pieces(
+    job: EncodingJob, reports: Sequence[PieceReport], folder: Path, vocab_size: int
+) -> dict[str, dict[str, int]]:
     """Write train and valid; return the number of documents, tokens and bytes of text of each.
 
     Raises: ValueError if nothing would be left to train on.
@@ -36,7 +38,7 @@ def merge_pieces(job: Job, reports: Sequence[PieceReport], folder: Path, vocab_s
     return counts
 
 
-def _moved(job: Job, reports: Sequence[PieceReport]) -> Moved:
+def _moved(job: EncodingJob, reports: Sequence[PieceReport]) -> Moved:
     """The document that validates although it does not qualify, because of a handful of documents none does; and all
     that are equal to it.
     """

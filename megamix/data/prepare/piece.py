@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megamix.data.prepare.corpus import CorpusFile
-from megamix.data.prepare.plan import Piece, read_piece
+from megamix.data.prepare.plan import CorpusPiece, read_piece
 from megamix.data.prepare.readers.record import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import open_tokenizer
@@ -60,7 +60,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EncodingJob:
     """What all pieces of one prepare have in common."""
 
     folder: Path  # where finished pieces lie
@@ -109,13 +109,13 @@ class PieceReport:
 class PieceEncoder:
     """Encodes pieces of one job. Opening the tokenizer costs more than a small piece: once for each process."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: EncodingJob) -> None:
         self._job = job
         self._tokenizer = open_tokenizer(job.tokenizer, job.end_token)
         if job.fast:
             self._tokenizer.speed_up(())  # whether the ids are equal was looked at before
 
-    def encode(self, piece: Piece, number: int) -> PieceReport:
+    def encode(self, piece: CorpusPiece, number: int) -> PieceReport:
         """Write the piece's files, its report last: a piece with a report is whole.
 
         Raises: ValueError if a file cannot be read in the way that was asked for. TooManyBadRecordsError.
@@ -139,7 +139,7 @@ class PieceEncoder:
 
 
 def documents_of(
-    piece: Piece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
+    piece: CorpusPiece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
 ) -> Iterator[DocumentInPart]:
     """The documents of a piece; they and what is none are counted in the report. Raises: TooManyBadRecordsError."""
     for file, record in read_piece(piece, text_key):

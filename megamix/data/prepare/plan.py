@@ -26,7 +26,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CorpusPiece:
     """Stretches in order, each with the file it is part of."""
 
     stretches: tuple[tuple[PlannedFile, Stretch], ...]
@@ -39,7 +39,7 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Plan:
     files: tuple[PlannedFile, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CorpusPiece, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -62,7 +62,7 @@ def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
     """
     with ThreadPoolExecutor(num_cores()) as threads:  # hashing holds no lock of Python's
         files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
-    pieces: list[Piece] = []
+    pieces: list[CorpusPiece] = []
     waiting: list[tuple[PlannedFile, Stretch]] = []
     num_bytes = 0
     for file in files:
@@ -70,10 +70,10 @@ def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
             waiting.append((file, stretch))
             num_bytes += stretch.num_bytes
             if num_bytes >= piece_bytes:
-                pieces.append(Piece(tuple(waiting)))
+                pieces.append(CorpusPiece(tuple(waiting)))
                 waiting, num_bytes = [], 0
     if waiting:
-        pieces.append(Piece(tuple(waiting)))
+        pieces.append(CorpusPiece(tuple(waiting)))
     return Plan(files, tuple(pieces))
 
 
@@ -85,7 +85,7 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
     return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches))
 
 
-def read_piece(piece: Piece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
+def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
     """Its records in order; the memory of one at a time, about.
 
     Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.

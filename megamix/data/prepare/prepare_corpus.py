@@ -18,7 +18,7 @@ from typing import Any
 
 from megamix.data.prepare.corpus import Corpus
 from megamix.data.prepare.merge import merge_pieces
-from megamix.data.prepare.piece import Job, PieceReport, Split, TooManyBadRecordsError
+from megamix.data.prepare.piece import EncodingJob, PieceReport, Split, TooManyBadRecordsError
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
 from megamix.data.prepare.progress import progress_of_bytes
 from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
@@ -160,7 +160,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinis
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
     path = call_apart(unfinished, make) if num_workers > 1 else make()  # apart: its memory goes before the workers come
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
-    job = Job(
+    job = EncodingJob(
         folder=unfinished / "pieces",
         tokenizer=path,
         end_token=tokenizer.end_token,
@@ -192,7 +192,7 @@ def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinis
     }
 
 
-def _encode(unfinished: Path, job: Job, plan: Plan, num_workers: int) -> list[PieceReport]:
+def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) -> list[PieceReport]:
     """The reports of all pieces, encoded now unless they are there already.
 
     Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
@@ -224,7 +224,7 @@ def _encode(unfinished: Path, job: Job, plan: Plan, num_workers: int) -> list[Pi
     return [reports[number] for number in range(len(plan.pieces))]
 
 
-def _check_bad_records(job: Job, reports: dict[int, PieceReport]) -> None:
+def _check_bad_records(job: EncodingJob, reports: dict[int, PieceReport]) -> None:
     if sum(len(report.bad_records) for report in reports.values()) > job.max_bad_records:
         raise TooManyBadRecordsError([])
 

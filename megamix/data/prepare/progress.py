@@ -4,7 +4,7 @@ import sys
 from typing import Protocol
 
 
-class Progress(Protocol):
+class ProgressBar(Protocol):
     def update(self, num_bytes: int) -> object: ...
 
     def close(self) -> None: ...
@@ -16,7 +16,7 @@ class _Silent:
     def close(self) -> None: ...
 
 
-def progress_of_bytes(total: int, what: str) -> Progress:
+def progress_of_bytes(total: int, what: str) -> ProgressBar:
     """A bar on stderr, if that is a terminal and tqdm is installed."""
     if not sys.stderr.isatty():
         return _Silent()
@@ -24,5 +24,5 @@ def progress_of_bytes(total: int, what: str) -> Progress:
         from tqdm import tqdm
     except ImportError:
         return _Silent()
-    bar: Progress = tqdm(total=total, desc=what, unit="B", unit_scale=True)
+    bar: ProgressBar = tqdm(total=total, desc=what, unit="B", unit_scale=True)
     return bar

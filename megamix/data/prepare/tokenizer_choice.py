@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.prepare.piece import DocumentInPart, PieceReport, Split, documents_of
-from megamix.data.prepare.plan import Piece, Plan, read_piece
+from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.readers.record import Document
 from megamix.data.tokenizer import (
     END_OF_TEXT,
@@ -147,7 +147,7 @@ def _training_texts(plan: Plan, text_key: str, split: Split) -> Iterator[str]:
         yield from repeat(held.text, times)
 
 
-def _spread(pieces: Sequence[Piece], count: int) -> list[Piece]:
+def _spread(pieces: Sequence[CorpusPiece], count: int) -> list[CorpusPiece]:
     """So many of them, evenly spread, from the first on; all if there are no more."""
     count = min(count, len(pieces))
     return [pieces[number * len(pieces) // count] for number in range(count)]

@@ -13,8 +13,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.prepare.piece import Job, PieceEncoder, PieceReport, TooManyBadRecordsError
-from megamix.data.prepare.plan import Piece
+from megamix.data.prepare.piece import EncodingJob, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import open_own
 
 _LOCK_NAME = "workers.lock"
@@ -25,7 +25,7 @@ class WorkerDiedError(RuntimeError):
 
 
 def encode_pieces(
-    folder: Path, job: Job, pieces: Sequence[Piece], numbers: Sequence[int], num_workers: int
+    folder: Path, job: EncodingJob, pieces: Sequence[CorpusPiece], numbers: Sequence[int], num_workers: int
 ) -> Iterator[tuple[int, PieceReport]]:
     """Encode the pieces with these numbers; yield number and report of each as it is finished.
 
@@ -87,7 +87,7 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def give(self, pieces: Sequence[Piece], number: int) -> None:
+    def give(self, pieces: Sequence[CorpusPiece], number: int) -> None:
         self.number = number
         try:
             self.connection.send((pieces[number], number))
@@ -139,11 +139,11 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _serve(job: Job, connection: Connection) -> None:
+def _serve(job: EncodingJob, connection: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     encoder: PieceEncoder | None = None
 
-    def encode(piece: Piece, number: int) -> PieceReport:
+    def encode(piece: CorpusPiece, number: int) -> PieceReport:
         nonlocal encoder
         encoder = encoder or PieceEncoder(job)
         return encoder.encode(piece, number)
