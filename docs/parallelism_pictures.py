@@ -23,8 +23,7 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.borders import Border
 from megamix.parallel.build import outline
 from megamix.parallel.pipeline_parallel import SCHEDULES, V_SHAPED
-from megamix.parallel.placements import place_params
-from megamix.parallel.tensor_parallel import divide_layers
+from megamix.parallel.tensor_parallel import divide_layers, place_params
 
 PICTURES = Path(__file__).parent / "pictures"
 # Of ranks and of micro-batches: apart for every eye (Okabe and Ito 2008).

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import study
 
 from megamix.config import Config, load_config
-from megamix.model.flops import parameter_count
+from megamix.model.sizes import parameter_count
 from megamix.train.batch_plan import Fate
 from megamix.train.history import RunHistory, read_history
 from megamix.train.job import run_job

@@ -13,7 +13,7 @@ from megamix.bench.processes import Ranks
 from megamix.bench.report import Goal, Result, progress, show
 from megamix.bench.spread import paired_ratio, spread
 from megamix.bench.train_bench import GPT_12M
-from megamix.model.flops import parameter_count
+from megamix.model.sizes import parameter_count
 
 SAVE, WRITE = "save", "write + fsync"
 LOAD, READ = "load, from the disk", "read, from the disk"

@@ -16,7 +16,7 @@ from megamix.bench.train_rank import Side, TrainRank
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.durable import sync_file
 

@@ -12,7 +12,7 @@ from megamix.data.loader import Batch
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
-from megamix.parallel.pipeline_parallel import Border, Pipeline
+from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import plan_stages
 
 CPU = torch.device("cpu")
@@ -41,8 +41,8 @@ class OursPipeline(Ours):
         sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
         self.engine = make_engine(work, model, Precision(dtype), sharding)
         own = {topology.pp.rank: stages[topology.pp.rank].layers}
-        border = Border(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
-        self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
+        handover = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
+        self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, handover)
         self._micro_batches = work.micro_batches
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megamix.bench.report import Result, progress, show
 from megamix.bench.spread import paired_ratio, spread
 from megamix.bench.train_bench import GPT_12M
 from megamix.bench.train_rank import Side, TrainRank
-from megamix.model.flops import parameter_count
+from megamix.model.sizes import parameter_count
 
 MAX_ROUNDS = 5  # a cold compile takes most of a minute on a slow machine
 

@@ -21,8 +21,8 @@ from megamix.bench.spread import Spread, paired_ratio, spread
 from megamix.bench.train_rank import Side, TrainRank, Turn
 from megamix.config import MetricsConfig, ModelConfig
 from megamix.mixed_precision.settings import ReduceDtype
-from megamix.model.flops import parameter_count
 from megamix.model.ops import cpu_multiplies_fp16
+from megamix.model.sizes import parameter_count
 
 GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
 

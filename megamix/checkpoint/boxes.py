@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+_LARGEST_PIECE = 1 << 22  # elements: 16 MiB
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -80,3 +82,9 @@ def _range_of_shape(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Bo
 def _in_row(row: int, start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
     for box in _range_of_shape(start, end, shape[1:]):
         yield Box((row, *box.offset), (1, *box.size))
+
+
+def pieces(box: Box) -> Iterator[Box]:
+    """Cut a box into boxes of at most 4 Mi elements, in order."""
+    for start in range(0, box.numel, _LARGEST_PIECE):
+        yield from boxes_of_range(start, min(start + _LARGEST_PIECE, box.numel), box)

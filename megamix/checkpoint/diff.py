@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.pieces import PieceReader, pieces
+from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.record import printable
-from megamix.checkpoint.verify import Checkpoint
+from megamix.checkpoint.verify import Checkpoint, PieceReader
 from megamix.config import effective_tables
 
 _ABSENT = "(none)"

@@ -22,12 +22,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import unfinished_name
-from megamix.checkpoint.manifest import ParamRecord
-from megamix.checkpoint.parts import MASTER
-from megamix.checkpoint.pieces import PieceReader, pieces
-from megamix.checkpoint.verify import Checkpoint
+from megamix.checkpoint.manifest import MASTER, ParamRecord
+from megamix.checkpoint.verify import Checkpoint, PieceReader
 from megamix.durable import sync_directory
 
 _Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know

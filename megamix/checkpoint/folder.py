@@ -1,10 +1,21 @@
-"""What lies in a folder of checkpoints: the names tell it, and a rename changes it at once."""
+"""What lies in a folder of checkpoints: the names tell it, and a rename changes it at once.
+
+`Files` has the only calls that change the disk, each a method of its own, so that a test can let any of them fail.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import shutil
+import zlib
+from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
+
+from megamix.durable import sync_directory, sync_file
 
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
@@ -59,3 +70,81 @@ def unfinished_name(name: str) -> str:
 
 def damaged_name(name: str) -> str:
     return name + _DAMAGED + secrets.token_hex(4)
+
+
+class Written(NamedTuple):
+    """What was handed to the disk."""
+
+    size: int  # bytes
+    crc32: int
+
+
+class Files:
+    """Writes checkpoints and removes them. Every method raises OSError."""
+
+    begun_each = 4 << 20  # bytes of a file that are handed to the disk together while more is written
+    written = 0  # bytes that the disk has taken so far: shows any thread that a long save is getting on
+
+    def make_directory(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> FileIO:
+        return open(path, "xb", buffering=0)
+
+    def write(self, file: FileIO, chunk: memoryview) -> None:
+        while chunk:  # the disk may take less than it is given
+            taken = file.write(chunk)
+            chunk, self.written = chunk[taken:], self.written + taken
+
+    def begin_sync(self, file: FileIO, start: int, size: int) -> None:
+        """Let the disk begin with these bytes and return, so that less is left to wait for in `sync_file`. What it has
+        written need not stay in the kernel's memory, says the advice; that it writes at once is what it is given for.
+        """
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+
+    def sync_file(self, file: FileIO) -> None:
+        sync_file(file)
+
+    def sync_directory(self, path: Path) -> None:
+        sync_directory(path)
+
+    def rename(self, path: Path, target: Path) -> None:
+        path.rename(target)
+
+    def remove_file(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        path.rmdir()
+
+    def free_space(self, path: Path) -> int:
+        """Bytes that an ordinary user may still write there."""
+        return shutil.disk_usage(path).free
+
+    def write_file(self, path: Path, chunks: Iterable[memoryview]) -> Written:
+        """Write a new file that is on the disk when this returns."""
+        size = begun = crc32 = 0
+        try:
+            with self.create(path) as file:
+                for chunk in chunks:
+                    # While the bytes are in the cache, and of what was meant to be written: what the disk makes of it
+                    # is found by reading.
+                    size, crc32 = size + chunk.nbytes, zlib.crc32(chunk, crc32)
+                    self.write(file, chunk)
+                    if size - begun >= self.begun_each:
+                        self.begin_sync(file, begun, size - begun)
+                        begun = size
+                self.sync_file(file)
+        except OSError as error:
+            error.filename = str(path)  # a failed write or sync does not say of what
+            raise
+        return Written(size, crc32)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder and what is in it, or a file, if it is there. A link is removed, never followed."""
+        if path.is_dir() and not path.is_symlink():
+            for entry in sorted(path.iterdir()):
+                self.remove_tree(entry)
+            self.remove_directory(path)
+        elif path.exists() or path.is_symlink():
+            self.remove_file(path)

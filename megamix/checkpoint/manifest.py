@@ -12,15 +12,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from megamix.checkpoint.parts import MASTER
 from megamix.checkpoint.record import Count, Record
 from megamix.config import toml_tables
-from megamix.mixed_precision.engine import ShardedEngine
 
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
 _MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
+
+MASTER = "master"  # the state name of the weights themselves; the others are the optimizer's
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
@@ -88,27 +88,6 @@ class Manifest(Record):
     def weights_only(self) -> bool:
         """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
         return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
-
-
-def describe(engine: ShardedEngine, states: tuple[_Name, ...], run: RunRecord) -> Manifest:
-    """The manifest of the engine's state, its files still to be named. Reads the device."""
-    return Manifest(
-        applied_updates=int(engine.applied_updates),
-        skipped_steps=int(engine.skipped_steps),
-        loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
-        loss_scale_rule=engine.loss_scale.rule,
-        run=run,
-        layout=LayoutRecord(
-            dp_size=engine.topology.dp.size,
-            tp_size=engine.topology.tp.size,
-            pp_size=engine.topology.pp.size,
-            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
-        ),
-        states=states,
-        params=tuple(
-            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
-        ),
-    )
 
 
 def manifest_text(manifest: Manifest) -> bytes:

@@ -1,17 +1,64 @@
-"""What is to be saved: the state of one instant, as views of the engine or as a copy that training leaves alone."""
+"""What one rank holds of a run's state, and where it belongs in the full, unsharded parameters.
+
+It is saved as the snapshot of one instant: views of the engine, or a copy that training leaves alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megamix.checkpoint.manifest import Manifest, RunRecord, describe
-from megamix.checkpoint.parts import Part, owned_parts, state_names
+from megamix.checkpoint.boxes import Box, boxes_of_range
+from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateBox:
+    """A box of one state of one parameter."""
+
+    param: str
+    state: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Part(StateBox):
+    """The same with the memory that holds it: FP32 (box.numel,), contiguous."""
+
+    tensor: Tensor
+
+
+def state_names(engine: ShardedEngine) -> tuple[str, ...]:
+    return MASTER, *engine.optimizer.state_names
+
+
+def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor) -> Iterator[Part]:
+    """Cut a flat range of the block that the rank trains into parts of the full parameter.
+
+    `start`: the place in the block of the first of `flat`'s elements. Shapes: flat FP32 (n,) -> views of it.
+    """
+    done = 0
+    for box in boxes_of_range(start, start + flat.numel(), Box(spec.offset, spec.shape)):
+        yield Part(spec.name, state, box, flat[done : done + box.numel])
+        done += box.numel
+
+
+def owned_parts(engine: ShardedEngine) -> list[Part]:
+    """Everything that this rank owns: views of its masters and optimizer states, good until the next step.
+
+    Raises: RuntimeError in the middle of a step.
+    """
+    parts: list[Part] = []
+    for owned in engine.owned_ranges():
+        for state, flat in zip(state_names(engine), owned.tensors, strict=True):
+            parts += parts_of_range(owned.spec, state, owned.start, flat)
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +108,24 @@ class HostCopy:
         """Return once the copy is whole; for any thread."""
         if self._copied is not None:  # pragma: CUDA only
             self._copied.synchronize()
+
+
+def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
+    """The manifest of the engine's state, its files still to be named. Reads the device."""
+    return Manifest(
+        applied_updates=int(engine.applied_updates),
+        skipped_steps=int(engine.skipped_steps),
+        loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
+        loss_scale_rule=engine.loss_scale.rule,
+        run=run,
+        layout=LayoutRecord(
+            dp_size=engine.topology.dp.size,
+            tp_size=engine.topology.tp.size,
+            pp_size=engine.topology.pp.size,
+            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
+        ),
+        states=states,
+        params=tuple(
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
+        ),
+    )

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.parts import Part, StateBox
+from megamix.checkpoint.snapshot import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache

@@ -1,4 +1,7 @@
-"""A checkpoint found good, or what is wrong with it, file by file. Nothing in it is executed or believed unchecked."""
+"""A checkpoint found good, or what is wrong with it, file by file. Nothing in it is executed or believed unchecked.
+
+`PieceReader` reads the states of a good one piece by piece, so that nothing as large as a parameter is ever held.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import MANIFEST
@@ -137,3 +143,27 @@ def read_header(path: Path) -> list[tuple[str, str, Stored]]:
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
     return found
+
+
+class PieceReader:
+    """Reads pieces of a checkpoint. Opening a file means parsing its header, so the last one is kept open."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._folder, self._stored = checkpoint.path, checkpoint.stored
+        self._name: str | None = None
+        self._file: Any = None
+
+    def read(self, stored: Stored, piece: Box) -> Tensor:
+        """A part of a stored box: FP32, the piece's shape, a view of the mapped file."""
+        if stored.file != self._name:
+            self._file, self._name = safe_open(self._folder / stored.file, "pt"), stored.file
+        part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
+        return part
+
+    def gather(self, param: str, state: str, box: Box) -> Tensor:
+        """Put together a box of a parameter from the boxes that were saved of it: FP32, the box's shape."""
+        out = torch.empty(box.size)
+        for stored in self._stored[param, state]:
+            if common := stored.box.intersection(box):
+                out[common.slices_in(box)] = self.read(stored, common)
+        return out

@@ -1,17 +1,23 @@
-"""Perplexity of a token file: every token but the first is a target exactly once."""
+"""Perplexity of a token file: every token but the first is a target exactly once.
+
+And the tasks of lm-eval-harness (github.com/EleutherAI/lm-evaluation-harness; the extra `harness`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megamix.comm.topology import local_device
 from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
@@ -101,3 +107,26 @@ def _text_bytes(prefix: Path) -> int | None:
         return int(part["num_bytes"])
     except (OSError, ValueError, LookupError, TypeError):
         return None  # no data of `megamix prepare`, or of an older one
+
+
+def check_harness() -> None:
+    """Raises: ValueError naming what to install."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("--harness: the package lm_eval is not installed; run pip install 'megamix[harness]'")
+
+
+def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
+    """Every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
+    check_harness()
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    names = [Path(task).stem if Path(task) in files else task for task in tasks]
+    manager = TaskManager(include_path=[str(file.parent) for file in files] or None)
+    results = lm_eval.simple_evaluate(
+        model="hf", model_args={"pretrained": str(folder), "dtype": dtype}, tasks=names, task_manager=manager,
+        device=str(local_device()),
+    )  # fmt: skip
+    scores: dict[str, dict[str, Any]] = results["results"]
+    return {task: {key: value for key, value in metrics.items() if key != "alias"} for task, metrics in scores.items()}

@@ -13,16 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import unfinished_name
-from megamix.checkpoint.pieces import pieces
+from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.folder import Files, unfinished_name
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
-from megamix.hub.families import family_of
-from megamix.hub.finite import Weights
+from megamix.hub.families import Link, family_of, their_shapes
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS
-from megamix.hub.links import Link, their_shapes
-from megamix.hub.source import DTYPES, Source
+from megamix.hub.source import DTYPES, Source, Weights
 from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer
 
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it; a larger tensor has a shard of its own

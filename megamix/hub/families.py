@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Qwen 2 and Qwen 3 as Hugging Face has them: their tensors and ours.
+"""GPT-2, Llama, Qwen 2 and Qwen 3 as Hugging Face has them: which part of which of their tensors a parameter is.
 
 The names are those of transformers' modeling_*.py of the same families, `family_configs` has their config.json.
 """
@@ -6,17 +6,53 @@ The names are those of transformers' modeling_*.py of the same families, `family
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megamix.checkpoint.boxes import Box
 from megamix.config import ModelConfig
 from megamix.hub import family_configs as configs
-from megamix.hub.links import Link
 from megamix.model.transformer import meta_model
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One of our parameters lies in one of their tensors, from `offset` on, turned around where theirs is (in, out)."""
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]  # of ours
+    offset: tuple[int, ...]  # in theirs
+    transposed: bool = False
+
+    @property
+    def region(self) -> Box:
+        """What of their tensor is ours."""
+        return self.to_theirs(Box.whole(self.shape))
+
+    def to_theirs(self, box: Box) -> Box:
+        """Where a box of our parameter lies in their tensor."""
+        return self._turned(box).moved(self.offset)
+
+    def to_ours(self, box: Box) -> Box:
+        """The reverse, for a box within `region`."""
+        return self._turned(box.moved(tuple(-start for start in self.offset)))
+
+    def _turned(self, box: Box) -> Box:
+        return Box(box.offset[::-1], box.size[::-1]) if self.transposed else box
+
+
+def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
+    """The whole of each of their tensors, in the links' order."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for link in links:
+        end = link.region.end
+        shapes[link.theirs] = tuple(map(max, end, shapes.get(link.theirs, end)))
+    return shapes
+
+
+class Location(NamedTuple):
     """Where a module's weight and bias lie: a name, `{}` for the block's number."""
 
     name: str
@@ -31,7 +67,7 @@ class Family:
     model_type: str
     architecture: str
     base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
-    places: Mapping[str, Place]  # by our module's name, `blocks` without its number
+    places: Mapping[str, Location]  # by our module's name, `blocks` without its number
     size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
     read_config: Callable[[configs.Json], ModelConfig]
     write_config: Callable[[ModelConfig], dict[str, Any]]
@@ -79,34 +115,34 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 _GPT2 = {
-    "embedding": Place("transformer.wte"),
-    "position_embedding": Place("transformer.wpe"),
-    "blocks.attention_norm": Place("transformer.h.{}.ln_1"),
-    "blocks.attention.query": Place("transformer.h.{}.attn.c_attn", 0, True),
-    "blocks.attention.key": Place("transformer.h.{}.attn.c_attn", 1, True),
-    "blocks.attention.value": Place("transformer.h.{}.attn.c_attn", 2, True),
-    "blocks.attention.out": Place("transformer.h.{}.attn.c_proj", 0, True),
-    "blocks.feed_forward_norm": Place("transformer.h.{}.ln_2"),
-    "blocks.feed_forward.up": Place("transformer.h.{}.mlp.c_fc", 0, True),
-    "blocks.feed_forward.down": Place("transformer.h.{}.mlp.c_proj", 0, True),
-    "norm": Place("transformer.ln_f"),
-    "head": Place("lm_head"),
+    "embedding": Location("transformer.wte"),
+    "position_embedding": Location("transformer.wpe"),
+    "blocks.attention_norm": Location("transformer.h.{}.ln_1"),
+    "blocks.attention.query": Location("transformer.h.{}.attn.c_attn", 0, True),
+    "blocks.attention.key": Location("transformer.h.{}.attn.c_attn", 1, True),
+    "blocks.attention.value": Location("transformer.h.{}.attn.c_attn", 2, True),
+    "blocks.attention.out": Location("transformer.h.{}.attn.c_proj", 0, True),
+    "blocks.feed_forward_norm": Location("transformer.h.{}.ln_2"),
+    "blocks.feed_forward.up": Location("transformer.h.{}.mlp.c_fc", 0, True),
+    "blocks.feed_forward.down": Location("transformer.h.{}.mlp.c_proj", 0, True),
+    "norm": Location("transformer.ln_f"),
+    "head": Location("lm_head"),
 }
 _LLAMA = {
-    "embedding": Place("model.embed_tokens"),
-    "blocks.attention_norm": Place("model.layers.{}.input_layernorm"),
-    "blocks.attention.query": Place("model.layers.{}.self_attn.q_proj"),
-    "blocks.attention.key": Place("model.layers.{}.self_attn.k_proj"),
-    "blocks.attention.value": Place("model.layers.{}.self_attn.v_proj"),
-    "blocks.attention.query_norm": Place("model.layers.{}.self_attn.q_norm"),
-    "blocks.attention.key_norm": Place("model.layers.{}.self_attn.k_norm"),
-    "blocks.attention.out": Place("model.layers.{}.self_attn.o_proj"),
-    "blocks.feed_forward_norm": Place("model.layers.{}.post_attention_layernorm"),
-    "blocks.feed_forward.gate": Place("model.layers.{}.mlp.gate_proj"),
-    "blocks.feed_forward.up": Place("model.layers.{}.mlp.up_proj"),
-    "blocks.feed_forward.down": Place("model.layers.{}.mlp.down_proj"),
-    "norm": Place("model.norm"),
-    "head": Place("lm_head"),
+    "embedding": Location("model.embed_tokens"),
+    "blocks.attention_norm": Location("model.layers.{}.input_layernorm"),
+    "blocks.attention.query": Location("model.layers.{}.self_attn.q_proj"),
+    "blocks.attention.key": Location("model.layers.{}.self_attn.k_proj"),
+    "blocks.attention.value": Location("model.layers.{}.self_attn.v_proj"),
+    "blocks.attention.query_norm": Location("model.layers.{}.self_attn.q_norm"),
+    "blocks.attention.key_norm": Location("model.layers.{}.self_attn.k_norm"),
+    "blocks.attention.out": Location("model.layers.{}.self_attn.o_proj"),
+    "blocks.feed_forward_norm": Location("model.layers.{}.post_attention_layernorm"),
+    "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_proj"),
+    "blocks.feed_forward.up": Location("model.layers.{}.mlp.up_proj"),
+    "blocks.feed_forward.down": Location("model.layers.{}.mlp.down_proj"),
+    "norm": Location("model.norm"),
+    "head": Location("lm_head"),
 }
 FAMILIES = {
     family.model_type: family

@@ -8,21 +8,18 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import CHECKPOINTS, unfinished_name
-from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
-from megamix.checkpoint.parts import MASTER, StateBox
-from megamix.checkpoint.pieces import pieces
+from megamix.checkpoint.boxes import Box, boxes_of_range, pieces
+from megamix.checkpoint.folder import CHECKPOINTS, Files, unfinished_name
+from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit
-from megamix.checkpoint.snapshot import Snapshot
+from megamix.checkpoint.snapshot import Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, tensor_chunks
 from megamix.config import ModelConfig, section_to_toml
 from megamix.config.toml_text import value_text
 from megamix.durable import sync_directory
 from megamix.hub.families import param_shapes
-from megamix.hub.finite import WatchedWeights, Weights
 from megamix.hub.hugging_face import HuggingFaceWeights
+from megamix.hub.source import WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 
 MODEL = "model.toml"

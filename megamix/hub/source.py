@@ -1,33 +1,82 @@
-"""A model by its path: a run's folder, an imported one, a checkpoint, or a Hugging Face folder."""
+"""A model by its path: a run's folder, an imported one, a checkpoint, or a Hugging Face folder.
+
+Weights that are NaN or inf are told by tensor: one of them makes every loss and every text of the model NaN.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
-from megamix.checkpoint.parts import MASTER
-from megamix.checkpoint.pieces import PieceReader, pieces
-from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint, verify_checkpoint
+from megamix.checkpoint.manifest import MASTER
+from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint, PieceReader, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.family_configs import shown
-from megamix.hub.finite import WatchedWeights, Weights
-from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face
-from megamix.hub.stored_sizes import tables_problem
+from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.transformer import Transformer, meta_model
 from megamix.train.saved_run import check_if_run, check_params
 
+log = logging.getLogger("megamix")
+ALLOW = "--allow-non-finite"
+_TOLD = 8  # tensors in a message
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_TABLES = 1 << 32  # bytes, of rotary positions: a run has trained with them, if its record is its own
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class Weights(Protocol):
+    """All parameters of a model on the disk, by our names, a piece at a time."""
+
+    def read(self, param: str, box: Box) -> Tensor:
+        """FP32, of the box's size."""
+        ...
+
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        """A place of a parameter as the files name it."""
+        ...
+
+
+class WatchedWeights:
+    """Weights, with a count of those that are not finite among what was read."""
+
+    def __init__(self, weights: Weights):
+        self._weights = weights
+        self._found: dict[str, tuple[int, str]] = {}  # by parameter: how many, and the first one in words
+
+    def read(self, param: str, box: Box) -> Tensor:
+        values = self._weights.read(param, box)
+        wrong = ~torch.isfinite(values)
+        if count := int(wrong.sum()):
+            place = tuple(wrong.nonzero()[0].tolist())
+            there = tuple(start + step for start, step in zip(box.offset, place, strict=True))
+            first = f"{float(values[place])} at {self._weights.where(param, there)}"
+            before, first = self._found.get(param, (0, first))
+            self._found[param] = before + count, first
+        return values
+
+    def where(self, param: str, place: tuple[int, ...]) -> str:
+        return self._weights.where(param, place)
+
+    def judge(self, allow: bool) -> None:
+        """After all is read. Raises: ValueError with the tensors' names, unless the user has allowed it."""
+        if not self._found:
+            return
+        lines = [f"{count:,}, the first {first}" for count, first in self._found.values()]
+        more = f"; and {len(lines) - _TOLD} more parameters" if len(lines) > _TOLD else ""
+        told = f"weights that are not finite: {'; '.join(lines[:_TOLD])}{more}"
+        if not allow:
+            raise ValueError(f"{told}; the model is damaged: get it anew, or take it as it is with {ALLOW}")
+        log.warning(told)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ def _within(flag: str, value: int | None, most: int, what: str) -> int:
 
 
 def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
+    from megamix.hub.evaluate import check_harness, run_harness
     from megamix.hub.export_model import export_model
-    from megamix.hub.harness import check_harness, run_harness
     from megamix.hub.hugging_face import is_hugging_face
     from megamix.hub.source import DTYPES
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megamix.live_storage import LiveStorage
-from megamix.model.documents import Documents
+from megamix.model.context import Documents
 from megamix.model.ops import Ops
 from megamix.model.wide import apply
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamix.model.key_value_cache import KeyValueCache
+from megamix.model.context import KeyValueCache
 from megamix.model.transformer import Transformer
 
 LEAST_TEMPERATURE = 1e-6  # by a smaller one logits can be divided beyond FP32's range; 0 is what it comes to

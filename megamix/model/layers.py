@@ -1,10 +1,17 @@
-"""The leaf modules: subclasses of torch's, so that tools for torch's modules know them, computing through Ops.
+"""The leaf modules: subclasses of torch's, so that tools for torch's modules know them, computing through Ops; and the
+table of rotary positions (Su et al. 2021): each pair of a head's numbers is a pointer that turns as positions pass.
 
 None draws initial values: Transformer.reset_parameters does, once for all.
 """
 
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
 from torch import Tensor, nn
 
+from megamix.config import RopeScaling
 from megamix.model.ops import Ops
 
 
@@ -52,3 +59,56 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+RotaryTables = tuple[Tensor, Tensor]  # cos and sin, FP32 (T, head_dim / 2) or (B, T, head_dim / 2)
+
+
+class RotaryTable(nn.Module):
+    """FP32 cos and sin of position * frequency, each (seq_len, head_dim / 2); not in the state dict."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        self.seq_len, self.head_dim, self.theta, self.scaling = seq_len, head_dim, theta, scaling
+        self._fill(None)
+
+    def _fill(self, device: torch.device | None) -> None:
+        # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
+        frequencies = _frequencies(self.head_dim, self.theta, device)
+        if self.scaling is not None:
+            frequencies = _stretched(frequencies, self.scaling)
+        positions = torch.arange(self.seq_len, dtype=torch.float64, device=device)
+        angles = positions[:, None] * frequencies
+        self.register_buffer("cos", angles.cos().float(), persistent=False)
+        self.register_buffer("sin", angles.sin().float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # half() would round the tables to three digits, to_empty() would leave them unset: fill them anew instead.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._fill(self.cos.device)
+        return self
+
+    def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
+        """The tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
+        rows = slice(num_positions) if positions is None else positions
+        return self.cos[rows], self.sin[rows]
+
+
+def _frequencies(head_dim: int, theta: float, device: torch.device | None) -> Tensor:
+    """Radians per position, theta**(-2i / head_dim), FP64 (head_dim / 2,)."""
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """The frequencies with their wavelengths stretched by `factor`: all of them ("linear": Chen et al. 2023,
+    Position Interpolation), or only those too long to have turned often in the training before ("llama3": Llama 3.1's
+    reference code, and `_compute_llama3_parameters` of transformers' modeling_rope_utils.py)."""
+    stretched = frequencies / scaling.factor
+    if scaling.rule == "linear":
+        return stretched
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # in one sequence of the training before
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return stretched.lerp(frequencies, kept.clamp(0, 1))

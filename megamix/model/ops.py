@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.model import wide, wide_attention
-from megamix.model.documents import Documents
+from megamix.model import wide
+from megamix.model.context import Documents
 
 
 @functools.cache
@@ -38,19 +38,25 @@ class Ops:
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
-        return wide.apply(wide.Embedding, tokens, weight) if self._sums_wide(weight) else F.embedding(tokens, weight)
+        return (
+            wide.apply(wide.WideEmbedding, tokens, weight) if self._sums_wide(weight) else F.embedding(tokens, weight)
+        )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return wide.apply(wide.Linear, x, weight, bias) if self._computes_wide(weight) else F.linear(x, weight, bias)
+        return (
+            wide.apply(wide.WideLinear, x, weight, bias) if self._computes_wide(weight) else F.linear(x, weight, bias)
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return (
-            wide.apply(wide.RMSNorm, x, weight, eps) if self._sums_wide(x) else F.rms_norm(x, weight.shape, weight, eps)
+            wide.apply(wide.WideRMSNorm, x, weight, eps)
+            if self._sums_wide(x)
+            else F.rms_norm(x, weight.shape, weight, eps)
         )
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if self._sums_wide(x):
-            return wide.apply(wide.LayerNorm, x, weight, bias, eps)
+            return wide.apply(wide.WideLayerNorm, x, weight, bias, eps)
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -76,7 +82,7 @@ class Ops:
         cos and sin: FP32 (T, head_dim / 2), or (B, T, head_dim / 2) where the samples' positions differ.
         """
         if self._computes_wide(x):
-            return wide.apply(wide_attention.Rotary, x, cos, sin)
+            return wide.apply(wide.Rotary, x, cos, sin)
         first, second = x.float().chunk(2, -1)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -87,7 +93,7 @@ class Ops:
             return self._attention_by_document(query, key, value, documents.lengths)
         mask = None if documents is None else documents.mask
         if self._computes_wide(query):
-            return wide_attention.attention(query, key, value, mask)
+            return wide.attention(query, key, value, mask)
         group = query.shape[1] // key.shape[1]
         if group > 1 and (query.dtype == torch.float32 or mask is not None):
             # The one fused kernel for FP32 or masks on a GPU knows no groups; asked for them, torch makes all scores.

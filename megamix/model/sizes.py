@@ -1,8 +1,12 @@
-"""Sizes that follow from a ModelConfig: the defaults of what it leaves out.
+"""Sizes that follow from a ModelConfig, and counts of parameters and floating-point operations by them.
 
 Raises: ValueError where sizes do not divide. A configuration file is checked as a whole before it comes here; this is
 for a ModelConfig made by hand.
 """
+
+import re
+
+import torch
 
 from megamix.config import ModelConfig, default_ffn_hidden_size
 
@@ -50,3 +54,74 @@ def ffn_hidden_size(config: ModelConfig) -> int:
 
 def qkv_bias(config: ModelConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
+
+
+# Dense peak of FP16 and BF16 products in operations per second, by the name the driver gives the device. A slice of a
+# device (MIG) has a longer name and no entry: its share of the peak is not in its name.
+DENSE_PEAKS = (
+    (r"NVIDIA H100 \d+GB HBM\d\w*", 989.4e12),
+    (r"NVIDIA H100 PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835e12),
+    (r"NVIDIA H200", 989.4e12),
+    (r"(NVIDIA )?A100-(SXM\d|PCIE)-\d+GB|NVIDIA A100 \d+GB PCIe", 312e12),
+)
+
+
+def matmul_weights(config: ModelConfig) -> int:
+    """Weights that multiply every token: projections, feed-forward part and head; no lookups, norms or biases."""
+    heads = config.num_heads + num_kv_heads(config)
+    attention = 2 * config.hidden_size * heads * head_dim(config)
+    feed_forward = (3 if config.activation == "swiglu" else 2) * config.hidden_size * ffn_hidden_size(config)
+    return config.num_layers * (attention + feed_forward) + config.vocab_size * config.hidden_size
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """All parameters, shared ones once."""
+    lookups = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    if config.position == "learned":
+        lookups += config.seq_len * config.hidden_size
+    norm = config.hidden_size * (2 if config.norm == "layernorm" and config.bias else 1)
+    head_norms = 2 * config.num_layers * head_dim(config) if config.qk_norm else 0
+    norms = (2 * config.num_layers + 1) * norm + head_norms
+    return matmul_weights(config) + lookups + norms + _linear_biases(config)
+
+
+def _linear_biases(config: ModelConfig) -> int:
+    biases = 0
+    if qkv_bias(config):
+        biases += (config.num_heads + 2 * num_kv_heads(config)) * head_dim(config)
+    if config.bias:  # of attention's output and of the feed-forward part
+        inner = (2 if config.activation == "swiglu" else 1) * ffn_hidden_size(config)
+        biases += config.hidden_size + inner + config.hidden_size
+    return config.num_layers * biases
+
+
+def flops_per_token(config: ModelConfig) -> int:
+    """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and 12 L H Q T for
+    attention (layers, heads, head_dim, seq_len); the causal half is not subtracted, recompute is never counted."""
+    return 6 * matmul_weights(config) + 2 * _causal_attention(config)
+
+
+def halved_flops_per_token(config: ModelConfig) -> int:
+    """The same with attention's masked half left out: the operations that have to be done."""
+    return 6 * matmul_weights(config) + _causal_attention(config)
+
+
+def hardware_flops_per_token(config: ModelConfig) -> int:
+    """What is computed: flops_per_token, and with recompute = "full" the blocks' forward (a third of their share) once
+    more. What "selective" recomputes multiplies nothing."""
+    if config.recompute != "full":
+        return flops_per_token(config)
+    blocks = flops_per_token(config) - 6 * config.vocab_size * config.hidden_size
+    return flops_per_token(config) + blocks // 3
+
+
+def _causal_attention(config: ModelConfig) -> int:
+    return 6 * config.num_layers * config.num_heads * head_dim(config) * config.seq_len
+
+
+def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak operations per second of products in `dtype`, or None where no published figure is known here."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return next((peak for pattern, peak in DENSE_PEAKS if re.fullmatch(pattern, device_name)), None)

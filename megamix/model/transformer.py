@@ -8,13 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megamix.config import ModelConfig
 from megamix.model import sizes
+from megamix.model.context import BlockCache, Documents, KeyValueCache, find_documents
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
-from megamix.model.documents import Documents, find_documents
-from megamix.model.key_value_cache import BlockCache, KeyValueCache
-from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm
+from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables
 from megamix.model.ops import Ops
 from megamix.model.recompute import cheap, computed_again
-from megamix.model.rotary import RotaryTable, RotaryTables
 
 
 class Attention(nn.Module):

@@ -14,9 +14,8 @@ from megamix.mixed_precision.settings import Placement
 from megamix.model.layers import Linear
 from megamix.model.transformer import Transformer
 from megamix.parallel.borders import Border
-from megamix.parallel.placements import place_params
 from megamix.parallel.stages import StagePlan, keep_layers
-from megamix.parallel.tensor_parallel import divide_layers, take_blocks
+from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
 
 TABLE = "embedding.weight"  # the first name of a tied table
 

@@ -33,7 +33,7 @@ V_SHAPED = ("zbv_zero_bubble",)  # stages go down the ranks and back up
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class Handover:
     """What passes from a stage to the next one, the same for all: a micro-batch's hidden states and their gradient."""
 
     pp: Axis
@@ -49,15 +49,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, border: Border
+        self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, handover: Handover
     ):
         """`parts`: the blocks of each of this rank's stages, by the stage's number."""
         self.engine = engine
         width = model.config.hidden_size
         # Two, since shapes may differ, and torch would set one up anew whenever the other use begins.
         self._training, self._evaluation = (
-            self._schedule(schedule, [*_stages(engine, model, parts, border, (border.batch[0], positions, width))])
-            for positions in (border.batch[1] // border.parts, border.batch[1])
+            self._schedule(schedule, [*_stages(engine, model, parts, handover, (handover.batch[0], positions, width))])
+            for positions in (handover.batch[1] // handover.parts, handover.batch[1])
         )
         self._weights: Iterator[float] = iter(())
 
@@ -102,7 +102,7 @@ class Pipeline:
 
 
 def _stages(
-    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], border: Border, hidden: tuple[int, ...]
+    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], handover: Handover, hidden: tuple[int, ...]
 ) -> Iterator[PipelineStage]:
     names = {param: name for name, param in model.named_parameters()}
     # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other
@@ -117,7 +117,7 @@ def _stages(
     for number in sorted(parts):
         module = Stage(model, parts[number])
         own = [names[param] for param in module.parameters()]
-        yield _EngineStage(engine, module, number, border, hidden, own, {*own} - done)
+        yield _EngineStage(engine, module, number, handover, hidden, own, {*own} - done)
         done.update(own)
 
 
@@ -130,16 +130,16 @@ class _EngineStage(PipelineStage):
     """
 
     def __init__(
-        self, engine: ShardedEngine, module: Stage, number: int, border: Border, shape: tuple[int, ...],
+        self, engine: ShardedEngine, module: Stage, number: int, handover: Handover, shape: tuple[int, ...],
         names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
         # Told the shapes, torch need not run every stage once to learn them.
         hidden = torch.empty(shape, dtype=engine.half_params.dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(border.batch, dtype=torch.int64, device="meta")
+        tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
-            module, number, border.num_stages, engine.applied_updates.device,
-            tokens if module.is_first else hidden, loss if module.is_last else hidden, group=border.pp.group,
+            module, number, handover.num_stages, engine.applied_updates.device,
+            tokens if module.is_first else hidden, loss if module.is_last else hidden, group=handover.pp.group,
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
 

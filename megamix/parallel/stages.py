@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.config import ModelConfig
-from megamix.model.flops import flops_per_token, parameter_count
+from megamix.model.sizes import flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 
 

@@ -9,18 +9,66 @@ cannot take, at a dispatch of some ten microseconds per operation, and it needs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Topology
+from megamix.data.loader import IGNORE
+from megamix.mixed_precision.settings import Placement
+from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.layers import Embedding
 from megamix.model.ops import Ops
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.borders import Border
-from megamix.parallel.placements import block_shape
-from megamix.parallel.vocabulary_slopes import VocabularySlopes
+
+# What computes columns of its output has rows of its weight (out, in), and that part of its bias.
+_COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
+_VOCABULARY = ("embedding", "head")  # rows of the table of tokens
+_ROWS = ("attention.out", "feed_forward.down")  # a part of the sum of every output; the bias is added once, after it
+# Of these each rank sees its own heads alone, whatever else is divided.
+_WITHIN_HEADS = ("attention.query_norm", "attention.key_norm")
+
+
+def place_params(
+    shapes: Mapping[str, tuple[int, ...]], topology: Topology, *, sequence_parallel: bool
+) -> dict[str, Placement]:
+    """`shapes`: of the full parameters, by name in a `Transformer`. Every size that is divided must divide evenly."""
+    return {name: _place(name, shape, topology, sequence_parallel) for name, shape in shapes.items()}
+
+
+def _place(name: str, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
+    tp = topology.tp
+    dim = divided_dim(name)
+    if dim is None:
+        # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
+        # a part of it.
+        counts = sequence_parallel or tp.rank == 0 or _module(name).endswith(_WITHIN_HEADS)
+        return Placement(shape, (0,) * len(shape), topology.stage, counts)
+    start = shape[dim] // tp.size * tp.rank
+    return Placement(shape, tuple(start if axis == dim else 0 for axis in range(len(shape))), topology.dp)
+
+
+def divided_dim(name: str) -> int | None:
+    """The dim of a parameter in which tensor-parallel ranks divide it; None: each holds all of it."""
+    module = _module(name)
+    if module in _VOCABULARY or module.endswith(_COLUMNS):
+        return 0
+    return 1 if module.endswith(_ROWS) and name.endswith("weight") else None
+
+
+def block_shape(name: str, full_shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+    """Of the part that one of `tp_size` ranks holds."""
+    divided = divided_dim(name)
+    return tuple(size // tp_size if dim == divided else size for dim, size in enumerate(full_shape))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,3 +154,30 @@ def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: objec
 
 def _swap(module: nn.Module, ops: type[Any], border: Border) -> None:
     module.ops = ops(**vars(module.ops), border=border)
+
+
+class VocabularySlopes:
+    """`megamix.model.cross_entropy.slopes` where a rank has some columns: log-likelihoods of all logits, the same on
+    every rank, and the slopes by its own. `tp`: the ranks, each with an equal part of the columns, in order.
+
+    Three FP32 numbers of each row travel: the largest logit here, the sum of exponentials relative to it, and the
+    target's logit from the rank that has it.
+    """
+
+    def __init__(self, tp: Collectives):
+        self._tp = tp
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Shapes: logits FP32 (rows, columns), targets INT64 (rows,) -> FP32 (rows,), FP32 (rows, columns)."""
+        column = (targets - self._tp.axis.rank * logits.shape[1]).unsqueeze(1)
+        here = (column >= 0) & (column < logits.shape[1])
+        column = column.where(here, 0)
+        peak = logits.amax(1, keepdim=True)
+        own = torch.cat([peak, (logits - peak).exp_().sum(1, keepdim=True), logits.gather(1, column).where(here, 0)], 1)
+        peaks, sums, target_logits = self._tp.gather(own.view(-1)).view(self._tp.axis.size, *own.shape).unbind(2)
+        highest = peaks.amax(0)
+        logsumexp = (sums * (peaks - highest).exp()).sum(0).log().add_(highest)
+        counts = targets != IGNORE
+        share = (logits - logsumexp.unsqueeze(1)).exp_()
+        share.scatter_add_(1, column, -here.to(share.dtype))
+        return (target_logits.sum(0) - logsumexp).where(counts, 0), share.mul_(counts.unsqueeze(1) * SLOPE_SCALE)

@@ -16,7 +16,7 @@ from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.transformer import Transformer
 from megamix.parallel.passes import OneByOne, Passes
-from megamix.parallel.pipeline_parallel import V_SHAPED, Border, Pipeline
+from megamix.parallel.pipeline_parallel import V_SHAPED, Handover, Pipeline
 from megamix.parallel.stages import StagePlan, plan_stages
 from megamix.train.lr_schedule import lr_table
 
@@ -86,8 +86,8 @@ def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stag
     batch = (config.training.micro_batch_size, config.model.seq_len)
     parts = topology.tp.size if config.parallelism.sequence_parallel else 1
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    border = Border(topology.pp, len(stages), batch, parts)
-    return Pipeline(engine, model, own, config.parallelism.pp_schedule, border)
+    handover = Handover(topology.pp, len(stages), batch, parts)
+    return Pipeline(engine, model, own, config.parallelism.pp_schedule, handover)
 
 
 def build_engine(

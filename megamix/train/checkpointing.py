@@ -6,8 +6,8 @@ import math
 import time
 from pathlib import Path
 
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.folder import Files
+from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.config import Config
 from megamix.mixed_precision.engine import ShardedEngine

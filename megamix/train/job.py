@@ -20,7 +20,7 @@ from megamix.data.steady_file import DataError
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import write_text
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.flops import dense_peak, flops_per_token, parameter_count
+from megamix.model.sizes import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages

@@ -17,7 +17,7 @@ from megamix.checkpoint.manifest import Manifest
 from megamix.config import Config, ModelConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
-from megamix.model.flops import parameter_count
+from megamix.model.sizes import parameter_count
 from megamix.model.transformer import meta_model
 from megamix.train.batch_plan import LARGEST_COUNT
 from megamix.train.build import build_loss_scale, build_optimizer

@@ -12,7 +12,7 @@ from megamix.bench import checkpoint_bench
 from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
 from megamix.bench.checkpoint_rank import Beside, CheckpointRank
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.model.flops import parameter_count
+from megamix.model.sizes import parameter_count
 from tests.bench.tiny import MODEL, WORK
 
 PARAMS = parameter_count(MODEL)

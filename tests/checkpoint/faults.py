@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 
 CALLS = (
     "make_directory",

@@ -10,6 +10,7 @@ from typing import Any
 
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import (
+    MASTER,
     FileRecord,
     LayoutRecord,
     Manifest,
@@ -18,7 +19,6 @@ from megamix.checkpoint.manifest import (
     manifest_text,
     read_manifest,
 )
-from megamix.checkpoint.parts import MASTER
 
 SHARD = "rank_00000.safetensors"
 

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.parts import owned_parts
-from megamix.checkpoint.save import remove_old, save
-from megamix.checkpoint.saver import Saver
-from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.save import Saver, remove_old, save
+from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis

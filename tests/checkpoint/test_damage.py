@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
-from megamix.checkpoint.parts import owned_parts
+from megamix.checkpoint.snapshot import owned_parts
 from megamix.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from megamix import NAG, ShardedEngine
-from megamix.checkpoint import pieces
+from megamix.checkpoint import boxes, verify
 from megamix.checkpoint.diff import changes, differences
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.parts import owned_parts
 from megamix.checkpoint.save import save
-from megamix.checkpoint.snapshot import take_snapshot
+from megamix.checkpoint.snapshot import owned_parts, take_snapshot
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.cli import main
 from tests.checkpoint.state import fill, make_engine, save_steps, together_of
@@ -78,7 +77,7 @@ def test_elements_are_counted_by_their_bits_and_measured(tmp_path: Path, monkeyp
         "exp_avg_sq of blocks.0.gain: 1 of 1 elements (100.00%), by at most inf",
     }
     assert set(_lines(old, new)) == set(_lines(new, old)) == want
-    monkeypatch.setattr(pieces, "_LARGEST", 2)
+    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 2)
     assert set(_lines(old, new)) == want  # a NaN in one piece is not lost to the number in the next
 
 
@@ -121,15 +120,15 @@ def test_of_another_model_or_optimizer_what_both_have_is_compared(tmp_path: Path
 def test_no_piece_is_larger_than_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 0
 
-    def read(self: pieces.PieceReader, *place: object) -> torch.Tensor:
+    def read(self: verify.PieceReader, *place: object) -> torch.Tensor:
         nonlocal largest
         piece = original(self, *place)  # type: ignore[arg-type]
         largest = max(largest, piece.numel())
         return piece
 
-    original = pieces.PieceReader.read
-    monkeypatch.setattr(pieces.PieceReader, "read", read)
-    monkeypatch.setattr(pieces, "_LARGEST", 100)
+    original = verify.PieceReader.read
+    monkeypatch.setattr(verify.PieceReader, "read", read)
+    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)
     _lines(_saved(tmp_path / "old"), _saved(tmp_path / "new"))
     assert 50 < largest <= 100
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import remove_old, save
 from megamix.checkpoint.snapshot import take_snapshot

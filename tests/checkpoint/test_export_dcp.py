@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from megamix import NAG
-from megamix.checkpoint import pieces
+from megamix.checkpoint import boxes, verify
 from megamix.checkpoint.export_dcp import export_dcp
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
@@ -42,7 +42,7 @@ def _want(name: str, state: str, like: Tensor) -> Tensor:
 def test_torch_loads_model_and_optimizer_as_they_were_saved(
     ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(pieces, "_LARGEST", 100)  # so that a parameter is several chunks
+    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)  # so that a parameter is several chunks
     output = tmp_path / "new" / "out"
     assert main(["checkpoint", "export", str(ready), "--to", "dcp", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: step 3, ")
@@ -94,10 +94,10 @@ def test_a_scalar_and_another_optimizer_go_the_same_way(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_nothing(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: pieces.PieceReader, *place: object) -> Tensor:
+    def full(self: verify.PieceReader, *place: object) -> Tensor:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pieces.PieceReader, "read", full)
+    monkeypatch.setattr(verify.PieceReader, "read", full)
     with pytest.raises(OSError, match=r"out cannot be written: .*No space left on device"):
         export_dcp(verify_checkpoint(ready), tmp_path / "out")
     assert listing(tmp_path) == []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of

@@ -28,13 +28,12 @@ from megamix import (
 )
 from megamix.checkpoint import tensor_file
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.fill import fill as fill_parts
+from megamix.checkpoint.folder import Files
+from megamix.checkpoint.load import fill as fill_parts
 from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
-from megamix.checkpoint.parts import Part, parts_of_range
 from megamix.checkpoint.save import begin, commit, save, write_parts
-from megamix.checkpoint.snapshot import Snapshot, take_snapshot
+from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_snapshot
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.flat_layout import ParamSpec
 from tests.checkpoint.state import (

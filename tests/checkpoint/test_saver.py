@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import load, newest_checkpoint, read_together
 from megamix.checkpoint.manifest import RunRecord
-from megamix.checkpoint.saver import Saver
+from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
 from tests.checkpoint.faults import FaultyFiles, listing

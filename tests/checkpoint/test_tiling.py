@@ -19,8 +19,8 @@ import torch
 
 from megamix.checkpoint import manifest, tensor_file, tiling
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.manifest import ParamRecord, manifest_text, read_manifest
-from megamix.checkpoint.parts import MASTER, Part
+from megamix.checkpoint.manifest import MASTER, ParamRecord, manifest_text, read_manifest
+from megamix.checkpoint.snapshot import Part
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.tiling import tiling_problem
 from megamix.checkpoint.verify import verify_checkpoint

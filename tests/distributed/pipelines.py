@@ -16,7 +16,7 @@ from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
-from megamix.parallel.pipeline_parallel import V_SHAPED, Border, Pipeline
+from megamix.parallel.pipeline_parallel import V_SHAPED, Handover, Pipeline
 from megamix.parallel.stages import plan_stages
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,8 +70,8 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
     model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=sequence)
     engine = make_engine(case, model, topology, placements)
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
-    border = Border(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
-    return engine, Pipeline(engine, model, own, case.schedule, border)
+    handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
+    return engine, Pipeline(engine, model, own, case.schedule, handover)
 
 
 def make_whole(case: Case, topology: Topology) -> ShardedEngine:

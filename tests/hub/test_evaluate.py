@@ -18,8 +18,7 @@ import torch.nn.functional as F
 
 from megamix.cli import main
 from megamix.data.token_file import TokenFileWriter
-from megamix.hub.evaluate import evaluate
-from megamix.hub.harness import check_harness
+from megamix.hub.evaluate import check_harness, evaluate
 from megamix.hub.import_model import import_model
 from tests.hub.folders import LLAMA, own_model, write_hugging_face
 from tests.train.jobs import SEQ_LEN, VOCAB, run_on_ranks, tiny_job, write_data

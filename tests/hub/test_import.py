@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megamix.checkpoint import pieces
-from megamix.checkpoint.files import Files
+from megamix.checkpoint import boxes
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.config import ConfigError, ModelConfig, load_config
@@ -65,7 +65,7 @@ def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(
     assert config.data.tokenizer == str(tmp_path / "new/in/tokenizer.json")
     weights = CheckpointWeights(read_checkpoint(Path(config.checkpoint.resume)))
     for name, parameter in model.named_parameters():
-        assert torch.equal(weights.read(name, pieces.Box.whole(tuple(parameter.shape))), parameter), name
+        assert torch.equal(weights.read(name, boxes.Box.whole(tuple(parameter.shape))), parameter), name
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -77,13 +77,13 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
     largest = 0
     read = HuggingFaceWeights.read
 
-    def measured(weights: HuggingFaceWeights, param: str, box: pieces.Box) -> Tensor:
+    def measured(weights: HuggingFaceWeights, param: str, box: boxes.Box) -> Tensor:
         nonlocal largest
         largest = max(largest, box.numel)
         return read(weights, param, box)
 
     monkeypatch.setattr(HuggingFaceWeights, "read", measured)
-    monkeypatch.setattr(pieces, "_LARGEST", 100)
+    monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)
     checkpoint = Path(import_model(tmp_path / "hf", tmp_path / "in", file_size=1000))
     assert 90 < largest <= 100  # elements held at a time, of parameters of up to 64 x 12
     files = list(checkpoint.glob("rank_*"))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megamix.config import ModelConfig, check_world_size, load_config
-from megamix.model.flops import (
+from megamix.model.sizes import (
     dense_peak,
     flops_per_token,
     halved_flops_per_token,

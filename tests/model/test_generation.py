@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megamix.config import ModelConfig
+from megamix.model.context import KeyValueCache
 from megamix.model.generation import _sample, generate
-from megamix.model.key_value_cache import KeyValueCache
 from megamix.model.transformer import Transformer
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megamix.model import transformer as module
-from megamix.model.documents import find_documents
+from megamix.model.context import find_documents
 from megamix.model.transformer import Transformer
 from tests.model.families import CASES, SEQ_LEN, VOCAB, config_of
 from tests.model.rounding import UNIT, WIDE

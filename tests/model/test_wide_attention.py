@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.model import wide_attention
+from megamix.model import wide
 from megamix.model.ops import Ops
 from tests.model.rounding import NATIVE, U32, UNIT, WIDE, assert_rounds_once, forward_and_grads, randn, saved_bytes
 
@@ -90,7 +90,7 @@ def test_a_torch_without_the_private_operators_gives_the_same_within_a_unit(
 ) -> None:
     inputs = [heads(HEADS, 0), heads(kv_heads, 1), heads(kv_heads, 2)]
     with_operators = forward_and_grads(WIDE.attention, inputs)
-    monkeypatch.setattr(wide_attention, "FLASH", "_an_operator_that_was_removed")
+    monkeypatch.setattr(wide, "FLASH", "_an_operator_that_was_removed")
     without = forward_and_grads(WIDE.attention, inputs)
     assert torch.equal(without[0], with_operators[0])
     for one, other in zip(without[1:], with_operators[1:], strict=True):

@@ -222,12 +222,12 @@ def test_backward_keeps_half_tensors_and_no_fp32_copy_of_them(case: str) -> None
 def test_only_half_tensors_of_a_cpu_are_widened() -> None:
     x, w = randn(4, 8, dtype=torch.float32), randn(8, 8, seed=1, dtype=torch.float32)
     for dtype, norm, linear in [
-        (torch.float16, "RMSNormBackward", "LinearBackward"),
-        (torch.bfloat16, "RMSNormBackward", "MmBackward0"),  # a CPU multiplies BF16 well
+        (torch.float16, "WideRMSNormBackward", "WideLinearBackward"),
+        (torch.bfloat16, "WideRMSNormBackward", "MmBackward0"),  # a CPU multiplies BF16 well
         (torch.float32, None, "MmBackward0"),
     ]:
         out = WIDE.rms_norm(x.to(dtype).requires_grad_(), w[0].to(dtype), EPS)
-        assert (type(out.grad_fn).__name__ == "RMSNormBackward") == (norm is not None)
+        assert (type(out.grad_fn).__name__ == "WideRMSNormBackward") == (norm is not None)
         assert node_of(WIDE.linear(x.to(dtype).requires_grad_(), w.to(dtype), None)) == linear
     assert node_of(NATIVE.linear(x.half().requires_grad_(), w.half(), None)) == "MmBackward0"
     assert node_of(ops.Ops(fp16_units=True).linear(x.half().requires_grad_(), w.half(), None)) == "MmBackward0"

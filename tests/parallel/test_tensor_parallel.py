@@ -18,7 +18,7 @@ from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.culprits import gather_peaks
 from megamix.mixed_precision.settings import Placement
 from megamix.model.ops import Ops
-from megamix.parallel import placements, tensor_parallel
+from megamix.parallel import tensor_parallel
 from megamix.parallel.borders import Border
 from tests.conftest import FULL
 from tests.parallel.layouts import (
@@ -86,8 +86,8 @@ def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks) -> None:
 
 
 def _placed(change: Callable[[Placement, Topology], Placement]) -> object:
-    place = placements._place
-    return mock.patch.object(placements, "_place", lambda *args: change(place(*args), args[2]))
+    place = tensor_parallel._place
+    return mock.patch.object(tensor_parallel, "_place", lambda *args: change(place(*args), args[2]))
 
 
 def _norm_counted_by_every_rank() -> object:

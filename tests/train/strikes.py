@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import Files, checkpoints
 from tests.checkpoint.faults import CALLS
 
 RANKS = 2

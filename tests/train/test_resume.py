@@ -17,8 +17,7 @@ from unittest import mock
 
 import pytest
 
-from megamix.checkpoint.files import Files
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.checkpoint.files import Files
+from megamix.checkpoint.folder import Files
 from megamix.train import watchdog
 from megamix.train.liveness import Place, RollCall, Sign
 from megamix.train.processes import process_start
