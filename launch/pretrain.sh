@@ -67,4 +67,4 @@ else
 fi
 # torchrun as a module: the program of that name on PATH may belong to another Python. Ours ends with the ranks' status,
 # and with --standalone its ranks meet on loopback.
-exec "$PYTHON" -m megamix.train.launch "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"
+exec "$PYTHON" -m megamix.supervise.launch "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"

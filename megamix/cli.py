@@ -1,5 +1,7 @@
 """The command line: one function per verb. Heavy modules are imported inside the verb, so a mistake shows at once."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json
@@ -7,12 +9,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from megamix.config import ConfigError, config_schema, config_to_toml, load_config
+from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verbs
-from megamix.train.console import drop_unwritten, open_streams, say
-from megamix.train.status import EndedEarlyError
+from megamix.supervise.console import drop_unwritten, open_streams, say
+from megamix.supervise.status import EndedEarlyError
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.engine import ShardedEngine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,12 +167,24 @@ def _train(arguments: argparse.Namespace) -> None:
     )
     from megamix.train.main import check, run
 
-    (check if arguments.check else run)(config)
+    if arguments.check:
+        check(config)
+    else:
+        run(config, _memory_line)
+
+
+def _memory_line(config: Config, engine: ShardedEngine) -> str:
+    """Planned against measured: a job says it, and goes without where the planner cannot be imported."""
+    try:
+        from megamix.plan.memory_check import memory_line
+    except ImportError as error:
+        return f"memory | NOT compared with what was planned: {error}"
+    return memory_line(config, engine)
 
 
 def _plan(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.config, arguments.overrides)
-    from megamix.train.plan_command import plan_lines
+    from megamix.plan.command import plan_lines
 
     for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
         print(line)

@@ -24,7 +24,7 @@ case "$1 $2" in
     echo "pip $*" >>"$BASE/log"
     [[ ! -e "$BASE/killed-install" ]] || { rm "$BASE/killed-install"; kill -9 $PPID; }
     ;;
-  "-m megamix.train.launch" | "-m ruff" | "-m mypy" | "-m pytest" | "-m coverage")
+  "-m megamix.supervise.launch" | "-m ruff" | "-m mypy" | "-m pytest" | "-m coverage")
     echo "$name $*" >>"$BASE/log"
     echo "FULL=${MEGAMIX_FULL-}" >>"$BASE/full"
     echo "OMP_NUM_THREADS=$OMP_NUM_THREADS MALLOC=${MALLOC_TRIM_THRESHOLD_-}" >>"$BASE/environment"

@@ -75,7 +75,7 @@ def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.Monkey
     ran: list[Config] = []
     checked: list[Config] = []
     trainer = ModuleType("megamix.train.main")
-    monkeypatch.setattr(trainer, "run", ran.append, raising=False)
+    monkeypatch.setattr(trainer, "run", lambda config, memory_line: ran.append(config), raising=False)
     monkeypatch.setattr(trainer, "check", checked.append, raising=False)
     monkeypatch.setitem(sys.modules, "megamix.train.main", trainer)
     assert main(["train", QUICKSTART, "training.steps=90", "--check"]) == 0

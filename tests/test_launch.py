@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.train.signals import NOTED
+from megamix.supervise.signals import NOTED
 from tests.sandbox import ROOT, Sandbox
 
 
@@ -17,7 +17,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def torchrun(sandbox: Sandbox) -> list[str]:
-    (line,) = [line for line in sandbox.lines() if "megamix.train.launch" in line]
+    (line,) = [line for line in sandbox.lines() if "megamix.supervise.launch" in line]
     return line.split()
 
 
@@ -40,7 +40,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     )
     assert done.returncode == 0, done.stderr
     assert torchrun(sandbox)[1:] == [
-        *("-m", "megamix.train.launch", "--standalone", f"--nproc-per-node={want}"),
+        *("-m", "megamix.supervise.launch", "--standalone", f"--nproc-per-node={want}"),
         *("-m", "megamix", "train", config, "training.steps=90"),
     ]
     threads = max(1, len(os.sched_getaffinity(0)) // want)

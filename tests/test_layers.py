@@ -22,13 +22,16 @@ LAYER = {
     "checkpoint": 3,
     "model": 3,
     "parallel": 4,
-    "train": 5,
-    "bench": 6,
-    "verify": 6,
-    "hub": 6,
-    "cli": 7,
-    "__main__": 8,
-    "__init__": 8,  # the facade: re-exports, imported by nobody inside
+    "supervise": 4,
+    "diagnosis": 5,
+    "train": 6,
+    "plan": 7,
+    "bench": 7,
+    "verify": 7,
+    "hub": 7,
+    "cli": 8,
+    "__main__": 9,
+    "__init__": 9,  # the facade: re-exports, imported by nobody inside
 }
 # Lower by number, yet strangers: only parallel and train bring the two together.
 STRANGERS = {("model", "mixed_precision")}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.live_storage import LiveStorage
-from megamix.train.rendezvous import keep_to_loopback
+from megamix.supervise.rendezvous import keep_to_loopback
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded
 

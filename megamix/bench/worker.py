@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megamix.train.rendezvous import keep_to_loopback
+from megamix.supervise.rendezvous import keep_to_loopback
 
 
 def serve(pipe: Connection) -> None:

@@ -19,6 +19,5 @@ fingerprint    every rank was given the same model and settings
 engine         the conductor
 examination    on demand: the same step looked at closely
 replicas       on demand: is every half parameter, on every rank, still the cast of its master?
-memory         what all of this holds, and needs on top while it runs, before there is an engine
 culprits       after an overflow: which parameter, rank and micro-batch
 """

@@ -18,37 +18,44 @@ from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.data.tokenizer import open_tokenizer
+from megamix.diagnosis.overflow_budget import GaveUpError
 from megamix.durable import write_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.sizes import dense_peak, flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
+from megamix.supervise.console import Console, say
+from megamix.supervise.liveness import Place, RollCall
+from megamix.supervise.run_lock import run_lock
+from megamix.supervise.signals import LeaveRequest, shutdown_s, signals_noted
+from megamix.supervise.status import (
+    EndedEarlyError,
+    PreemptedError,
+    RunStatus,
+    SaveFailedError,
+    StuckError,
+    WrongDataError,
+)
+from megamix.supervise.watchdog import Watchdog
 from megamix.train import run_folder
 from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import check_unchanged, training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.console import Console, say
 from megamix.train.generate import Sampling, sample_text
-from megamix.train.liveness import Place, RollCall
 from megamix.train.metrics import MetricsWriter, cut_logs
-from megamix.train.overflow_budget import GaveUpError
 from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport
 from megamix.train.resume import Start, find_start, load_start
-from megamix.train.run_lock import run_lock
 from megamix.train.same_job import known_data
-from megamix.train.signals import LeaveRequest, shutdown_s, signals_noted
-from megamix.train.status import EndedEarlyError, PreemptedError, RunStatus, SaveFailedError, StuckError, WrongDataError
-from megamix.train.trainer import Trainer
-from megamix.train.watchdog import Watchdog
+from megamix.train.trainer import MemoryLine, Trainer
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
 SAVE_TIMEOUT_S = 6 * 3600.0
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
 
-def run_job(config: Config) -> float | None:
+def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | None:
     """Returns the last validation loss. Every rank must call it; the first one writes.
 
     Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
@@ -71,9 +78,10 @@ def run_job(config: Config) -> float | None:
             together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
             start = find_start(config, data.fingerprints, together)
             # Whoever dies in building or loading has started as well.
-            begin = partial(status.begin, start.progress.applied, config.checkpoint.max_restarts)
-            _on_first_rank(begin, topology, device)
-            return _run(config, topology, device, status, leave, launcher, start, data.identity)
+            _on_first_rank(
+                partial(status.begin, start.progress.applied, config.checkpoint.max_restarts), topology, device
+            )
+            return _run(config, topology, device, status, leave, launcher, start, data.identity, memory_line)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -116,7 +124,7 @@ def _begin(config: Config, status: RunStatus, start: Start) -> None:
 
 def _run(
     config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    launcher: int | None, start: Start, data_identity: str,
+    launcher: int | None, start: Start, data_identity: str, memory_line: MemoryLine | None,
 ) -> float | None:  # fmt: skip
     """Train, and leave in the folder's status how it ended."""
     try:
@@ -128,7 +136,8 @@ def _run(
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
             # that left early, and the watchdog takes one that has left for dead.
             try:
-                valid_loss = _train(config, topology, device, status, leave, watchdog, together, start, data_identity)
+                args = config, topology, device, status, leave, watchdog, together, start, data_identity, memory_line
+                valid_loss = _train(*args)
             except EndedEarlyError as early:
                 together.first(partial(status.write, early.state, str(early)))
                 raise
@@ -150,20 +159,19 @@ def _run(
 
 def _train(
     config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    watchdog: Watchdog, together: Together, start: Start, data_identity: str,
+    watchdog: Watchdog, together: Together, start: Start, data_identity: str, memory_line: MemoryLine | None,
 ) -> float | None:  # fmt: skip
-    # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
+    # Half products summed in half, torch's default on GPUs: all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(config.training.seed)
-    first = topology.world.rank == 0
     stages = plan_pipeline(config)
     model, placements = build_model(
         config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
-    console = Console(config.training.steps, speaks=first)
+    console = Console(config.training.steps, speaks=topology.world.rank == 0)
     console.line(_describe(config, engine, device))
     if stages:
         console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
@@ -180,7 +188,7 @@ def _train(
         check_unchanged(config, data_identity)  # else other data than those that the checkpoints will name
         validation = None if held_out is None else stack.enter_context(BatchLoader(held_out, device))
         writer = None
-        if first:
+        if topology.world.rank == 0:
             writer = stack.enter_context(
                 MetricsWriter(status.folder, tensorboard=config.metrics.tensorboard, applied=start.progress.applied)
             )
@@ -191,7 +199,7 @@ def _train(
             _mfu_per_token_rate(config, topology.world.size, device),
         )
         passes = build_passes(config, engine, model, stages)
-        trainer = Trainer(config, passes, loader, validation, report, console, writer)
+        trainer = Trainer(config, passes, loader, validation, report, console, writer, memory_line)
         trainer.begin(start.progress, checkpoints)
         status.update = lambda: trainer.plan.applied
         watchdog.place = partial(_place, trainer)
@@ -238,8 +246,7 @@ def _write_results(
             with console.telling(folder / run_folder.GAVE_UP):
                 write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
     elif config.data.tokenizer is not None:
-        first = topology.world.rank == 0
-        if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
+        if (first := topology.world.rank == 0) and topology.pp.size > 1:  # no rank of a pipeline has the model whole
             model = Transformer(config.model)
             model.load_state_dict(weights)
             model.to(engine.half_params.dtype)

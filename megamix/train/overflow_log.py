@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections import deque
 
 from megamix.config import Config
+from megamix.diagnosis.overflow_budget import GaveUpError, OverflowBudget
+from megamix.diagnosis.overflow_words import cause, culprit_table, culprits, origin_lines, overflow_words
 from megamix.mixed_precision.culprits import ParamPeak, gather_origins, gather_peaks
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
+from megamix.supervise.console import Console
 from megamix.train.batch_plan import Attempt, Fate, GlobalBatch
-from megamix.train.console import Console
-from megamix.train.diagnosis import cause, culprit_table, culprits, origin_lines, overflow_words
 from megamix.train.metrics import MetricsWriter, format_scale
-from megamix.train.overflow_budget import GaveUpError, OverflowBudget
 from megamix.train.readout import Outcome
 
 _KEPT = 50  # overflows and scales that the report of a run that gives up looks back on

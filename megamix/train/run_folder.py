@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
 from megamix.config import Config, ConfigError, config_to_toml, load_config
 from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text, written_aside
-from megamix.train.run_lock import LOCK
-from megamix.train.status import STATUS
+from megamix.supervise.run_lock import LOCK
+from megamix.supervise.status import STATUS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,11 +25,11 @@ from torch._C._distributed_c10d import Store
 from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
+from megamix.supervise.console import say
+from megamix.supervise.differences import Group, differences, names
+from megamix.supervise.started_with import started_with
+from megamix.supervise.status import EndedEarlyError, State
 from megamix.train.build_data import data_fingerprints, data_identity
-from megamix.train.console import say
-from megamix.train.differences import Group, differences, names
-from megamix.train.started_with import started_with
-from megamix.train.status import EndedEarlyError, State
 
 LARGEST = 64 << 20  # bytes: what is larger, no rank has written
 _LONGEST = 2000  # characters of a line out of the store, to which others may write, too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,18 @@ import torch
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
+from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.passes import MicroBatch, Passes
+from megamix.supervise.console import Console
+from megamix.supervise.signals import SAVE_FAILED, LeaveRequest, reason_words
+from megamix.supervise.status import EndedEarlyError, PreemptedError, SaveFailedError
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.console import Console
-from megamix.train.memory_check import AT_UPDATE, memory_line
 from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.overflow_budget import GaveUpError
 from megamix.train.overflow_log import OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.progress import Progress
@@ -31,9 +33,11 @@ from megamix.train.rank_batches import RankBatches
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport
 from megamix.train.run_folder import write_trace
-from megamix.train.signals import SAVE_FAILED, LeaveRequest, reason_words
-from megamix.train.status import EndedEarlyError, PreemptedError, SaveFailedError
 from megamix.train.validation import Validation
+
+MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
+
+MemoryLine = Callable[[Config, ShardedEngine], str]
 
 
 class Trainer:
@@ -48,12 +52,14 @@ class Trainer:
         report: IntervalReport,
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
+        memory_line: MemoryLine | None = None,  # what the log says of memory
     ):
         self.config, self.passes = config, passes
         engine = self.engine = passes.engine
         self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
         self.validation = None if validation is None else Validation(config, passes, validation)
         self.report, self.console, self.writer = report, console, writer
+        self.memory_line = memory_line if writer is not None else None
         self.device = engine.half_params.flat[0].device
         self.plan = self._plan(None)
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
@@ -167,8 +173,8 @@ class Trainer:
         self.overflows.note(attempt, outcome, fate, self.plan.applied, examination)
         if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
             self._log(self.plan.applied, outcome)
-        if fate is Fate.APPLIED and self.plan.applied == AT_UPDATE and self.writer is not None:
-            self.console.line(memory_line(self.config, self.engine))
+        if fate is Fate.APPLIED and self.plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
+            self.console.line(self.memory_line(self.config, self.engine))
         if fate is Fate.APPLIED and examination is not None and self._is_examined(attempt.number):
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:

@@ -38,7 +38,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from megamix.train.rendezvous import keep_to_loopback
+    from megamix.supervise.rendezvous import keep_to_loopback
 
     keep_to_loopback(os.environ)
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)

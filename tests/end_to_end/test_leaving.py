@@ -20,7 +20,7 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.config import Config, config_to_toml
-from megamix.train.processes import children_of, process_start
+from megamix.supervise.processes import children_of, process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
@@ -29,7 +29,16 @@ from tests.train.outcome import differences, end_of
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = ["launch/pretrain.sh"]
-LAUNCH = [sys.executable, "-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "megamix.supervise.launch",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "megamix",
+    "train",
+]
 
 # Beside the numbers of ranks: the launcher, the other node's (the first one's store is where all meet), the launcher
 # twice, it and its ranks.

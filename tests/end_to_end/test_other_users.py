@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megamix.config import config_to_toml
-from megamix.train.processes import children_of
+from megamix.supervise.processes import children_of
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
 from tests.ranks import CONTEXT, DEADLINE_S

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
-from megamix.train import job, watchdog
+from megamix.supervise import watchdog
+from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.conftest import FULL
 from tests.ranks import CONTEXT, DEADLINE_S

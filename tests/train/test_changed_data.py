@@ -25,8 +25,8 @@ from megamix.data.fingerprint import token_file_fingerprint
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path
+from megamix.supervise.status import WrongDataError
 from megamix.train import job
-from megamix.train.status import WrongDataError
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks

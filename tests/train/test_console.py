@@ -25,7 +25,7 @@ def _run(arguments: list[str], closed: str, **environment: str) -> subprocess.Co
     ("arguments", "status"),
     [
         (["-m", "megamix", "train", "/nowhere.toml"], 2),
-        (["-m", "megamix.train.launch", "--standalone", "--no-python", "true"], 0),
+        (["-m", "megamix.supervise.launch", "--standalone", "--no-python", "true"], 0),
     ],
     ids=["rank", "launcher"],
 )
@@ -37,7 +37,7 @@ def test_the_exit_status_needs_no_streams(arguments: list[str], status: int, clo
 
 _OPENED = """
 import os, sys
-from megamix.train.console import open_streams
+from megamix.supervise.console import open_streams
 open_streams()
 with open("/dev/zero", "rb") as file:
     number = file.fileno()

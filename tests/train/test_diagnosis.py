@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from megamix.diagnosis.overflow_words import cause, culprit_table, origin_lines, overflow_words
 from megamix.mixed_precision.culprits import Fault, Origin, Origins, ParamPeak
-from megamix.train.diagnosis import cause, culprit_table, origin_lines, overflow_words
 
 INF, NAN = math.inf, math.nan
 NAMES = ["embedding.weight", "blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "norm.weight"]

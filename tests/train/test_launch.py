@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megamix.train import rendezvous
-from megamix.train.launch import launch
-from megamix.train.processes import children_of
-from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE
+from megamix.supervise import rendezvous
+from megamix.supervise.launch import launch
+from megamix.supervise.processes import children_of
+from megamix.supervise.signals import NOTED, SHUTDOWN_VARIABLE
 from tests.ranks import DEADLINE_S
 
 
@@ -114,7 +114,9 @@ def _noted_by(pid: int) -> set[int]:
 
 def _starting(*before: str) -> subprocess.Popen[bytes]:
     """A launcher that has its handlers, and is importing torch."""
-    started = subprocess.Popen([*before, sys.executable, "-m", "megamix.train.launch", "--standalone", "nothing.py"])
+    started = subprocess.Popen(
+        [*before, sys.executable, "-m", "megamix.supervise.launch", "--standalone", "nothing.py"]
+    )
     end_s = time.monotonic() + DEADLINE_S
     while signal.SIGUSR1 not in _noted_by(started.pid):
         assert time.monotonic() < end_s

@@ -20,12 +20,12 @@ import pytest
 import torch.distributed as dist
 
 from megamix.comm.topology import Topology
-from megamix.train import watchdog
-from megamix.train.liveness import Place, RollCall, Sign, Verdict
-from megamix.train.processes import process_start
-from megamix.train.signals import LeaveRequest
-from megamix.train.status import RunStatus
-from megamix.train.watchdog import Watchdog
+from megamix.supervise import watchdog
+from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
+from megamix.supervise.processes import process_start
+from megamix.supervise.signals import LeaveRequest
+from megamix.supervise.status import RunStatus
+from megamix.supervise.watchdog import Watchdog
 from tests.ranks import DEADLINE_S
 
 SIGN: list[Any] = [7, 0.5, 3, "forward_backward", 2, 0, "host", 4711, "12345"]
@@ -101,7 +101,7 @@ def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
 # A launcher with two ranks and something else of the same user, and what the first rank may end of it.
 _FAMILY = """
 import os, signal, subprocess, sys
-kill = "import sys; from megamix.train.processes import Siblings; siblings = Siblings(); print(flush=True)\\n"
+kill = "import sys; from megamix.supervise.processes import Siblings; siblings = Siblings(); print(flush=True)\\n"
 kill += "for line in sys.stdin: print(siblings.stopped(), flush=True); siblings.end(int(line))"
 sibling = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
 rank = subprocess.Popen([sys.executable, "-c", kill], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

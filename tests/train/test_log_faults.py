@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 
 from megamix.config import Config, ConfigError
+from megamix.supervise.status import SaveFailedError
 from megamix.train import log_file
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.log_file import LogFile
-from megamix.train.status import SaveFailedError
 from tests.conftest import FULL as MANY
 from tests.train.broken_disk import BROKEN, FULL, NO_INODES, BrokenDisk, broken_disk
 from tests.train.jobs import (

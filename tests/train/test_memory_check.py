@@ -11,9 +11,9 @@ from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
-from megamix.train import memory_check
+from megamix.plan import memory_check
+from megamix.plan.memory_check import memory_line
 from megamix.train.build import build_engine, plan_pipeline
-from megamix.train.memory_check import memory_line
 from tests.train.test_memory_plan import SCALARS, _config
 from tests.verify.jobs import make_config
 

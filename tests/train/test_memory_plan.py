@@ -13,8 +13,8 @@ from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
+from megamix.plan.memory_plan import EVALUATION, plan_rank
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.train.memory_plan import EVALUATION, plan_rank
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
 

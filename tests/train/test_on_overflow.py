@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.config import Config
+from megamix.diagnosis.overflow_budget import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train import trainer
 from megamix.train.batch_plan import Attempt, BatchPlan
-from megamix.train.overflow_budget import GaveUpError
 from tests.conftest import FULL
 from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 

@@ -9,8 +9,8 @@ import pytest
 
 from megamix.cli import main
 from megamix.config import ConfigError, load_config
-from megamix.train.memory_plan import amount
-from megamix.train.plan_command import plan_lines
+from megamix.plan.command import plan_lines
+from megamix.plan.memory_plan import amount
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS_8B = 8_030_261_248

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from megamix.train.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
+from megamix.supervise.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
 from tests.network import listening
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

@@ -13,8 +13,8 @@ import torch
 from megamix import clock as clock_module
 from megamix.clock import Clock
 from megamix.mixed_precision.settings import StepResult
+from megamix.supervise.console import Console
 from megamix.train import report as report_module
-from megamix.train.console import Console
 from megamix.train.readout import Outcome, Readout
 from megamix.train.report import IntervalReport, peak_memory_gib
 
@@ -161,7 +161,7 @@ def test_a_console_that_nobody_can_write_to_ends_nothing(monkeypatch) -> None:
 
 def test_what_stdout_never_took_does_not_change_the_exit_status() -> None:
     program = (
-        "from megamix.train.console import drop_unwritten, say; say('hello'); drop_unwritten(); raise SystemExit(3)"
+        "from megamix.supervise.console import drop_unwritten, say; say('hello'); drop_unwritten(); raise SystemExit(3)"
     )
     with open("/dev/full", "w") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, check=False)

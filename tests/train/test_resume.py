@@ -21,11 +21,11 @@ from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
+from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.supervise.signals import LeaveRequest
+from megamix.supervise.status import EndedEarlyError, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan
-from megamix.train.overflow_budget import GaveUpError
 from megamix.train.resume import changes
-from megamix.train.signals import LeaveRequest
-from megamix.train.status import EndedEarlyError, PreemptedError
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.ranks import RankFailure, RankPool

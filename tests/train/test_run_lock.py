@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megamix.config import ConfigError
-from megamix.train.run_lock import LOCK, run_lock
+from megamix.supervise.run_lock import LOCK, run_lock
 
 
 def _no_line(line: str) -> None:

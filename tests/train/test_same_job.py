@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
-from megamix.train import same_job, started_with
-from megamix.train.differences import Group, differences, names
+from megamix.supervise import started_with
+from megamix.supervise.differences import Group, differences, names
+from megamix.train import same_job
 from megamix.train.same_job import NoAnswerError, check_same_job
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
@@ -420,7 +421,7 @@ sys.exit(main(["train", sys.argv[1], *seed]))
 def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -> None:
     (tmp_path / "job.toml").write_text(config_to_toml(_job(tmp_path, data)))
     (tmp_path / "rank.py").write_text(_RANK_MAIN)
-    launch = ["-m", "megamix.train.launch", "--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
+    launch = ["-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
     ended = subprocess.run(
         [sys.executable, *launch, str(tmp_path / "job.toml")],
         cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,

@@ -28,11 +28,11 @@ from megamix.cli import main
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.config import Config, ConfigError
+from megamix.supervise.status import PreemptedError
 from megamix.train.batch_plan import BatchPlan
 from megamix.train.build_data import data_fingerprints
 from megamix.train.resume import Start, find_start
 from megamix.train.saved_run import check_run
-from megamix.train.status import PreemptedError
 from tests.checkpoint.seal import edit, seal
 from tests.conftest import FULL
 from tests.train.jobs import Record, attempts_recorded, overflows_injected, run_on_ranks, tiny_job, write_data

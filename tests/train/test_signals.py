@@ -24,10 +24,7 @@ from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples
-from megamix.train import checkpointing, job
-from megamix.train.batch_plan import Attempt, BatchPlan
-from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.signals import (
+from megamix.supervise.signals import (
     NOTED,
     PARENT_DIED,
     SHUTDOWN_VARIABLE,
@@ -36,7 +33,10 @@ from megamix.train.signals import (
     shutdown_s,
     signals_noted,
 )
-from megamix.train.status import PreemptedError
+from megamix.supervise.status import PreemptedError
+from megamix.train import checkpointing, job
+from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.trainer import Trainer
 from tests.checkpoint.faults import FaultyFiles
 from tests.conftest import FULL

@@ -18,10 +18,10 @@ from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import DamagedMemory
 from megamix.mixed_precision.settings import StepResult
+from megamix.supervise.run_lock import LOCK, run_lock
+from megamix.supervise.status import STATUS, RunStatus, State, StuckError
 from megamix.train import run_folder
 from megamix.train.progress import Progress
-from megamix.train.run_lock import LOCK, run_lock
-from megamix.train.status import STATUS, RunStatus, State, StuckError
 from megamix.train.trainer import Trainer
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megamix.checkpoint.folder import Files
-from megamix.train import watchdog
-from megamix.train.liveness import Place, RollCall, Sign
-from megamix.train.processes import process_start
+from megamix.supervise import watchdog
+from megamix.supervise.liveness import Place, RollCall, Sign
+from megamix.supervise.processes import process_start
 from tests.conftest import FULL
 from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks

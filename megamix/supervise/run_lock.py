@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megamix.config import ConfigError
 from megamix.durable import open_own, read_own, still_names, sync_file
-from megamix.train.processes import process, process_start
+from megamix.supervise.processes import process, process_start
 
 LOCK = "run.lock"
 STALE_S = 60.0  # without a touch, before a lock of another host counts as left behind

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from megamix.config import Config
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.train.memory_plan import EVALUATION, amount, held_memory, plan_rank
+from megamix.plan.memory_plan import EVALUATION, amount, held_memory, plan_rank
 
 TOLERANCE = 0.10  # from here on the log line warns
-AT_UPDATE = 2  # all that lives from step to step is there by then
 
 
 def memory_line(config: Config, engine: ShardedEngine) -> str:

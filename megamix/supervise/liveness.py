@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch._C._distributed_c10d import Store
 
 from megamix.checkpoint.record import printable
-from megamix.train.processes import Siblings, process, process_start
+from megamix.supervise.processes import Siblings, process, process_start
 
 _LONGEST = 10_000  # characters of a verdict
 _Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from megamix.config import PrecisionConfig
-from megamix.train.status import EndedEarlyError, State
+from megamix.supervise.status import EndedEarlyError, State
 
 WINDOW = 1000  # attempts over which max_overflows_per_window counts
 

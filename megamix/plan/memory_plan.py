@@ -13,11 +13,12 @@ from megamix.comm.topology import Topology
 from megamix.config import Config, ModelConfig, grad_accum_steps
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
-from megamix.mixed_precision.memory import EngineFacts, EngineMemory, engine_memory
-from megamix.model.activations import Activations, Batch, Machine, trace_activations
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import outline_ops, outline_part
-from megamix.parallel.stage_memory import (
+from megamix.parallel.stages import StagePlan
+from megamix.plan.activations import Activations, Batch, Machine, trace_activations
+from megamix.plan.engine_memory import EngineFacts, EngineMemory, engine_memory
+from megamix.plan.stage_memory import (
     PipelineFacts,
     StageMemory,
     evaluation_buffers,
@@ -25,7 +26,6 @@ from megamix.parallel.stage_memory import (
     pipeline_activations,
     trace_stages,
 )
-from megamix.parallel.stages import StagePlan
 from megamix.train.build import build_optimizer, build_precision, plan_pipeline
 
 INT64, FP32 = 8, 4

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from megamix.durable import read_own, write_text
-from megamix.train.console import say
+from megamix.supervise.console import say
 
 STATUS = "status.json"
 

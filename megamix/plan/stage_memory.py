@@ -1,6 +1,6 @@
 """The memory of a pipeline's rank beside what it trains, counted without ranks and without memory.
 
-Each stage is traced for one micro-batch (megamix/model/activations.py), and what the micro-batches in flight take is
+Each stage is traced for one micro-batch (megamix/plan/activations.py), and what the micro-batches in flight take is
 added up in the order of the schedule's own timetable.
 """
 
@@ -15,7 +15,10 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from megamix.live_storage import LiveStorage
-from megamix.model.activations import (
+from megamix.model.transformer import Transformer
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.parallel.stages import Stage, StagePlan
+from megamix.plan.activations import (
     Activations,
     Machine,
     Meter,
@@ -24,9 +27,6 @@ from megamix.model.activations import (
     watch_backward,
     without_memory,
 )
-from megamix.model.transformer import Transformer
-from megamix.parallel.pipeline_parallel import SCHEDULES
-from megamix.parallel.stages import Stage, StagePlan
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 _ACTIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

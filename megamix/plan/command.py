@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 
 from megamix.config import Config, ConfigError, check_world_size
-from megamix.model.activations import Machine
-from megamix.train.memory_advice import MOST_RANKS, Advice, advise
-from megamix.train.memory_plan import MemoryPlan, amount, plan_memory
+from megamix.plan.activations import Machine
+from megamix.plan.memory_advice import MOST_RANKS, Advice, advise
+from megamix.plan.memory_plan import MemoryPlan, amount, plan_memory
 
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 # Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.

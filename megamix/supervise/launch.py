@@ -1,4 +1,4 @@
-"""`python -m megamix.train.launch`: torchrun with its own arguments, ending with the rank's exit status.
+"""`python -m megamix.supervise.launch`: torchrun with its own arguments, ending with the rank's exit status.
 
 torchrun itself ends with 1 whatever its ranks ended with, and a scheduler could not tell a run that gave up from one
 whose node failed. It dies of SIGUSR1, leaving its ranks behind, and of the third SIGTERM, whatever its ranks are still
@@ -19,10 +19,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megamix.train.console import drop_unwritten, open_streams
-from megamix.train.processes import children_of
-from megamix.train.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
-from megamix.train.status import PreemptedError
+from megamix.supervise.console import drop_unwritten, open_streams
+from megamix.supervise.processes import children_of
+from megamix.supervise.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
+from megamix.supervise.status import PreemptedError
 
 PREEMPTED = PreemptedError().exit_status
 # torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its
@@ -44,7 +44,7 @@ def launch(arguments: list[str]) -> int:
         # Below the handlers: importing takes seconds.
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from megamix.train.rendezvous import torchrun
+        from megamix.supervise.rendezvous import torchrun
 
         try:
             torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])

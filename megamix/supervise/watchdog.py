@@ -29,12 +29,12 @@ from torch.distributed import DistNetworkError
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
-from megamix.train.console import drop_unwritten, say
-from megamix.train.differences import names
-from megamix.train.liveness import Place, RollCall, Sign, Verdict
-from megamix.train.processes import Siblings
-from megamix.train.signals import PARENT_DIED, LeaveRequest
-from megamix.train.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
+from megamix.supervise.console import drop_unwritten, say
+from megamix.supervise.differences import names
+from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
+from megamix.supervise.processes import Siblings
+from megamix.supervise.signals import PARENT_DIED, LeaveRequest
+from megamix.supervise.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
 
 _SHOWN = 8  # ranks of which a verdict has the last places
 _GRACE_S = 2.0  # for what takes a moment, if all is well

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-from megamix.train.started_with import NOT_READ
+from megamix.supervise.started_with import NOT_READ
 
 _SHOWN_KEYS, _SHOWN_VALUES, _SHOWN_RUNS = 40, 4, 8
 _LONGEST = 60  # characters of a value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megamix.config import Config, check_world_size
 from megamix.config.checks import check_config
-from megamix.train.memory_plan import MemoryPlan, plan_memory
+from megamix.plan.memory_plan import MemoryPlan, plan_memory
 
 MOST_RANKS = 16384
 MOST_TP = 8  # more would cross machines of 8 GPUs in every layer
