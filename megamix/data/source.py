@@ -1,13 +1,13 @@
-"""Where the tokens of a sample come from: one small interface, token files and mixtures behind it."""
+"""Where the tokens of a sample come from: one small interface; token files, mixtures and a made-up chain behind it."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.blend import Blend, BlendStage
-from megamix.data.sampler import num_windows, windows_of_samples
+from megamix.data.sampler import Blend, BlendStage, mix64, num_windows, permute, windows_of_samples
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, id_outside, id_problem
 from megamix.data.token_index import DocumentOffsets
@@ -140,3 +140,34 @@ class BlendedSource:
             if positions is not None and rows.positions is not None:
                 positions[sources == source] = rows.positions
         return Rows(tokens, positions)
+
+
+class MarkovSource:
+    """Tokens without a corpus, equal on every machine: a Markov chain.
+
+    Every token has `branching` successors, all equally likely.
+    A model that has learned the chain reaches a loss of exactly `entropy` = ln(branching) nats, and none goes below;
+    one that knows nothing starts at ln(vocab_size). `seed` decides which samples are drawn; the chain is the same for
+    every seed, so that other samples of it can validate.
+    """
+
+    def __init__(self, *, vocab_size: int, seq_len: int, branching: int, seed: int) -> None:
+        assert 1 <= branching <= vocab_size, (branching, vocab_size)
+        self.seq_len = seq_len
+        self.entropy = math.log(branching)  # nats per target
+        self._vocab_size = vocab_size
+        self._branching = branching
+        self._seed = np.uint64(seed)
+        keys = np.zeros(vocab_size, dtype=np.uint64)
+        self._first_successor = permute(np.arange(vocab_size), vocab_size, keys)  # a bijection: no token dies out
+
+    def read(self, samples: Numbers) -> Rows:
+        length = self.seq_len + 1
+        cells = np.asarray(samples, dtype=np.int64)[:, None] * length + np.arange(length)
+        draws = mix64(self._seed, cells.astype(np.uint64))
+        rows = np.empty(draws.shape, dtype=np.int64)
+        rows[:, 0] = draws[:, 0] % np.uint64(self._vocab_size)
+        choices = (draws % np.uint64(self._branching)).astype(np.int64)
+        for place in range(1, length):
+            rows[:, place] = (self._first_successor[rows[:, place - 1]] + choices[:, place]) % self._vocab_size
+        return Rows(rows)

@@ -6,7 +6,9 @@ reads as zeros. So nothing is mapped: every read is a call, followed by a look a
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+_PIECE = 1 << 22  # bytes hashed at once
 _PAGE = 4096  # bytes read at once where single items are asked for
 
 
@@ -115,3 +118,29 @@ class FileArray:
             pages[row, : len(content)] = content
         found: NDArray[Any] = pages[page, places.ravel() % room]
         return found.reshape(places.shape)
+
+
+def file_fingerprint(path: Path) -> str:
+    digest = hashlib.sha256()
+    add_file(digest, path)
+    return digest.hexdigest()
+
+
+def file_identity(path: Path) -> list[int]:
+    """What a running system knows a file by, and the moment when it was last written."""
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def machine_identity() -> str:
+    """Of the system that runs: containers of one machine share it, as they share what `file_identity` reads."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def add_file(digest: hashlib._Hash, path: Path) -> None:
+    file = SteadyFile(path)
+    for start in range(0, file.size, _PIECE):
+        digest.update(file.read(start, min(start + _PIECE, file.size)))

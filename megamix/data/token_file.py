@@ -1,5 +1,6 @@
 """Token files as Megatron writes them: PREFIX.bin holds token ids end to end, PREFIX.idx says where documents lie."""
 
+import hashlib
 import struct
 from pathlib import Path
 from types import TracebackType
@@ -7,7 +8,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from megamix.data.steady_file import DataError, FileArray, SteadyFile
+from megamix.data.steady_file import DataError, FileArray, SteadyFile, add_file
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
 from megamix.durable import create_anew, sync_directory, sync_file
 
@@ -208,3 +209,16 @@ def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: in
     if token_id is not None:
         problems.append(f"{field} = {prefix!r}: {id_problem(token_id, vocab_size)}")
     return problems
+
+
+def token_file_fingerprint(prefix: Path) -> str:
+    """Of the whole index, and of the tokens' size and 64 MiB: every document added, removed or moved changes it, but
+    single tokens changed in place in a larger file may not.
+    """
+    digest = hashlib.sha256()
+    add_file(digest, idx_path(prefix))
+    tokens = SteadyFile(bin_path(prefix))
+    digest.update(tokens.size.to_bytes(8, "little"))
+    for start, stop in sampled_blocks(tokens.size):
+        digest.update(tokens.read(start, stop))
+    return digest.hexdigest()

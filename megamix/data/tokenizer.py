@@ -53,8 +53,7 @@ def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
 
     Raises: ValueError if the file is missing or no tokenizer, or the package that reads it is not installed.
     """
-    from megamix.data.tokenizer_bytes import ByteTokenizer
-    from megamix.data.tokenizer_sentencepiece import SentencePieceTokenizer
+    from megamix.data.tokenizer_kinds import ByteTokenizer, SentencePieceTokenizer
 
     if path.suffix == ".model":
         return SentencePieceTokenizer(path, end_token)

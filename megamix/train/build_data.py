@@ -10,13 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megamix.config import Config, DataSource, whole_weights
-from megamix.data.blend import BlendStage
-from megamix.data.fingerprint import file_fingerprint, file_identity, machine_identity, token_file_fingerprint
-from megamix.data.sampler import mix64
-from megamix.data.source import BlendedSource, SampleSource, TokenFileSource, TokenSpan, split
-from megamix.data.steady_file import DataError
-from megamix.data.synthetic import MarkovSource
-from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_problems
+from megamix.data.sampler import BlendStage, mix64
+from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
+from megamix.data.steady_file import DataError, file_fingerprint, file_identity, machine_identity
+from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_fingerprint, token_file_problems
 
 Sources = tuple[DataSource, ...]
 _Names = tuple[str | int, ...]

@@ -15,7 +15,7 @@ from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.data.loader import Batch
 from megamix.data.sampler import micro_batches as cut_batch
-from megamix.data.synthetic import MarkovSource
+from megamix.data.source import MarkovSource
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.settings import StepResult

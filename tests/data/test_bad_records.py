@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from megamix.data.prepare import records
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.piece import PieceReport, Split, documents_of
+from megamix.data.prepare.pieces import PieceReport, Split, documents_of
 from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
-from megamix.data.prepare.readers import record
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 GOOD = b'{"text": "good"}\n'
@@ -54,9 +54,8 @@ BAD_LINES = {
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamix.data.prepare.readers.record.LONGEST_DOCUMENT", 4096)
-    monkeypatch.setattr("megamix.data.prepare.readers.jsonl._LONGEST_LINE", 8192)
-    monkeypatch.setattr("megamix.data.prepare.readers.text.LONGEST_DOCUMENT", 4096)
+    monkeypatch.setattr("megamix.data.prepare.jsonl._LONGEST_LINE", 8192)
+    monkeypatch.setattr("megamix.data.prepare.records.LONGEST_DOCUMENT", 4096)
 
 
 def read(path: Path, piece_bytes: int = 2**20) -> tuple[list[str], list[dict[str, Any]], int]:
@@ -235,4 +234,4 @@ def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path:
 
 def test_there_are_thirty_kinds_and_the_limits_are_those_of_the_page() -> None:
     assert len(BAD_LINES) + len(DAMAGE) + 2 + 3 + 1 >= 30
-    assert record.LONGEST_DOCUMENT == 2**26
+    assert records.LONGEST_DOCUMENT == 2**26

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megamix.data.blend import Blend, BlendStage, blend_order
+from megamix.data.sampler import Blend, BlendStage, blend_order
 from tests.conftest import FULL
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megamix.data.loader import BatchLoader
-from megamix.data.source import Rows
-from megamix.data.synthetic import MarkovSource
+from megamix.data.source import MarkovSource, Rows
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megamix.data.blend import BlendStage
-from megamix.data.sampler import micro_batches
-from megamix.data.source import BlendedSource, TokenFileSource, TokenSpan
-from megamix.data.synthetic import MarkovSource
+from megamix.data.sampler import BlendStage, micro_batches
+from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan
 from megamix.data.token_file import TokenFile, TokenFileWriter
 from megamix.train.batch_plan import BatchPlan, PlanState
 from megamix.train.progress import Progress

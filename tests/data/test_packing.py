@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megamix.data.blend import BlendStage
 from megamix.data.loader import IGNORE, BatchLoader, joined
-from megamix.data.source import BlendedSource, TokenFileSource, TokenSpan, split
-from megamix.data.synthetic import MarkovSource
+from megamix.data.sampler import BlendStage
+from megamix.data.source import BlendedSource, MarkovSource, TokenFileSource, TokenSpan, split
 from megamix.data.token_file import TokenFile, TokenFileWriter
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import pytest
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.piece import Split
+from megamix.data.prepare.pieces import Split
 from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Effort, Prepared, Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice

@@ -16,7 +16,7 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
-from megamix.data.prepare.piece import PieceEncoder, PieceReport
+from megamix.data.prepare.pieces import PieceEncoder, PieceReport
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL

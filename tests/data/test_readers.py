@@ -13,7 +13,7 @@ import pytest
 
 from megamix.data.prepare.corpus import input_corpus, named_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
-from megamix.data.prepare.readers.record import Document
+from megamix.data.prepare.records import Document
 from tests.conftest import FULL
 
 TEXTS = [f"document {number} " + "wörter " * (number % 40) for number in range(500)]

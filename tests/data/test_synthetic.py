@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megamix.data.synthetic import MarkovSource
+from megamix.data.source import MarkovSource
 
 
 def chain(seed: int = 3, branching: int = 4) -> MarkovSource:

@@ -12,7 +12,7 @@ from megamix.data.prepare.corpus import named_corpus
 from megamix.data.prepare.tokenizer_choice import _PROBE, TokenizerChoice
 from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_bulk import BulkEncoder
-from megamix.data.tokenizer_bytes import ByteTokenizer
+from megamix.data.tokenizer_kinds import ByteTokenizer
 from tests.conftest import FULL
 
 # The patterns of Llama 3 and Qwen 2, from the tokenizer.json of each.

@@ -15,7 +15,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from megamix.config import Config, config_from_dict
-from megamix.data.synthetic import MarkovSource
+from megamix.data.source import MarkovSource
 from megamix.data.token_file import TokenFileWriter
 from megamix.data.tokenizer import Tokenizer
 from megamix.mixed_precision.engine import ShardedEngine

@@ -21,10 +21,9 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.comm.topology import Topology
 from megamix.config import Config
-from megamix.data.fingerprint import token_file_fingerprint
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
-from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path
+from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
 from megamix.supervise.status import WrongDataError
 from megamix.train import job
 from tests.conftest import FULL

@@ -10,20 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.readers import kind_of
-
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
 _HUB = "hf:"
+# The first ending that fits; everything else is text, one document a file.
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".json.gz": "jsonl",
+    ".json.zst": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
     path: str  # where it lies
     name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
-    kind: str  # of readers.KINDS, or text
+    kind: str  # text, jsonl, parquet or arrow
     drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
 
 
@@ -107,7 +115,11 @@ def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozen
 
 
 def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
-    return tuple(CorpusFile(str(root / name), name, kind_of(name)) for name in names)
+    return tuple(CorpusFile(str(root / name), name, _kind_of(name)) for name in names)
+
+
+def _kind_of(name: str) -> str:
+    return next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), "text")
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:

@@ -1,17 +1,33 @@
 """A corpus cut into pieces of work: each is encoded on its own, by any worker, and kept when prepare is stopped."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.data.prepare.corpus import Corpus, CorpusFile
-from megamix.data.prepare.readers import reader_of
-from megamix.data.prepare.readers.record import BadRecord, Blocks, Document, Stretch
+from megamix.data.prepare.jsonl import cut_jsonl, read_jsonl
+from megamix.data.prepare.records import BadRecord, Blocks, Document, Records, Stretch, cut_text, read_text
+from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
 
 PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
+
+
+class Reader(NamedTuple):
+    """Two functions for a kind of file. What is wrong with one record is a BadRecord, with the request a ValueError."""
+
+    cut: Callable[[str, Blocks, int], list[Stretch]]  # what of a file can be read on its own, in order
+    read: Callable[[str, Stretch, str], Records]  # its records, in order; never holds the whole file
+
+
+_READERS = {
+    "text": Reader(cut_text, read_text),
+    "jsonl": Reader(cut_jsonl, read_jsonl),
+    "parquet": Reader(cut_parquet, read_parquet),
+    "arrow": Reader(cut_arrow, read_arrow),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +97,7 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
     path = Path(file.path)
     before = path.stat()
     blocks = Blocks(path)
-    stretches = reader_of(file.kind).cut(file.path, blocks, piece_bytes)
+    stretches = _READERS[file.kind].cut(file.path, blocks, piece_bytes)
     return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches))
 
 
@@ -91,7 +107,7 @@ def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, 
     Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
     """
     for planned, stretch in piece.stretches:
-        for record in reader_of(planned.file.kind).read(planned.file.path, stretch, text_key):
+        for record in _READERS[planned.file.kind].read(planned.file.path, stretch, text_key):
             yield planned.file, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):

@@ -6,10 +6,12 @@ request goes on from there; one of another request begins anew. The last act is 
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.prepare.corpus import Corpus
-from megamix.data.prepare.merge import merge_pieces
-from megamix.data.prepare.piece import EncodingJob, PieceReport, Split, TooManyBadRecordsError
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, TooManyBadRecordsError, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
-from megamix.data.prepare.progress import progress_of_bytes
 from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
@@ -198,18 +198,18 @@ def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) ->
     Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
     """
     reports: dict[int, PieceReport] = {}
-    progress = progress_of_bytes(sum(piece.num_bytes for piece in plan.pieces), "prepare")
     try:
-        for number, piece in enumerate(plan.pieces):
-            if report := job.finished_report(number):
-                reports[number] = report
-                progress.update(piece.num_bytes)
-        _check_bad_records(job, reports)
-        missing = [number for number in range(len(plan.pieces)) if number not in reports]
-        for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
-            reports[number] = report
-            progress.update(plan.pieces[number].num_bytes)
+        with _progress_bar(sum(piece.num_bytes for piece in plan.pieces)) as advance:
+            for number, piece in enumerate(plan.pieces):
+                if report := job.finished_report(number):
+                    reports[number] = report
+                    advance(piece.num_bytes)
             _check_bad_records(job, reports)
+            missing = [number for number in range(len(plan.pieces)) if number not in reports]
+            for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
+                reports[number] = report
+                advance(plan.pieces[number].num_bytes)
+                _check_bad_records(job, reports)
     except TooManyBadRecordsError as error:
         found = [line for number in sorted(reports) for line in reports[number].bad_records]
         found = found if len(found) > job.max_bad_records else found + error.bad_records
@@ -219,9 +219,19 @@ def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) ->
             f"more than --max-bad-records {job.max_bad_records} bad records; the first: {_told(found[0])}; those found "
             f"so far lie in {side_file}; mend the files, or give a higher limit: what is encoded is kept"
         ) from error
-    finally:
-        progress.close()
     return [reports[number] for number in range(len(plan.pieces))]
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
+    """Give what to call with numbers of bytes: it moves a bar, where stderr is a terminal and tqdm is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda num_bytes: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="prepare", unit="B", unit_scale=True) as bar:
+        yield bar.update
 
 
 def _check_bad_records(job: EncodingJob, reports: dict[int, PieceReport]) -> None:

@@ -9,9 +9,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.piece import DocumentInPart, PieceReport, Split, documents_of
+from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
-from megamix.data.prepare.readers.record import Document
+from megamix.data.prepare.records import Document
 from megamix.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
@@ -20,7 +20,7 @@ from megamix.data.tokenizer import (
     open_tokenizer,
     save_tokenizer,
 )
-from megamix.data.tokenizer_bytes import ByteTokenizer
+from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import sync_directory
 
 TRAIN, BYTES = "train", "bytes"

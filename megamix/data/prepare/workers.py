@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.prepare.piece import EncodingJob, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.prepare.pieces import EncodingJob, PieceEncoder, PieceReport, TooManyBadRecordsError
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import open_own
 

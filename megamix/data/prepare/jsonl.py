@@ -1,13 +1,14 @@
 """A JSON object a line, as it is or compressed by gzip or Zstandard. Only what is not compressed can be cut."""
 
 import gzip
+import io
 import json
 import math
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from megamix.data.prepare.readers.record import (
+from megamix.data.prepare.records import (
     LONGEST_DOCUMENT,
     BadRecord,
     Blocks,
@@ -17,15 +18,15 @@ from megamix.data.prepare.readers.record import (
     checked,
     not_utf8,
 )
-from megamix.data.prepare.readers.zst import DamagedZst, open_zst
 
 _LONGEST_LINE = 2 * LONGEST_DOCUMENT  # bytes; escapes take room
 _MOST_KEYS = 8  # of a record, told when it lacks the one asked for
 _COMPRESSED = (".gz", ".zst")
 _BOM = b"\xef\xbb\xbf"
+_ZST_BLOCK = 2**14  # compressed bytes; where one is damaged, what it held before that place is lost too
 
 
-def cut(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
+def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
     size = Path(path).stat().st_size
     if path.endswith(_COMPRESSED):
         return [Stretch(0, size, 0, size)]
@@ -46,7 +47,7 @@ def cut(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
     return stretches
 
 
-def read(path: str, stretch: Stretch, text_key: str) -> Records:
+def read_jsonl(path: str, stretch: Stretch, text_key: str) -> Records:
     number = stretch.num_records_before
     try:
         with _open(path) as file:
@@ -71,7 +72,7 @@ def _open(path: str) -> IO[bytes]:
     if path.endswith(".gz"):
         return gzip.open(path)  # type: ignore[return-value]  # a file of bytes in all but name
     if path.endswith(".zst"):
-        return open_zst(path)
+        return _open_zst(path)
     return Path(path).open("rb")
 
 
@@ -104,3 +105,61 @@ def _parse(number: int, line: bytes, text_key: str) -> Document | BadRecord | No
         keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
         return BadRecord(number, f"no key {text_key!r} (keys: {keys})")
     return checked(number, value[text_key], f"the value of {text_key!r}")
+
+
+class DamagedZst(Exception):
+    """The compressed bytes end too early or are damaged."""
+
+
+def _open_zst(path: str) -> IO[bytes]:
+    """Raises: ValueError if `zstandard` is not installed. Reading raises DamagedZst."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise ValueError(
+            f"{path}: the Python package 'zstandard' is not installed; run: pip install 'megamix[data]'"
+        ) from error
+    return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
+
+
+class _ZstFrames(io.RawIOBase):
+    """Frames one after the other. zstandard's own stream reader takes a file cut short for one that ends there."""
+
+    def __init__(self, path: str, zstandard: Any) -> None:
+        self._file = Path(path).open("rb")  # noqa: SIM115  # closed by close()
+        self._zstandard = zstandard
+        self._frame: Any = None  # being decompressed
+        self._compressed = b""  # read from the file, not used yet
+        self._ready = memoryview(b"")  # decompressed, not taken yet
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return False
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer)
+        while not self._ready:
+            if not self._compressed:
+                self._compressed = self._file.read(_ZST_BLOCK)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise DamagedZst("the compressed file ended before the end of a frame")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(self._compressed))
+            except self._zstandard.ZstdError as error:
+                raise DamagedZst(str(error)) from error
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        taken = min(len(target), len(self._ready))
+        target[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

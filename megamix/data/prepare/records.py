@@ -1,4 +1,7 @@
-"""What readers give: documents, and records that are none, each with its place in the file."""
+"""What readers of files give: documents, and records that are none, each with its place in the file.
+
+A file of a kind that no reader knows is text, and one document.
+"""
 
 import hashlib
 from collections.abc import Iterator
@@ -35,14 +38,19 @@ class Stretch:
 
 
 class Blocks:
-    """A file's bytes in blocks, hashed as they go by, so that a cutter that looks at them reads nothing twice."""
+    """A file's bytes in blocks, hashed as they go by, so that a cutter that looks at them reads nothing twice.
+
+    Each block lies where the one before it lay.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
+        self._file = path.open("rb", buffering=0)
         self._digest = hashlib.sha256()
 
-    def __iter__(self) -> Iterator[bytes]:
-        while block := self._file.read(_BLOCK):
+    def __iter__(self) -> Iterator[bytearray]:
+        block = bytearray(_BLOCK)
+        while size := self._file.readinto(block):
+            del block[size:]
             self._digest.update(block)
             yield block
 
@@ -95,3 +103,15 @@ _TYPES = {
     list: "a list",
     dict: "an object",
 }
+
+
+def cut_text(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
+    """Return the whole file."""
+    size = Path(path).stat().st_size
+    return [Stretch(0, size, 0, size)]
+
+
+def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
+    """Yield the file as one document."""
+    with Path(path).open("rb") as file:
+        yield decoded(0, file.read(LONGEST_DOCUMENT + 1))
