@@ -1,7 +1,6 @@
 """Checkpoints in model space: what the ranks own, saved as boxes of whole parameters, loads on any other layout.
 
-boxes        arithmetic: a flat range of a block as boxes of the full parameter, intersections, pieces
-tiling       whether boxes cover a parameter, each element once
+boxes        arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover it
 folder       the names in a folder of checkpoints, what each says, and the only calls that change the disk
 record       JSON that is checked when read
 manifest     the JSON that makes files a checkpoint

@@ -1,12 +1,18 @@
-"""Boxes of an N-d parameter. Pure arithmetic: no tensors, no files."""
+"""Boxes of an N-d parameter: how a flat range is cut into them, and whether they cover it, each element once.
+
+Pure arithmetic: no tensors, no files.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import secrets
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _LARGEST_PIECE = 1 << 22  # elements: 16 MiB
+_PRIME = 2**61 - 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,3 +94,69 @@ def pieces(box: Box) -> Iterator[Box]:
     """Cut a box into boxes of at most 4 Mi elements, in order."""
     for start in range(0, box.numel, _LARGEST_PIECE):
         yield from boxes_of_range(start, min(start + _LARGEST_PIECE, box.numel), box)
+
+
+def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
+    """Why these boxes do not cover each element of a parameter exactly once; None if they do."""
+    for box in boxes:
+        if not box.inside(shape) or not box.numel:
+            return f"{_text(box)} is no box of shape {shape}"
+    if _tile(boxes, Box.whole(shape)):
+        return None
+    element = _fault(boxes, Box.whole(shape))
+    holders = [box for box in boxes if box.intersection(element)]
+    if not holders:
+        held, want = sum(box.numel for box in boxes), math.prod(shape)
+        return f"{held} of {want} elements are there; {element.offset} is not"
+    return f"{_text(holders[0])} and {_text(holders[1])} overlap"
+
+
+def _text(box: Box) -> str:
+    return f"{box.offset} + {box.size}"
+
+
+def _tile(boxes: Sequence[Box], region: Box) -> bool:
+    """Whether boxes within a region cover each of its elements exactly once.
+
+    Give each coordinate of each dim a random number. A box weighs the product, over the dims, of the number where it
+    ends minus the one where it starts. What tiles the region weighs what it weighs. Boxes that do not weigh something
+    else: by the lemma of Schwartz and Zippel the two are equal once in 2**61 / dims draws.
+    """
+    if [*boxes] == [region]:
+        return True  # of most parameters there is one box: a moment for each, where there are 100,000
+    if sum(box.numel for box in boxes) != region.numel:
+        return False
+    drawn = [defaultdict[int, int](lambda: secrets.randbelow(_PRIME)) for _ in region.size]
+
+    def weight(box: Box) -> int:
+        product = 1
+        for numbers, start, length in zip(drawn, box.offset, box.size, strict=True):
+            product = product * (numbers[start + length] - numbers[start]) % _PRIME
+        return product
+
+    return sum(map(weight, boxes)) % _PRIME == weight(region)
+
+
+def _fault(boxes: Sequence[Box], region: Box) -> Box:
+    """Find an element of a region that lies in none or several of the boxes, which do not tile it: by halving."""
+    while region.numel > 1:
+        dim = max(range(len(region.size)), key=lambda dim: region.size[dim])
+        start, end = region.offset[dim], region.end[dim]
+        middle = (start + end) // 2
+        half = _within(region, dim, start, middle)
+        inside = [_within(box, dim, start, middle) for box in boxes if box.offset[dim] < middle]
+        if _tile(inside, half):
+            half = _within(region, dim, middle, end)
+            inside = [_within(box, dim, middle, end) for box in boxes if box.end[dim] > middle]
+        boxes, region = inside, half
+    return region
+
+
+def _within(box: Box, dim: int, start: int, end: int) -> Box:
+    """What of a box lies in [start, end) of a dim."""
+    first, last = box.offset[dim], box.end[dim]
+    if start <= first and last <= end:
+        return box
+    first, last = max(first, start), min(last, end)
+    offset, size = box.offset, box.size
+    return Box((*offset[:dim], first, *offset[dim + 1 :]), (*size[:dim], last - first, *size[dim + 1 :]))

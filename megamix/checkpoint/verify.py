@@ -16,12 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from megamix.checkpoint.record import printable
 from megamix.checkpoint.tensor_file import parse_key, read_ahead, read_tensors
-from megamix.checkpoint.tiling import tiling_problem
 
 
 @dataclass(frozen=True, slots=True)
