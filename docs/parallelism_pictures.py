@@ -23,7 +23,7 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.borders import Border
 from megamix.parallel.build import outline
 from megamix.parallel.pipeline_parallel import SCHEDULES, V_SHAPED
-from megamix.parallel.tensor_parallel import divide_layers, place_params
+from megamix.parallel.tensor_parallel import divide_layers
 
 PICTURES = Path(__file__).parent / "pictures"
 # Of ranks and of micro-batches: apart for every eye (Okabe and Ito 2008).
@@ -102,8 +102,7 @@ MATRICES = (
 def blocks(tp_size: int = 4) -> Iterator[Block]:
     for rank in range(tp_size):
         topology = Topology.place(rank, tp_size=tp_size)
-        model, shapes = outline(BLOCK, topology)
-        placements = place_params(shapes, topology, sequence_parallel=True)
+        model, placements = outline(BLOCK, topology, sequence_parallel=True)
         for name, param in model.named_parameters():
             yield Block(name, rank, placements[name], tuple(param.shape))
 
@@ -168,7 +167,7 @@ STREAM = "residual\nstream"
 def block_shapes() -> list[Held | str]:
     """What one of two ranks holds on the way through a block, and what travels in between (a text)."""
     topology, recorder = Topology.place(0, tp_size=2), _Recorder()
-    model, _ = outline(BLOCK, topology)
+    model, _ = outline(BLOCK, topology, sequence_parallel=True)
     divide_layers(model, Border(recorder, sequence=True))
     model.to_empty(device="cpu")
     block: Any = model.blocks[0]

@@ -7,6 +7,7 @@ one process: what computes half tensors wide on a CPU never meets a distributed 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from megamix.comm.collectives import Collectives
 from megamix.model.wide import apply
 
 SEQUENCE = -2  # the dim of positions, of activations (B, T, hidden)
-_COLUMNS = -1
+
+Operation = Callable[[Tensor], Tensor]
 
 # A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
-_apply: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+_cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
 
 
 class Border:
@@ -48,96 +50,62 @@ class Border:
 
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
-        return _apply(_GatherPositions if self.sequence else _Enter, x, self.tp)
+        if self.sequence:
+            return _cross(_Crossing, x, self._gather_positions, self._sum_positions)
+        return _cross(_Crossing, x, _same, self._sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum over the ranks. Shapes: (B, T, hidden) -> (B, T or T / tp_size, hidden)."""
-        return _apply(_SumPositions if self.sequence else _Leave, x, self.tp)
+        if self.sequence:
+            return _cross(_Crossing, x, self._sum_positions, self._gather_positions)
+        return _cross(_Crossing, x, self._sum, _same)
 
     def join_columns(self, x: Tensor) -> Tensor:
-        """Every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
-        return _apply(_JoinColumns, x, self.tp)
+        """Put every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
+        # What is computed of all columns, every rank computes alike: of their gradient each takes its own.
+        return _cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of what has an entry for every position."""
-        return x.chunk(self.tp.axis.size, dim)[self.tp.axis.rank] if self.sequence else x
+        """Return this rank's part of what has an entry for every position."""
+        return self._own(x, dim) if self.sequence else x
+
+    def _own(self, x: Tensor, dim: int) -> Tensor:
+        return x.chunk(self.tp.axis.size, dim)[self.tp.axis.rank]
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """The ranks' sum, in FP32 in rank order and rounded once where the backend lets us choose. Any shape."""
+        flat = x.reshape(-1)
+        short = -flat.numel() % self.tp.axis.size
+        parts = torch.nn.functional.pad(flat, (0, short)).view(self.tp.axis.size, -1)
+        return self.tp.gather(self.tp.sum_parts(parts)).view(-1)[: flat.numel()].view(x.shape)
+
+    def _sum_positions(self, x: Tensor) -> Tensor:
+        """This rank's positions of the ranks' sum."""
+        parts = torch.stack(x.chunk(self.tp.axis.size, SEQUENCE))
+        return self.tp.sum_parts(parts.view(self.tp.axis.size, -1)).view(parts.shape[1:])
+
+    def _gather_positions(self, x: Tensor) -> Tensor:
+        return self._gather(x, SEQUENCE)
+
+    def _gather(self, x: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors one behind the other in `dim`."""
+        parts = self.tp.gather(x.reshape(-1)).view(self.tp.axis.size, *x.shape)
+        return torch.cat(parts.unbind(), dim)
 
 
-def sum_over(tp: Collectives, x: Tensor) -> Tensor:
-    """The ranks' sum, in FP32 in rank order and rounded once where the backend lets us choose. Any shape."""
-    flat = x.reshape(-1)
-    short = -flat.numel() % tp.axis.size
-    parts = torch.nn.functional.pad(flat, (0, short)).view(tp.axis.size, -1)
-    return tp.gather(tp.sum_parts(parts)).view(-1)[: flat.numel()].view(x.shape)
+class _Crossing(torch.autograd.Function):
+    """One operation on the way there, and one for the gradient on the way back."""
 
-
-def sum_parts(tp: Collectives, x: Tensor, dim: int) -> Tensor:
-    """This rank's part of the ranks' sum, cut in `dim`."""
-    parts = torch.stack(x.chunk(tp.axis.size, dim))
-    return tp.sum_parts(parts.view(tp.axis.size, -1)).view(parts.shape[1:])
-
-
-def gather(tp: Collectives, x: Tensor, dim: int) -> Tensor:
-    """The ranks' tensors one behind the other in `dim`."""
-    parts = tp.gather(x.reshape(-1)).view(tp.axis.size, *x.shape)
-    return torch.cat(parts.unbind(), dim)
-
-
-class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Collectives) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_over(ctx.tp, grad), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Collectives) -> Tensor:
-        return sum_over(tp, x)
+    def forward(ctx: Any, x: Tensor, there: Operation, back: Operation) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
 
 
-class _GatherPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Collectives) -> Tensor:
-        ctx.tp = tp
-        return gather(tp, x, SEQUENCE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_parts(ctx.tp, grad, SEQUENCE), None
-
-
-class _SumPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Collectives) -> Tensor:
-        ctx.tp = tp
-        return sum_parts(tp, x, SEQUENCE)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gather(ctx.tp, grad, SEQUENCE), None
-
-
-class _JoinColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Collectives) -> Tensor:
-        ctx.tp = tp
-        return gather(tp, x, _COLUMNS)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # What is computed of all columns, every rank computes alike.
-        return grad.chunk(ctx.tp.axis.size, _COLUMNS)[ctx.tp.axis.rank], None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)

@@ -19,73 +19,58 @@ from megamix.parallel.tensor_parallel import divide_layers, place_params, take_b
 
 TABLE = "embedding.weight"  # the first name of a tied table
 
-Shapes = dict[str, tuple[int, ...]]  # of full parameters, by name, in registration order
-
 
 def build_model(
     config: ModelConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
     sequence_parallel: bool,
 ) -> tuple[Transformer, dict[str, Placement]]:  # fmt: skip
-    """This rank's part of the model, and where all parameters stand in the whole. Every rank must call it.
+    """Build this rank's part of the model, and say where all parameters stand in the whole. Every rank must call it.
 
     torch.manual_seed decides the weights, the same ones on any mesh. `stages`: of the pipeline, if there is one.
     """
     if topology.tp.size == topology.pp.size == 1:
         return Transformer(config).to(device), {}
-    model, shapes = outline(config, topology, stages)
-    placements = _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+    model, placements = outline(config, topology, stages, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
         tp = make_collectives(topology.tp, 0, torch.uint8, device)
         divide_layers(model, Border(tp, sequence=sequence_parallel))
     model.to_empty(device=device)
-    draw_weights(model, shapes, placements)
+    draw_weights(model, placements)
     return model, placements
 
 
-def outline_part(
+def outline(
     config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Transformer, dict[str, Placement]]:
-    """`build_model` without memory: the model on the meta device, `topology` of any rank, connected or not."""
-    model, shapes = outline(config, topology, stages)
-    return model, _placements(config, shapes, topology, stages, sequence_parallel=sequence_parallel)
+    """Build it without memory, on the meta device, its layers undivided. `topology`: of any rank, connected or not."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    placements = place_params(shapes, topology, sequence_parallel=sequence_parallel)
+    if stages:
+        keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
+        if config.tie_embeddings and stages[0].rank != stages[-1].rank:
+            placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
+    take_blocks(model, topology.tp.size)
+    return model, placements
 
 
 def outline_ops(config: ModelConfig, topology: Topology, *, sequence_parallel: bool) -> Transformer:
-    """All blocks as a tensor-parallel rank computes them, on the meta device; nothing needs to be connected."""
-    model, _ = outline(config, topology)
+    """Build all blocks as a tensor-parallel rank computes them, on the meta device; nothing needs to be connected."""
+    model, _ = outline(config, topology, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
         divide_layers(model, Border(ShapesAlone(topology.tp), sequence=sequence_parallel))
     return model
 
 
-def _placements(
-    config: ModelConfig, shapes: Shapes, topology: Topology, stages: Sequence[StagePlan], *, sequence_parallel: bool
-) -> dict[str, Placement]:
-    placements = place_params(shapes, topology, sequence_parallel=sequence_parallel)
-    if config.tie_embeddings and stages and stages[0].rank != stages[-1].rank:
-        placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
-    return placements
-
-
-def outline(config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = ()) -> tuple[Transformer, Shapes]:
-    """This rank's parameters without memory for them, on the meta device, and the shapes of all full ones."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    if stages:
-        keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
-    take_blocks(model, topology.tp.size)
-    return model, shapes
-
-
 @torch.no_grad()
-def draw_weights(model: Transformer, shapes: Shapes, placements: Mapping[str, Placement]) -> None:
+def draw_weights(model: Transformer, placements: Mapping[str, Placement]) -> None:
     """Draw every full parameter of the whole model, one after the other, and keep this rank's blocks of its own."""
     if isinstance(model.head, Linear):  # else this rank has neither end of the model
         model.tie()
     own = dict(model.named_parameters())
-    for name, shape in shapes.items():
-        full = torch.empty(shape)
+    for name, placement in placements.items():
+        full = torch.empty(placement.full_shape)
         model.draw(name, full)
         if name in own:
-            own[name].copy_(full[placements[name].block(own[name].shape)])
+            own[name].copy_(full[placement.block(own[name].shape)])

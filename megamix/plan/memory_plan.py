@@ -14,7 +14,7 @@ from megamix.config import Config, ModelConfig, grad_accum_steps
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.model.transformer import Transformer
-from megamix.parallel.build import outline_ops, outline_part
+from megamix.parallel.build import outline, outline_ops
 from megamix.parallel.stages import StagePlan
 from megamix.plan.activations import Activations, Batch, Machine, trace_activations
 from megamix.plan.engine_memory import EngineFacts, EngineMemory, engine_memory
@@ -133,7 +133,7 @@ class _Part(NamedTuple):
 
 def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
     stages = plan_pipeline(config)
-    module, placements = outline_part(
+    module, placements = outline(
         _plain(config), topology, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
