@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.supervise.signals import NOTED
+from megamix.supervise.status import NOTED
 from tests.sandbox import ROOT, Sandbox
 
 

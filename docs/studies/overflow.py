@@ -19,8 +19,8 @@ from megamix.config import Config, load_config
 from megamix.diagnosis.overflow_budget import GaveUpError
 from megamix.model.sizes import parameter_count
 from megamix.train.batch_plan import Fate
-from megamix.train.history import RunHistory, read_history
 from megamix.train.job import run_job
+from megamix.train.plot import RunHistory, read_history
 
 SETTINGS = (
     "model.hidden_size=64", "model.num_layers=2", "model.num_heads=2",

@@ -21,8 +21,7 @@ from contextlib import contextmanager
 
 from megamix.supervise.console import drop_unwritten, open_streams
 from megamix.supervise.processes import children_of
-from megamix.supervise.signals import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, noted_signals
-from megamix.supervise.status import PreemptedError
+from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
 
 PREEMPTED = PreemptedError().exit_status
 # torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its

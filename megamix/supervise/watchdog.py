@@ -30,11 +30,10 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
-from megamix.supervise.differences import names
 from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
 from megamix.supervise.processes import Siblings
-from megamix.supervise.signals import PARENT_DIED, LeaveRequest
-from megamix.supervise.status import WRONG_INPUT, EndedEarlyError, RunStatus, WrongDataError
+from megamix.supervise.started_with import names
+from megamix.supervise.status import PARENT_DIED, WRONG_INPUT, EndedEarlyError, LeaveRequest, RunStatus, WrongDataError
 
 _SHOWN = 8  # ranks of which a verdict has the last places
 _GRACE_S = 2.0  # for what takes a moment, if all is well

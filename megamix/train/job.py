@@ -21,31 +21,33 @@ from megamix.data.tokenizer import open_tokenizer
 from megamix.diagnosis.overflow_budget import GaveUpError
 from megamix.durable import write_text
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.sizes import dense_peak, flops_per_token, parameter_count
+from megamix.model.sizes import parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say
 from megamix.supervise.liveness import Place, RollCall
 from megamix.supervise.run_lock import run_lock
-from megamix.supervise.signals import LeaveRequest, shutdown_s, signals_noted
 from megamix.supervise.status import (
     EndedEarlyError,
+    LeaveRequest,
     PreemptedError,
     RunStatus,
     SaveFailedError,
     StuckError,
     WrongDataError,
+    shutdown_s,
+    signals_noted,
 )
 from megamix.supervise.watchdog import Watchdog
 from megamix.train import run_folder
-from megamix.train.build import DTYPES, build_engine, build_passes, plan_pipeline
+from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import check_unchanged, training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.generate import Sampling, sample_text
 from megamix.train.metrics import MetricsWriter, cut_logs
 from megamix.train.progress import Progress
-from megamix.train.report import IntervalReport
+from megamix.train.report import IntervalReport, mfu_per_token_rate
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.same_job import known_data
 from megamix.train.trainer import MemoryLine, Trainer
@@ -196,7 +198,7 @@ def _train(
             engine.clock,
             config.training.global_batch_size * config.model.seq_len,
             config.training.steps,
-            _mfu_per_token_rate(config, topology.world.size, device),
+            mfu_per_token_rate(config, topology.world.size, device),
         )
         passes = build_passes(config, engine, model, stages)
         trainer = Trainer(config, passes, loader, validation, report, console, writer, memory_line)
@@ -272,13 +274,6 @@ def _place(trainer: Trainer) -> Place:
     doing = clock.doing()
     written = trainer.checkpoints.written if doing == "save" else 0
     return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
-
-
-def _mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
-    """What one token per second adds to the share of the devices' peak; None where no peak is known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = dense_peak(name, DTYPES[config.precision.dtype])
-    return None if peak is None else flops_per_token(config.model) / (peak * world_size)
 
 
 def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:

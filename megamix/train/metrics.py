@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megamix.durable import read_own
-from megamix.train.event_file import EventFile
-from megamix.train.log_file import LogFile, cut_log
+from megamix.train.log_file import EventFile, LogFile, cut_log
 from megamix.train.run_folder import METRICS, SET_ASIDE
 
 if TYPE_CHECKING:  # who draws a run's history needs no torch

@@ -15,7 +15,7 @@ from megamix.mixed_precision.examination import Examination
 from megamix.supervise.console import Console
 from megamix.train.batch_plan import Attempt, Fate, GlobalBatch
 from megamix.train.metrics import MetricsWriter, format_scale
-from megamix.train.readout import Outcome
+from megamix.train.report import Outcome
 
 _KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
 

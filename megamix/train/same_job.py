@@ -26,8 +26,7 @@ from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
 from megamix.supervise.console import say
-from megamix.supervise.differences import Group, differences, names
-from megamix.supervise.started_with import started_with
+from megamix.supervise.started_with import Group, differences, names, started_with
 from megamix.supervise.status import EndedEarlyError, State
 from megamix.train.build_data import data_fingerprints, data_identity
 

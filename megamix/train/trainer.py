@@ -20,20 +20,24 @@ from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.supervise.console import Console
-from megamix.supervise.signals import SAVE_FAILED, LeaveRequest, reason_words
-from megamix.supervise.status import EndedEarlyError, PreemptedError, SaveFailedError
+from megamix.supervise.status import (
+    SAVE_FAILED,
+    EndedEarlyError,
+    LeaveRequest,
+    PreemptedError,
+    SaveFailedError,
+    reason_words,
+)
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
+from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.metrics import MetricsWriter, format_line
 from megamix.train.overflow_log import OverflowLog
 from megamix.train.precision_report import gather_precision
 from megamix.train.progress import Progress
-from megamix.train.rank_batches import RankBatches
-from megamix.train.readout import Outcome, Readout
-from megamix.train.report import IntervalReport
+from megamix.train.report import IntervalReport, Outcome, Readout
 from megamix.train.run_folder import write_trace
-from megamix.train.validation import Validation
 
 MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.transformer import Transformer
-from megamix.plan.activation_bytes import kept_bytes_per_token
-from megamix.plan.activations import Batch, GpuShapes, trace_activations
+from megamix.plan.activations import Batch, GpuShapes, kept_bytes_per_token, trace_activations
 
 SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
 VARIANTS = {
@@ -73,7 +72,7 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
-    """The two ways to count: megamix/plan/activation_bytes.py from the sizes, this one from the code."""
+    """The two ways to count: megamix/plan/activations.py from the sizes, this one from the code."""
     sizes = {**SMALL, **VARIANTS[family], "dropout": 0.0, "recompute": recompute, "tie_embeddings": True}
 
     def build(num_layers: int) -> Transformer:

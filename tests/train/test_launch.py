@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megamix.supervise import rendezvous
 from megamix.supervise.launch import launch
 from megamix.supervise.processes import children_of
-from megamix.supervise.signals import NOTED, SHUTDOWN_VARIABLE
+from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE
 from tests.ranks import DEADLINE_S
 
 

@@ -23,8 +23,7 @@ from megamix.comm.topology import Topology
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
 from megamix.supervise.processes import process_start
-from megamix.supervise.signals import LeaveRequest
-from megamix.supervise.status import RunStatus
+from megamix.supervise.status import LeaveRequest, RunStatus
 from megamix.supervise.watchdog import Watchdog
 from tests.ranks import DEADLINE_S
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megamix.train.lr_schedule import DecayStyle, lr_table
+from megamix.train.build import DecayStyle, lr_table
 
 STYLES: list[DecayStyle] = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from megamix.train.history import HeatMap, Series, read_history
 from megamix.train.metrics import LayerPrecision, MetricsWriter
-from megamix.train.plot import figures
+from megamix.train.plot import HeatMap, Series, figures, read_history
 
 NUMBERS = ["zero_share", "subnormal_share", "below_share", "unscaled_subnormal_share", "unscaled_below_share"]
 NUMBERS += ["headroom", "hidden_update_share"]

@@ -15,8 +15,7 @@ from megamix.clock import Clock
 from megamix.mixed_precision.settings import StepResult
 from megamix.supervise.console import Console
 from megamix.train import report as report_module
-from megamix.train.readout import Outcome, Readout
-from megamix.train.report import IntervalReport, peak_memory_gib
+from megamix.train.report import IntervalReport, Outcome, Readout, peak_memory_gib
 
 CPU = torch.device("cpu")
 OUTCOME = Outcome(5.0, False, grad_norm=1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1))

@@ -22,8 +22,7 @@ from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
 from megamix.diagnosis.overflow_budget import GaveUpError
-from megamix.supervise.signals import LeaveRequest
-from megamix.supervise.status import EndedEarlyError, PreemptedError
+from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.resume import changes
 from megamix.train.trainer import Trainer

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
 from megamix.supervise import started_with
-from megamix.supervise.differences import Group, differences, names
+from megamix.supervise.started_with import Group, differences, names
 from megamix.train import same_job
 from megamix.train.same_job import NoAnswerError, check_same_job
 from tests.conftest import FULL

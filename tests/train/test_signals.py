@@ -24,16 +24,16 @@ from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples
-from megamix.supervise.signals import (
+from megamix.supervise.status import (
     NOTED,
     PARENT_DIED,
     SHUTDOWN_VARIABLE,
     LeaveRequest,
+    PreemptedError,
     reason_words,
     shutdown_s,
     signals_noted,
 )
-from megamix.supervise.status import PreemptedError
 from megamix.train import checkpointing, job
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.checkpointing import RunCheckpoints
