@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megamix.config import ConfigError, load_config
-from megamix.config.files import MOST_BYTES, MOST_FILES
+from megamix.config.load import MOST_BYTES, MOST_FILES
 from tests.conftest import FULL
 from tests.test_config_load import MINIMAL, problems_of, write
 
@@ -178,7 +178,7 @@ def test_the_file_itself_may_be_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_nobody_writes_or_that_does_not_end_is_no_wait_for_ever(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megamix.config.files._WRITER_S", 0.01)
+    monkeypatch.setattr("megamix.config.load._WRITER_S", 0.01)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     assert "model.vocab_size: missing" in problems_of(path)[0]

@@ -1,12 +1,17 @@
 """Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
 
 from megamix.config.checks import check_world_size, grad_accum_steps
-from megamix.config.data_section import DataConfig, DataSource, DataStage, whole_weights
-from megamix.config.fields import loss_scale_rule
 from megamix.config.load import config_from_dict, config_schema, effective_tables, load_config, toml_tables
-from megamix.config.mesh_checks import data_parallel_size
-from megamix.config.model_section import ModelConfig, RopeScaling, default_ffn_hidden_size
-from megamix.config.pipeline_checks import stages_per_rank
+from megamix.config.mesh_checks import stages_per_rank
+from megamix.config.model_and_data import (
+    DataConfig,
+    DataSource,
+    DataStage,
+    ModelConfig,
+    RopeScaling,
+    default_ffn_hidden_size,
+    whole_weights,
+)  # fmt: skip
 from megamix.config.problems import ConfigError
 from megamix.config.sections import (
     CheckpointConfig,
@@ -19,7 +24,8 @@ from megamix.config.sections import (
     PrecisionConfig,
     ProfilingConfig,
     TrainingConfig,
-)
+    loss_scale_rule,
+)  # fmt: skip
 from megamix.config.toml_text import config_to_toml, section_to_toml
 
 __all__ = [
@@ -43,7 +49,6 @@ __all__ = [
     "config_from_dict",
     "config_schema",
     "config_to_toml",
-    "data_parallel_size",
     "default_ffn_hidden_size",
     "effective_tables",
     "grad_accum_steps",

@@ -3,10 +3,8 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, cast
 
-from megamix.config.fields import SCALE_RANGES, ScaleRange
-from megamix.config.mesh_checks import data_parallel_size, mesh_problems, tensor_parallel_divides
-from megamix.config.pipeline_checks import PIPELINE_CHECKS, micro_batch_problems
-from megamix.config.sections import SECTIONS, Config
+from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
+from megamix.config.sections import SCALE_RANGES, SECTIONS, Config, ScaleRange
 from megamix.config.toml_text import value_text
 
 
@@ -256,8 +254,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _scale_starts_in_room,
     _micro_batches_fill_batch,
     _ranks_fill_batch,
-    tensor_parallel_divides,
-    *PIPELINE_CHECKS,
+    *MESH_CHECKS,
     _validation_has_tokens,
     _one_validation_set,
     _profile_ends_in_time,

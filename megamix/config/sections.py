@@ -4,13 +4,22 @@ The text under a field is the description that `megamix config --schema` prints.
 field live in `checks.py`.
 """
 
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamix.config.data_section import DataConfig, DataSource, DataStage
-from megamix.config.fields import Beta, LossScaleName, PowerOfTwo, Section, Text, check_loss_scale
-from megamix.config.model_section import ModelConfig, RopeScaling
+from megamix.config.model_and_data import (
+    DataConfig,
+    DataSource,
+    DataStage,
+    ModelConfig,
+    PowerOfTwo,
+    RopeScaling,
+    Section,
+    Share,
+    Text,
+    power_of_two,
+)  # fmt: skip
 
 
 class OptimizerGroup(Section):
@@ -33,11 +42,11 @@ class OptimizerConfig(Section):
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Where the decay ends; at most lr."""
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
     """AdamW's addend to the root of the second moment."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Share = 0.9
     """NAG's momentum, in [0, 1). 0: plain SGD."""
     momentum_form: Literal["gradient", "velocity"] = "gradient"
     """What NAG's momentum adds up: gradients, as torch's SGD, or velocity: steps, as MXNet's. They differ where the
@@ -68,6 +77,47 @@ class LrScheduleConfig(Section):
     decay_steps: PositiveInt | None = None
     """Updates of the decay, counted from the end of the warm-up; for wsd the last decay_steps of the run, and
     required. Not set: all updates after the warm-up."""
+
+
+LossScaleName = Literal["auto", "dynamic", "headroom", "torch", "megatron", "deepspeed", "off"]
+
+
+class ScaleRange(NamedTuple):
+    """A loss scale rule's own first value, floor and ceiling, where the keys are not set."""
+
+    init_scale: float
+    min_scale: float
+    max_scale: float
+
+
+SCALE_RANGES = {
+    "dynamic": ScaleRange(2.0**24, 1.0, 2.0**32),
+    "headroom": ScaleRange(1.0, 1.0, 2.0**32),
+    "torch": ScaleRange(2.0**16, 0.0, 2.0**127),
+    "megatron": ScaleRange(2.0**32, 1.0, 2.0**127),
+    "deepspeed": ScaleRange(2.0**16, 1.0, 2.0**127),
+}
+
+
+def loss_scale_rule(loss_scale: str | float, dtype: str) -> str | float:
+    """The rule that precision.loss_scale names, auto by the dtype; a number is a fixed scale."""
+    if loss_scale == "auto":
+        return "dynamic" if dtype == "fp16" else "off"
+    return loss_scale
+
+
+def check_loss_scale(value: object) -> object:
+    # One check in front of the union: pydantic would report a bad value once for every member of the union.
+    names = get_args(LossScaleName)
+    if isinstance(value, str) and value in names:
+        return value
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return power_of_two(float(value))
+    except (ValueError, OverflowError):
+        pass
+    words = ", ".join(f'"{name}"' for name in names)
+    raise ValueError(f"must be {words} or a power of two from 2**-126 to 2**126")
 
 
 class PrecisionConfig(Section):

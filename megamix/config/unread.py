@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from megamix.config.fields import SCALE_RANGES, loss_scale_rule
-from megamix.config.sections import NESTED, SECTIONS
+from megamix.config.sections import NESTED, SCALE_RANGES, SECTIONS, loss_scale_rule
 
 Tree = dict[str, Any]
 

@@ -20,7 +20,7 @@ from megamix import (
     TorchLossScale,
 )
 from megamix.config import PrecisionConfig
-from megamix.config.fields import SCALE_RANGES, ScaleRange
+from megamix.config.sections import SCALE_RANGES, ScaleRange
 from megamix.config.unread import READ_WHERE
 from megamix.train.build import LOSS_SCALES, build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job

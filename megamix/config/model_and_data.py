@@ -1,0 +1,241 @@
+"""The sections [model] and [data], and what all sections are made of.
+
+GPT-2, Llama and Qwen are settings of the same keys (docs/models.md); tokens are mixed and packed as docs/data.md says.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Annotated, Literal, Self, cast
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)  # fmt: skip
+
+FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
+# Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
+MOST_SAMPLES = 1_000_000
+
+
+class Section(BaseModel):
+    """A frozen table: unknown keys, wrong types, inf and nan are errors; a whole number may stand for a float."""
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def power_of_two(value: float) -> float:
+    # Multiplying by a power of two moves the exponent alone. Any other scale would round every gradient once on the
+    # way in and once on the way out, and the unscaled step would no longer equal the plain one. The scale and its
+    # inverse must both be normal FP32 numbers, hence the range.
+    mantissa, exponent = math.frexp(value)
+    if mantissa != 0.5 or not -126 <= exponent - 1 <= 126:
+        raise ValueError("must be a power of two from 2**-126 to 2**126")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+PowerOfTwo = Annotated[PositiveFloat, AfterValidator(power_of_two)]
+
+
+class RopeScaling(Section):
+    """How rotary wavelengths are stretched, so that a model reads further than it was first trained to."""
+
+    model_config = ConfigDict(validate_default=True)  # high_freq_factor's may be too small for a low_freq_factor
+
+    rule: Annotated[Literal["linear", "llama3"], Field(examples=["llama3"])]
+    """linear stretches every wavelength by factor; llama3 only the long ones, as Llama 3.1 does."""
+    factor: Annotated[float, Field(ge=1, examples=[8.0])]
+    """What a wavelength is multiplied by."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths above original_seq_len / low_freq_factor are stretched in full."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths below original_seq_len / high_freq_factor stay; above low_freq_factor."""
+    original_seq_len: PositiveInt = 8192
+    """llama3: the sequence length of the training before."""
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _above_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_freq_factor", 0.0)  # absent if it failed a check of its own
+        if value <= low:
+            raise ValueError(f"must be greater than low_freq_factor {low}")
+        return value
+
+
+class ModelConfig(Section):
+    """The decoder-only transformer."""
+
+    vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
+    """Rows of the embedding table; at least the number of tokens the tokenizer knows."""
+    seq_len: Annotated[PositiveInt, Field(examples=[256])]
+    """Tokens in one training sequence."""
+    hidden_size: Annotated[PositiveInt, Field(examples=[192])]
+    """Width of the residual stream; a multiple of num_heads, unless head_dim is set."""
+    num_layers: Annotated[PositiveInt, Field(examples=[4])]
+    """Number of transformer blocks."""
+    num_heads: Annotated[PositiveInt, Field(examples=[6])]
+    """Query heads of each attention."""
+    num_kv_heads: PositiveInt | None = None
+    """Key and value heads (grouped-query attention); divides num_heads. Not set: num_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head. Not set: hidden_size / num_heads."""
+    ffn_hidden_size: PositiveInt | None = None
+    """Inner width of the feed-forward part. Not set: 4 * hidden_size for gelu and gelu_tanh, 8/3 * hidden_size rounded
+    up to a multiple of 64 for swiglu."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation in front of attention, feed-forward part and head."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
+    position: Literal["rotary", "learned"] = "rotary"
+    """How a token learns its place: rotated queries and keys, or an added table of seq_len rows."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary wavelengths; only with position = "rotary"."""
+    rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
+    """How rotary wavelengths are stretched. Not set: not at all."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2."""
+    bias: bool = False
+    """Whether linear layers and layernorm carry a bias."""
+    qkv_bias: bool | None = None
+    """Whether the projections to query, key and value carry one. Not set: bias."""
+    qk_norm: bool = False
+    """Whether each head's query and key pass an RMSNorm before they are rotated."""
+    tie_embeddings: bool = True
+    """Whether the head reads the embedding table instead of its own weight."""
+    dropout: Share = 0.0
+    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
+    and try."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    scaled_init: bool = True
+    """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as GPT-2's."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, the outputs of norms and activation function, or
+    whole blocks; the same gradients."""
+    compile: bool = False
+    """Whether each block runs through torch.compile."""
+
+
+def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
+    """Where model.ffn_hidden_size is not set. SwiGLU's has as many weights as GELU's, three matrices for two."""
+    if activation == "swiglu":
+        return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return 4 * hidden_size
+
+
+class DataSource(Section):
+    """What samples are taken from: token files, or a made-up chain of tokens."""
+
+    path: Annotated[Text | None, Field(examples=["runs/data/train"])] = None
+    """Prefix of the tokens: PREFIX.bin and PREFIX.idx."""
+    markov: Annotated[PositiveInt | None, Field(examples=[4])] = None
+    """In place of path: each token is followed by one of so many, all equally likely. No loss goes below ln(markov)."""
+    weight: Annotated[PositiveFloat | None, Field(examples=[1.0])] = None
+    """Share of the samples, on any scale. Not set for all: the files are read as one corpus, by their tokens."""
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.path is None) == (self.markov is None):
+            raise ValueError("must have either path or markov")
+        return self
+
+    @property
+    def name(self) -> str | int:
+        """What it is, weight aside: equal for two spellings of one path."""
+        return os.path.normpath(self.path) if self.path is not None else cast(int, self.markov)
+
+
+def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the same proportions, of the weights as they are written: 0.1 is a tenth."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    unit = Fraction(math.gcd(*(weight.numerator for weight in exact)), math.lcm(*(w.denominator for w in exact)))
+    # That unit divides all of them: the greatest common divisor of fractions in lowest terms.
+    return tuple(int(weight / unit) for weight in exact)
+
+
+def _as_list(value: object) -> object:
+    """One prefix stands for the list with it alone."""
+    if value == "":
+        raise ValueError("must not be empty")
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("must be text in quotes, or a list of tables")
+    return [{"path": value}] if isinstance(value, str) else value
+
+
+def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
+    if not sources:
+        raise ValueError("must not be empty")
+    weights = [source.weight for source in sources if source.weight is not None]
+    if weights and len(weights) < len(sources):
+        raise ValueError("must have a weight in every table, or in none")
+    if not weights and len(sources) > 1 and any(source.path is None for source in sources):
+        raise ValueError("must have weights, because markov has no end")
+    if len({source.name for source in sources}) < len(sources):
+        raise ValueError("must have each path and each markov once, with the sum of its weights")
+    if weights and sum(whole := whole_weights(weights)) > MOST_SAMPLES:
+        room = MOST_SAMPLES - len(sources)
+        near = whole_weights([float(max(1, weight * room // sum(whole))) for weight in whole])
+        raise ValueError(
+            f"must have weights that are whole multiples of a {MOST_SAMPLES:,}th of their sum, "
+            f"such as {', '.join(map(str, near))}"
+        )
+    return sources
+
+
+Sources = Annotated[
+    tuple[DataSource, ...],
+    BeforeValidator(_as_list, json_schema_input_type=str | list[DataSource]),
+    AfterValidator(_check_sources),
+    Field(strict=False, examples=["runs/data/train"]),
+]
+
+
+class DataStage(Section):
+    """Another mixture from some sample on."""
+
+    from_sample: Annotated[PositiveInt, Field(examples=[100000])]
+    """Number of its first sample: so many sequences the run has read before it."""
+    train: Sources
+    """As data.train."""
+
+
+def _check_stages(stages: tuple[DataStage, ...]) -> tuple[DataStage, ...]:
+    starts = [stage.from_sample for stage in stages]
+    if starts != sorted(set(starts)):
+        raise ValueError("must have a larger from_sample in each table than in the one before")
+    return stages
+
+
+class DataConfig(Section):
+    """Token files; paths are relative to the folder the command is started in."""
+
+    train: Sources
+    """Prefix of the training tokens, PREFIX.bin and PREFIX.idx; or a list of tables, mixed by weight."""
+    stages: Annotated[
+        tuple[DataStage, ...],
+        AfterValidator(_check_stages),
+        Field(strict=False, examples=[[{"from_sample": 100000, "train": "runs/data/train"}]]),
+    ] = ()
+    """What takes the place of train later in the run. Empty: nothing."""
+    valid: Sources | None = None
+    """The validation tokens, likewise. Not set: no validation, unless split is set."""
+    split: Annotated[tuple[PositiveFloat, PositiveFloat] | None, Field(strict=False, examples=[[95, 5]])] = None
+    """Shares of each file's documents for training and for validation, on any scale. Not set: train has all."""
+    packing: Literal["none", "documents"] = "none"
+    """none: a sequence runs on from one document into the next. documents: attention stays within a document,
+    positions restart with each, and its first token is not predicted."""
+    tokenizer: Text | None = None
+    """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""
