@@ -275,7 +275,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         )
     if problems:
         raise ConfigError(problems, "flags")
-    from megamix.bench.run import run
+    from megamix.bench.command import run
 
     run(arguments.layout or arguments.what, arguments.rounds, arguments.output)
 

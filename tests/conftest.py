@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import RankPools
+from megamix.ranks import DEADLINE_S, RankPool
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -23,7 +23,15 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the 
 
 @pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks; see tests/ranks.py."""
-    pools = RankPools()
-    yield pools.run
-    pools.close()
+    """`run_ranks(case, world_size, *args)` runs a top-level function on real Gloo ranks: a pool per world size, started
+    when first asked for (megamix/ranks.py). A case that fails in a rank fails the test by the rank's name.
+    """
+    pools: dict[int, RankPool] = {}
+
+    def run(case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
+        pool = pools.setdefault(world_size, RankPool(world_size))
+        return pool.call(case, *args, deadline_s=deadline_s)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

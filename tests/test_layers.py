@@ -13,6 +13,7 @@ LONGEST_FILE = 300  # lines
 
 LAYER = {
     "clock": 0,
+    "tuned": 0,
     "durable": 0,
     "live_storage": 0,
     "config": 0,
@@ -25,6 +26,7 @@ LAYER = {
     "supervise": 4,
     "diagnosis": 5,
     "train": 6,
+    "ranks": 6,
     "plan": 7,
     "bench": 7,
     "verify": 7,

@@ -13,10 +13,8 @@ from typing import NamedTuple
 import study
 import torch
 
-from megamix.bench.report import show
-from megamix.bench.spread import paired_ratio, spread
-from megamix.bench.update_bench import GPT_20M
-from megamix.bench.update_rank import COMPILED, LIBRARY, LIBRARY_STATS, STATS, UpdateRank, UpdateWork
+from megamix.bench.report import paired_ratio, show, spread
+from megamix.bench.update_bench import COMPILED, GPT_20M, LIBRARY, LIBRARY_STATS, STATS, UpdateRank
 from megamix.config import ModelConfig
 
 TINY = ModelConfig(vocab_size=512, seq_len=64, hidden_size=64, num_layers=2, num_heads=2)
@@ -81,8 +79,7 @@ def passes_fused(rank: UpdateRank) -> list[Pass]:
 
 
 def measure(small: bool = False) -> Findings:
-    work = UpdateWork(model=TINY if small else GPT_20M, dtype=torch.float16, try_compiler=not small)
-    rank = UpdateRank(work)
+    rank = UpdateRank(TINY if small else GPT_20M, torch.float16, try_compiler=not small)
     numel = rank.num_params()
     source, target = torch.ones(numel), torch.zeros(numel)
     passes = [Pass("", COPY, 8, lambda: target.copy_(source)), *passes_by_hand(numel), *passes_fused(rank)]

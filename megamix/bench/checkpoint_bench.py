@@ -2,64 +2,200 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from megamix.bench.checkpoint_rank import Beside, CheckpointRank
-from megamix.bench.engines import Work
-from megamix.bench.processes import Ranks
-from megamix.bench.report import Goal, Result, progress, show
-from megamix.bench.spread import paired_ratio, spread
-from megamix.bench.train_bench import GPT_12M
+import torch
+from torch import Tensor
+
+from megamix.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
+from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.bench.sides import Ours, Work
+from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import Saver
+from megamix.checkpoint.together import Together
+from megamix.durable import sync_file
 from megamix.model.sizes import parameter_count
 
 SAVE, WRITE = "save", "write + fsync"
 LOAD, READ = "load, from the disk", "read, from the disk"
 CACHED_LOAD, CACHED_READ = "load, from memory", "read, from memory"
 STEPS = 2  # taken while a save is under way, and as many without
+_CHUNK = 1 << 22  # bytes, of a plain read
+_KEPT = 2  # checkpoints, and files that were plainly written
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSettings:
-    """How much of what is measured. `folder`: where a temporary folder is made; None: where the system has them."""
+class Beside(NamedTuple):
+    """Steps beside a save, on one rank: seconds."""
 
-    work: Work = field(default_factory=lambda: Work(model=GPT_12M))
-    rounds: int = 15
-    ranks: int = 2
-    folder: Path | None = None
+    step: float  # without a save
+    copy: float  # of the state, from memory to memory
+    start: float  # what training waits for; a copy is in it
+    steps: float  # all that are taken while the save may be under way
 
 
-_CALLS: dict[str, Callable[[Ranks], list[float]]] = {
-    WRITE: lambda ranks: ranks.call("write"),
-    SAVE: lambda ranks: ranks.call("save"),
-    READ: lambda ranks: ranks.call("read", True),
-    LOAD: lambda ranks: ranks.call("load", True),
-    CACHED_READ: lambda ranks: ranks.call("read", False),
-    CACHED_LOAD: lambda ranks: ranks.call("load", False),
+class CheckpointRank(TrainRank):
+    """A rank that trains, and saves its state below `folder`, which all ranks share."""
+
+    def __init__(self, work: Work, folder: Path):
+        super().__init__(Side("ours", Ours), work)
+        ours = self._built()
+        assert isinstance(ours, Ours)
+        self._ours = ours
+        self._folder, self._checkpoints = folder, folder / "checkpoints"
+        self._written: list[Path] = []
+        self._together = Together.apart(ours.engine.topology.world, timeout_s=600.0)
+        self._saver = Saver(self._checkpoints, _KEPT, self._together, saved=lambda path: None, failed=_fail)
+        self.losses(1)  # so that no state is zeros
+        self._state = [flat for owned in ours.engine.owned_ranges() for flat in owned.tensors]
+        self._copies = [torch.empty_like(flat) for flat in self._state]
+
+    def save(self) -> float:
+        """Save the state, and return the seconds. What goes on beside training afterwards, the removal of an old
+        checkpoint, is not timed, as below.
+        """
+        self._free_pages()
+        seconds = self._seconds_together(lambda: self._saver.save(self._ours.engine, RunRecord()))
+        self._saver.finish()
+        return seconds
+
+    def write(self) -> float:
+        """Write the state's bytes into a file, and return the seconds. The oldest goes afterwards, not timed."""
+        path = self._folder / f"plain_{self._rank}_{time.monotonic_ns()}"
+        self._free_pages()
+        seconds = self._seconds_together(lambda: self._write(path))
+        self._written.append(path)
+        if len(self._written) > _KEPT:
+            self._written.pop(0).unlink()
+        return seconds
+
+    def load(self, cold: bool) -> float:
+        """Load the newest checkpoint, and return the seconds; `cold`: from the disk, not from memory."""
+        if cold:
+            _drop_from_cache([*self._newest().iterdir()])
+        return self._seconds_together(self._load)
+
+    def read(self, cold: bool) -> float:
+        """Read the bytes of this rank's file, into a buffer that stays in the processor's cache."""
+        path = self._newest() / f"rank_{self._rank:05d}.safetensors"
+        if cold:
+            _drop_from_cache([path])
+        return self._seconds_together(lambda: _read(path))
+
+    def steps_beside_a_save(self, steps: int) -> Beside:
+        """Take so many steps without a save, and as many with one under way."""
+        alone = _seconds(lambda: self.losses(steps))
+        copy = _seconds(self._copy)
+        start = _seconds(lambda: self._saver.start(self._ours.engine, RunRecord()))
+        beside = _seconds(lambda: self.losses(steps))
+        self._saver.finish()
+        return Beside(alone / steps, copy, start, beside)
+
+    def saved_bytes(self) -> int:
+        """Return the size of the newest checkpoint, with all ranks' files and its manifest."""
+        return sum(path.stat().st_size for path in self._newest().iterdir())
+
+    def _seconds_together(self, work: Callable[[], object]) -> float:
+        """From when all ranks are ready: a save waits for a rank that comes late, a plain write does not."""
+        self._together.every(lambda: None)
+        return _seconds(work)
+
+    def _newest(self) -> Path:
+        return checkpoints(self._checkpoints)[0]
+
+    def _free_pages(self) -> None:
+        """Leave as many pages just freed as the state's file will take. What came before would decide otherwise: on a
+        virtual machine a write into pages that its host must find first takes up to three times as long.
+        """
+        path = self._folder / f"scratch_{self._rank}"
+        with open(path, "xb", buffering=0) as file:
+            for flat in self._state:
+                _write_all(file.write, flat)
+        path.unlink()
+
+    def _write(self, path: Path) -> None:
+        with open(path, "xb", buffering=0) as file:
+            for flat in self._state:
+                _write_all(file.write, flat)
+            sync_file(file)
+
+    def _load(self) -> None:
+        checkpoint = newest_checkpoint(self._checkpoints, self._together)
+        assert checkpoint is not None
+        load(checkpoint, self._ours.engine, self._together)
+
+    def _copy(self) -> None:
+        for flat, copy in zip(self._state, self._copies, strict=True):
+            copy.copy_(flat)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    work()
+    return time.perf_counter() - start_s
+
+
+def _write_all(write: Callable[[memoryview], int | None], flat: Tensor) -> None:
+    rest = memoryview(flat.numpy().data).cast("B")
+    while rest:
+        rest = rest[write(rest) :]
+
+
+def _read(path: Path) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def _drop_from_cache(paths: list[Path]) -> None:
+    """So that the next read comes from the disk. What the disk itself or a host keeps cannot be dropped."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _fail(error: Exception) -> None:
+    raise error
+
+
+_CALLS: dict[str, tuple[Callable[..., float], *tuple[bool, ...]]] = {
+    WRITE: (CheckpointRank.write,),
+    SAVE: (CheckpointRank.save,),
+    READ: (CheckpointRank.read, True),
+    LOAD: (CheckpointRank.load, True),
+    CACHED_READ: (CheckpointRank.read, False),
+    CACHED_LOAD: (CheckpointRank.load, False),
 }
 
 
-def checkpoint(settings: CheckpointSettings) -> Result:
-    """Every round: all calls in rotated order, then steps without and with a save."""
+def checkpoint(settings: Settings) -> Result:
+    """Measure every round all calls in rotated order, then steps without and with a save."""
     seconds: dict[str, list[float]] = {name: [] for name in _CALLS}
     steps: list[Beside] = []
     with (
-        tempfile.TemporaryDirectory(prefix="megamix-bench-", dir=settings.folder) as folder,
-        Ranks("checkpoint", CheckpointRank, settings.work, Path(folder), world_size=settings.ranks) as ranks,
+        tempfile.TemporaryDirectory(prefix="megamix-bench-") as folder,
+        start_ranks(
+            "checkpoint", partial(CheckpointRank, settings.work, Path(folder)), world_size=settings.ranks
+        ) as ranks,
     ):
         progress("first saves, loads and steps")
         for call in _CALLS.values():
-            call(ranks)
-        ranks.call("steps_beside_a_save", STEPS)
+            ranks.call(*call)
+        ranks.call(CheckpointRank.steps_beside_a_save, STEPS)
         for number in range(settings.rounds):
             progress(f"round {number + 1} of {settings.rounds}")
-            first = number % len(_CALLS)
-            for name in [*_CALLS][first:] + [*_CALLS][:first]:
-                seconds[name].append(max(_CALLS[name](ranks)))
-            steps.append(_slowest(ranks.call("steps_beside_a_save", STEPS)))
-        saved_bytes = ranks.call("saved_bytes")[0]
+            for name in rotated([*_CALLS], number):
+                seconds[name].append(max(ranks.call(*_CALLS[name])))
+            steps.append(_slowest(ranks.call(CheckpointRank.steps_beside_a_save, STEPS)))
+        saved_bytes = ranks.call(CheckpointRank.saved_bytes)[0]
     return _result(settings, seconds, steps, saved_bytes)
 
 
@@ -67,9 +203,7 @@ def _slowest(ranks: list[Beside]) -> Beside:
     return Beside(*map(max, zip(*ranks, strict=True)))
 
 
-def _result(
-    settings: CheckpointSettings, seconds: dict[str, list[float]], steps: list[Beside], saved_bytes: int
-) -> Result:
+def _result(settings: Settings, seconds: dict[str, list[float]], steps: list[Beside], saved_bytes: int) -> Result:
     num_params = parameter_count(settings.work.model)
     beside = {SAVE: WRITE, LOAD: READ, CACHED_LOAD: CACHED_READ}
     rows = [
@@ -85,27 +219,20 @@ def _result(
     stall = spread([100 * (turn.start - turn.copy) / turn.step for turn in steps])
     taken = spread([100 * (turn.start + turn.steps - STEPS * turn.step - turn.copy) / turn.step for turn in steps])
     goals = [
-        Goal("time of a save over writing and syncing the same bytes", save.median, 1.3, False, save),
-        Goal("time of a load over reading the same bytes from the disk", load.median, 1.5, False, load),
-        Goal("% of a step that training waits for a save to start, beyond a copy", stall.median, 10.0, False, stall),
+        Goal("time of a save over writing and syncing the same bytes", save, 1.3, False),
+        Goal("time of a load over reading the same bytes from the disk", load, 1.5, False),
+        Goal("% of a step that training waits for a save to start, beyond a copy", stall, 10.0, False),
         Goal("bytes a parameter", saved_bytes / num_params, 12 * 1.01, False),
     ]
     notes = [
-        f"{saved_bytes / 1e6:.1f} MB, {settings.ranks} ranks, below {settings.folder or tempfile.gettempdir()}",
+        f"{saved_bytes / 1e6:.1f} MB, {settings.ranks} ranks, below {tempfile.gettempdir()}",
         _milliseconds("a step", [turn.step for turn in steps]),
         _milliseconds("a copy of a rank's state", [turn.copy for turn in steps]),
         _milliseconds("the start of a save beside training", [turn.start for turn in steps]),
         f"% of a step that {STEPS} steps lose beside a save, beyond a copy: {show(taken)}",
     ]
-    described = {
-        "rounds": settings.rounds,
-        "ranks": settings.ranks,
-        "threads": 1,
-        "parameters": num_params,
-        "model": settings.work.model.model_dump(),
-    }
     raw = {**seconds, "steps": [turn._asdict() for turn in steps]}
-    return Result("checkpoint", described, raw, ("side", "ms", "MB/s", "time / plain"), rows, goals, notes)
+    return Result("checkpoint", settings.described(), raw, ("side", "ms", "MB/s", "time / plain"), rows, goals, notes)
 
 
 def _milliseconds(what: str, seconds: list[float]) -> str:

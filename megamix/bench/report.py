@@ -1,4 +1,4 @@
-"""What a bench hands back, how it prints, and the line of JSON it leaves behind."""
+"""What a bench hands back: medians with their quartiles, how they print, and the line of JSON it leaves behind."""
 
 from __future__ import annotations
 
@@ -7,18 +7,38 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megamix.bench.spread import Spread
 from megamix.model.ops import cpu_multiplies_fp16
 
 _CPU_INFO = Path("/proc/cpuinfo")
+
+
+class Spread(NamedTuple):
+    """A median between its quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return median and quartiles, by linear interpolation between the values (numpy's default)."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Return the spread of the ratios, round by round: what slows a whole round slows both sides and cancels."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +46,22 @@ class Goal:
     """A figure that was promised beforehand, and the figure that was measured."""
 
     text: str
-    value: float
+    measured: float | Spread
     bound: float
     at_least: bool = True  # False: at most
-    spread: Spread | None = None
+
+    @property
+    def value(self) -> float:
+        return self.measured.median if isinstance(self.measured, Spread) else self.measured
 
     @property
     def met(self) -> bool:
         return self.value >= self.bound if self.at_least else self.value <= self.bound
 
     def line(self) -> str:
-        quartiles = "" if self.spread is None else f" [{self.spread.low:.3f}, {self.spread.high:.3f}]"
+        figure = show(self.measured, 3) if isinstance(self.measured, Spread) else f"{self.measured:.3f}"
         verdict, sign = "met" if self.met else "MISSED", ">=" if self.at_least else "<="
-        return f"{verdict:<6} {self.value:.3f}{quartiles} {sign} {self.bound:g}  {self.text}"
+        return f"{verdict:<6} {figure} {sign} {self.bound:g}  {self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +92,7 @@ class Result:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of aligned columns; all but the first are numbers and stand to the right."""
+    """Return lines of aligned columns; all but the first are numbers and stand to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     return [
         "  ".join(
@@ -84,7 +107,7 @@ def show(spread: Spread, digits: int = 0) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Where and when a bench ran. The load says whether others were using the machine too."""
+    """Say where and when a bench ran. The load says whether others were using the machine too."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -105,7 +128,7 @@ def append_line(file: Path, line: str) -> None:
 
 
 def progress(text: str) -> None:
-    """One line for whoever waits; the report itself goes to standard output."""
+    """Print one line for whoever waits; the report itself goes to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,22 +1,138 @@
-"""The optimizer's step alone: how near it comes to the machine's copy rate, and how far torch's passes are from it."""
+"""The optimizer's step alone: how near it comes to the machine's copy rate, and how far torch's passes are from it.
+
+Each process holds ours and torch's on the same flat tensors, and a plain copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from megamix.bench import update_rank
-from megamix.bench.processes import Ranks
-from megamix.bench.report import Goal, Result, progress, show
-from megamix.bench.spread import paired_ratio, spread
-from megamix.bench.update_rank import CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, UpdateWork
+from megamix.bench.ranks import rotated, start_ranks
+from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
+from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
+from megamix.mixed_precision.grad_stats import PieceStats
+from megamix.mixed_precision.half_params import describe_params
+from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.optimizers import AdamW
+from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
+STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
+
+BYTES_PER_PARAM = 28  # half gradient 2, master 8, two states 16, half parameter 2
+
+
+class UpdateRank:
+    """Holds the tensors of a step and every variant that works on them.
+
+    What is updated are the parameters of `model` in the engine's default buckets, on one rank; `calls`: timed ones of
+    each variant in a round.
+    """
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True):
+        self._dtype, self._calls = dtype, calls
+        self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
+        with torch.device("meta"):
+            described = Transformer(model)
+        specs, self._groups, _, _ = describe_params(described, self._optimizer, Topology(), {})
+        self.layout = build_layout(specs, [1])
+        cpu = torch.device("cpu")
+        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), 2, cpu)
+        self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
+        self._grads = [self._draw(bucket.padded_numel) for bucket in self.layout.buckets]
+        self._scalars = self._make_scalars()
+
+        choose = partial(choose_update, self._optimizer, self._groups, self._half[0], [dtype], alone)
+        compiled, stats = choose(try_compiler)
+        library, library_stats = choose(False)
+        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu)
+        self.variants: dict[str, Callable[[], object]] = {}
+        if isinstance(compiled, CompiledUpdate):
+            self.variants[COMPILED] = lambda: self._update(compiled)
+            self.variants[STATS] = lambda: pieces([stats(grad) for grad in self._grads])
+        self.variants[LIBRARY] = lambda: self._update(library)
+        self.variants[LIBRARY_STATS] = lambda: pieces([library_stats(grad) for grad in self._grads])
+        self.variants[CASTS] = self._make_casts()
+        self.variants[COPY] = self._make_copy()
+
+    def seconds(self, first: int) -> dict[str, float]:
+        """Return the seconds of one call of every variant, the mean of `calls`. They run in turn from the `first`th."""
+        return {name: self._time(self.variants[name]) for name in rotated([*self.variants], first)}
+
+    def num_params(self) -> int:
+        return self.layout.padded_numel
+
+    def _time(self, variant: Callable[[], object]) -> float:
+        variant()  # not timed: brings in what the other variants have driven out of the caches
+        start_s = time.perf_counter()
+        for _ in range(self._calls):
+            variant()
+        return (time.perf_counter() - start_s) / self._calls
+
+    def _draw(self, numel: int) -> Tensor:
+        # Far from the subnormal numbers, which take a CPU many times as long.
+        return (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-2).to(self._dtype)
+
+    def _make_scalars(self) -> StepScalars:
+        update = torch.tensor(10.0)
+        coefficients = self._optimizer.coefficients(update.double())
+        return StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), update, coefficients)
+
+    def _update(self, update: Update) -> None:
+        """Update as engine.step() does: bucket by bucket, run by run."""
+        for bucket, half in enumerate(self._half):
+            master, states = self._shard.master[bucket], self._shard.states[bucket]
+            for run in self._shard.runs[bucket]:
+                part = slice(run.start, run.end)
+                run_states = tuple(state[part] for state in states)
+                update(self._grads[bucket][part], master[part], run_states, half[part], run.group, self._scalars)
+
+    def _make_casts(self) -> Callable[[], None]:
+        """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""
+        grads32 = [grad.float() for grad in self._grads]
+        params: list[list[Tensor]] = [[] for _ in self._groups]
+        for master, grad32, runs in zip(self._shard.master, grads32, self._shard.runs, strict=True):
+            for run in runs:
+                param = master[run.start : run.end]
+                param.grad = grad32[run.start : run.end]
+                params[run.group].append(param)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": members, "weight_decay": group.weight_decay}
+                for members, group in zip(params, self._groups, strict=True)
+            ],
+            lr=1e-4, betas=self._optimizer.betas, eps=self._optimizer.eps, fused=True,
+        )  # fmt: skip
+
+        def casts() -> None:
+            for grad32, grad in zip(grads32, self._grads, strict=True):
+                grad32.copy_(grad)
+            optimizer.step()
+            for half, master in zip(self._half, self._shard.master, strict=True):
+                half.copy_(master)
+
+        return casts
+
+    def _make_copy(self) -> Callable[[], Tensor]:
+        """Return an FP32 copy that reads and writes as many bytes as the update."""
+        source = torch.ones(BYTES_PER_PARAM * self.num_params() // 8)
+        target = torch.zeros_like(source)
+        return lambda: target.copy_(source)
+
 
 Seconds = dict[str, list[float]]  # variant -> of a call, round by round
 
@@ -33,23 +149,21 @@ class UpdateSettings:
 
 
 def update(settings: UpdateSettings) -> Result:
-    """Every variant in BF16 and FP16, for each number of threads in a process of its own."""
+    """Measure every variant in BF16 and FP16, for each number of threads in a process of its own."""
     cases = [(threads, name) for threads in settings.threads for name in _DTYPES]
     measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
     with ExitStack() as stack:
         ranks = {}
         for threads, name in cases:
             progress(f"update: building {name} with {threads} thread(s)")
-            work = UpdateWork(
-                model=settings.model, dtype=_DTYPES[name], calls=settings.calls, try_compiler=settings.try_compiler
-            )
-            ranks[threads, name] = stack.enter_context(Ranks(f"update {name}", UpdateRank, work, threads=threads))
-            ranks[threads, name].call("seconds", 0)  # first calls compile and allocate
-        (num_params,) = ranks[cases[0]].call("num_params")
+            actor = partial(UpdateRank, settings.model, _DTYPES[name], settings.calls, settings.try_compiler)
+            ranks[threads, name] = stack.enter_context(start_ranks(f"update {name}", actor, threads=threads))
+            ranks[threads, name].call(UpdateRank.seconds, 0)  # first calls compile and allocate
+        (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
         for number in range(settings.rounds):
             progress(f"update: round {number + 1} of {settings.rounds}")
             for case in cases:
-                (seconds,) = ranks[case].call("seconds", number)
+                (seconds,) = ranks[case].call(UpdateRank.seconds, number)
                 for variant, value in seconds.items():
                     measured[case].setdefault(variant, []).append(value)
     columns = ("variant", "ns/param", "GB/s", "copy time / time")
@@ -57,7 +171,7 @@ def update(settings: UpdateSettings) -> Result:
     goals = [goal for case in cases for goal in _goals(case, measured[case])]
     raw = {f"{name}, {threads} thread(s)": measured[threads, name] for threads, name in cases}
     notes = [
-        f"GB/s of an update count {update_rank.BYTES_PER_PARAM} bytes a parameter, of statistics 2, "
+        f"GB/s of an update count {BYTES_PER_PARAM} bytes a parameter, of statistics 2, "
         "of the copy what it reads and writes"
     ]
     return Result("update", _settings(settings, num_params), raw, columns, rows, goals, notes)
@@ -66,7 +180,7 @@ def update(settings: UpdateSettings) -> Result:
 def _rows(case: tuple[int, str], seconds: Seconds, num_params: int) -> Iterator[tuple[str, ...]]:
     threads, name = case
     for variant, values in seconds.items():
-        bytes_moved = num_params * (2 if variant in (STATS, update_rank.LIBRARY_STATS) else update_rank.BYTES_PER_PARAM)
+        bytes_moved = num_params * (2 if variant in (STATS, LIBRARY_STATS) else BYTES_PER_PARAM)
         yield (
             f"{name}, {threads} thread(s): {variant}",
             show(spread([1e9 * value / num_params for value in values]), 3),
@@ -81,7 +195,7 @@ def _goals(case: tuple[int, str], seconds: Seconds) -> Iterator[Goal]:
 
     def goal(text: str, numerator: str, denominator: str, bound: float, at_least: bool = True) -> Goal:
         ratio = paired_ratio(seconds[numerator], seconds[denominator])
-        return Goal(f"{text} {where}", ratio.median, bound, at_least, ratio)
+        return Goal(f"{text} {where}", ratio, bound, at_least)
 
     # The copy moves as many bytes as the update, so a ratio of times is a ratio of rates.
     if COMPILED in seconds:

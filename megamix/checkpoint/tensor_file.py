@@ -19,16 +19,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megamix import tuned
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.snapshot import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
-_CHUNK = 1 << 20  # elements: 4 MiB, so the checksum reads them out of the cache
 _USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
 # Bytes: 65,000 tensors with usual names, 20,000 parameters of a rank. It takes two seconds to check, and ten times its
 # size in memory; the library would take 100 MB.
 _LARGEST_HEADER = 8 << 20
-_READ_AHEAD = 1 << 20  # bytes: two of them stay in the processor's cache
 
 
 def key_of(param: str, state: str, box: Box) -> str:
@@ -93,7 +92,7 @@ def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
     """The first `size` bytes of a file, 1 MiB at a time, each good until the next is asked for. A thread reads one
     ahead, since the disk would rest while the bytes are used. Raises: OSError, also if the file ends before.
     """
-    being_read, used = memoryview(bytearray(_READ_AHEAD)), memoryview(bytearray(_READ_AHEAD))
+    being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
         reading = reader.submit(_read_whole, file, being_read[:size])
         while size:
@@ -126,5 +125,5 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor (n,), on whatever device."""
-    for piece in torch.split(flat, _CHUNK):
+    for piece in torch.split(flat, tuned.SAVED_PIECE):
         yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # as bytes: numpy knows no BF16

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamix import tuned
 from megamix.comm.topology import Axis
 
 # torch 2.13 renames both and warns about the old names, which are the only ones before it.
@@ -23,8 +24,6 @@ _GATHER_TAG = 0x6D6D  # apart from the user's own sends and receives, which have
 
 _USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
 _LENGTH = 8  # bytes
-
-_SUM_CHUNK = 1 << 18  # elements: the FP32 accumulator (1 MiB) stays in cache while the ranks' parts stream through
 
 
 class Pending(Protocol):
@@ -231,7 +230,7 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """
     rounded = out.dtype != torch.float32
     # Without an accumulator the whole is one piece on a GPU, where launches cost more than the cache saves.
-    size = min(_SUM_CHUNK, out.numel()) if rounded or out.is_cpu else out.numel()
+    size = min(tuned.SUM_PIECE, out.numel()) if rounded or out.is_cpu else out.numel()
     accumulator = out.new_empty(size, dtype=torch.float32) if rounded else out
     for start in range(0, out.numel(), size):
         piece = out[start : start + size]

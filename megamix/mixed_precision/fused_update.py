@@ -13,20 +13,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.optimizers import Group, LibraryScalars, Optimizer, Tensors, UpdateScalars
 
 log = logging.getLogger("megamix")
-
-# Elements per piece without a compiler. A piece's FP32 gradient (4 MiB) stays in cache between the multiplication
-# and the library's kernel. A multiple of ROW, so that no piece ends in the kernel's scalar tail, which rounds
-# otherwise.
-_CHUNK = 1 << 20
-
-# Elements of the trial run. The compiler takes the first length it meets as typical: from a short one it would build
-# loops for one thread.
-_TRIAL = 1 << 20
 
 
 class StepScalars(NamedTuple):
@@ -107,9 +99,9 @@ class LibraryUpdate:
     ) -> None:
         lr_factor, weight_decay = self._groups[group]
         at = LibraryScalars(step.lr * lr_factor, weight_decay, step.coefficients, step.update, step.found_inf)
-        unscaled = torch.empty(min(_CHUNK, grad.numel()), dtype=torch.float32, device=grad.device)
-        for start in range(0, grad.numel(), _CHUNK):
-            piece = slice(start, min(start + _CHUNK, grad.numel()))
+        unscaled = torch.empty(min(tuned.UPDATE_PIECE, grad.numel()), dtype=torch.float32, device=grad.device)
+        for start in range(0, grad.numel(), tuned.UPDATE_PIECE):
+            piece = slice(start, min(start + tuned.UPDATE_PIECE, grad.numel()))
             piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
             piece_states = tuple(state[piece] for state in states)
             self._optimizer.library_update_(piece_grad, master[piece], piece_states, at)
@@ -142,7 +134,8 @@ def choose_update(
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
             for grad_dtype in dict.fromkeys(grad_dtypes):
-                _try_out(optimizer, *compiled, half.new_zeros(_TRIAL), half.new_zeros(_TRIAL, dtype=grad_dtype))
+                grad = half.new_zeros(tuned.TRIAL, dtype=grad_dtype)
+                _try_out(optimizer, *compiled, half.new_zeros(tuned.TRIAL), grad)
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):

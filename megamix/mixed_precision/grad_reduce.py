@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from megamix import tuned
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, Pending, make_collectives, sum_in_rank_order
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.settings import Precision
-
-# Elements that are summed before their statistics are taken. Their 8 MiB are still in cache then; of smaller pieces the
-# calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory saves. A multiple of ROW.
-_PIECE = 1 << 21
 
 
 def connect_owners(
@@ -119,7 +116,8 @@ class GradReduce:
         a pass of their own.
         """
         grad_shard = self.grad_shards[bucket]
-        size = _PIECE if grad_shard.is_cpu else grad_shard.numel()  # as for the sum: on a GPU there are no pieces
+        # As for the sum: on a GPU there are no pieces.
+        size = tuned.SUMMED_PIECE if grad_shard.is_cpu else grad_shard.numel()
         rows = []
         for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
             sum_in_rank_order(piece_parts, piece)

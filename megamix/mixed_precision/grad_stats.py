@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
-
-_CHUNK = 1 << 18  # elements per pass without a compiler: its FP32 copy (1 MiB) stays in cache
 
 
 def row_stats(grad_shard: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def chunked_row_stats(grad_shard: Tensor) -> Tensor:
     """`row_stats` for machines without a compiler, where each operation is a pass of its own: in chunks that stay in
     cache.
     """
-    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, _CHUNK)], dim=1)
+    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, tuned.STATS_PIECE)], dim=1)
 
 
 class PieceStats:

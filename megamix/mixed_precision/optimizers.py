@@ -16,13 +16,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megamix import tuned
+
 log = logging.getLogger("megamix")
 
 Tensors = tuple[Tensor, ...]
-
-# Elements that an equation takes at a time where nothing is compiled. Its temporaries stay in cache, and are small
-# enough for malloc to keep them: in pieces of 1 Mi elements the velocity form of NAG took 10 ns per parameter, not 2.6.
-_PIECE = 1 << 16
 
 
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
@@ -166,7 +164,7 @@ class Optimizer:
         has a fused kernel of this equation.
         """
         scalars = UpdateScalars(at.lr, at.weight_decay, at.coefficients)
-        pieces = zip(*(torch.split(tensor, _PIECE) for tensor in (grad, master, *states)), strict=True)
+        pieces = zip(*(torch.split(tensor, tuned.EQUATION_PIECE) for tensor in (grad, master, *states)), strict=True)
         for piece_grad, piece_master, *rest in pieces:
             piece_states = tuple(rest)
             new_master, new_states = self.gated_equation(piece_grad, piece_master, piece_states, scalars, at.found_inf)

@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megamix import tuned
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.fingerprint import fingerprint
 from megamix.mixed_precision.flat_layout import ROW
 
 Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
 
-_CHUNK = 1 << 18  # elements: on a CPU the second pass finds what the first left in cache
-_CHUNK_GPU = 1 << 24  # a GPU's launches cost more than its cache saves; bounds the memory of a check
 _SHOWN = 8  # of what differs
 _TEXT = 4096  # bytes
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, made odd, as a signed number
@@ -95,7 +94,7 @@ def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
     one word changes it, always; elements that changed places do, but for a chance of about 2^-30.
     Shapes: flat (numel,), a multiple of 64 x shards -> INT64 (shards,).
     """
-    chunk = _CHUNK if flat.is_cpu else _CHUNK_GPU
+    chunk = tuned.HASH_PIECE if flat.is_cpu else tuned.HASH_PIECE_GPU
     keys = _odd_keys(ROW * dtype.itemsize // 8, flat.device)
     rows = [_row_hashes(part.to(dtype).view(torch.int64), keys) for part in torch.split(flat, chunk)]
     by_shard = torch.cat(rows).view(shards, -1)

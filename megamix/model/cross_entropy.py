@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megamix import tuned
 from megamix.data.loader import IGNORE
 from megamix.model.wide import apply, row_slices
-
-# Logits alive at a time: a chunk that is multiplied at once, of not too few rows, since each chunk reads and writes the
-# whole FP32 gradient of the weight; and of it the part that is widened at once: on a CPU 2 MB of FP32 stay in cache.
-# In elements, on a CPU and elsewhere; for a GPU not measured.
-CHUNK = (2**19, 2**27)
-MIN_ROWS = 128
-PART = (2**19, 2**26)
 
 # Slopes lie in [-1, 1], those of rare tokens near 1 / vocab_size, where FP16 has few digits left. An exact power of two
 # that still fits, 2**15 < 65504, and that is divided out again in FP32.
@@ -85,11 +79,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
-    return row_slices(len(hidden), vocab_size, max(CHUNK[hidden.device.type != "cpu"], MIN_ROWS * vocab_size))
+    chunk = tuned.LOSS_CHUNK[hidden.device.type != "cpu"]
+    return row_slices(len(hidden), vocab_size, max(chunk, tuned.LOSS_ROWS * vocab_size))
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
-    return row_slices(len(x), x.shape[1], PART[x.device.type != "cpu"])
+    return row_slices(len(x), x.shape[1], tuned.LOSS_PART[x.device.type != "cpu"])
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megamix.comm.collectives import _SUM_CHUNK
-from megamix.mixed_precision import fused_update, grad_stats
+from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout
 
 _FP32 = 4
@@ -69,7 +68,7 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
     by_torch, copies = not facts.compiled, 1 if facts.sum_dtype == torch.float32 else 2
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
-    trial = fused_update._TRIAL * (half + facts.sum_dtype.itemsize + _FP32 * (1 + facts.num_states))
+    trial = tuned.TRIAL * (half + facts.sum_dtype.itemsize + _FP32 * (1 + facts.num_states))
     return EngineMemory(
         half_params=layout.padded_numel * half,
         half_grads=layout.padded_numel * grad,
@@ -80,10 +79,10 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
         filling=owned * _FP32 * (1 + facts.num_states) + _filling(layout, facts.dtype),
         fp32_bucket=_FP32 * layout.largest_bucket,
         trial=0 if by_torch else trial,
-        reduce=_FP32 * min(_SUM_CHUNK, largest_shard) if rounds else 0,
+        reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
-        statistics=rows + by_torch * copies * _FP32 * min(grad_stats._CHUNK, largest_shard),
-        update=by_torch * _FP32 * min(fused_update._CHUNK, largest_shard),
+        statistics=rows + by_torch * copies * _FP32 * min(tuned.STATS_PIECE, largest_shard),
+        update=by_torch * _FP32 * min(tuned.UPDATE_PIECE, largest_shard),
     )
 
 

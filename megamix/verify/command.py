@@ -8,11 +8,11 @@ import torch
 
 from megamix.config import Config, ConfigError, check_world_size
 from megamix.config.checks import check_config
+from megamix.ranks import RankFailure, RankPool
 from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
 from megamix.verify.layouts import Layout, parse_layout
 from megamix.verify.observe import observe
-from megamix.verify.rank_pool import RankFailure, RankPool
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
@@ -38,14 +38,12 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
     pools: dict[int, RankPool] = {}
     try:
         for layout in layouts:
-            pool = pools.get(layout.world_size)
-            if pool is None:  # ranks of one number serve all its layouts
-                on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
-                pool = pools[layout.world_size] = RankPool(layout.world_size, on_gpus=on_gpus)
+            on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
+            # Ranks of one number serve all its layouts.
+            pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
             try:
                 verdict = verify_layout(config, layout, pool)
             except RankFailure as failure:
-                pools.pop(layout.world_size).close(kill=True)  # the others may wait for it in a collective
                 failed.append(layout.name)
                 yield f"{layout.name:<14}fails\n{failure}"
                 continue
@@ -67,7 +65,7 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
 def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
     """Run one layout on its ranks and judge it."""
     here = _here(config, layout)
-    ranks = pool.run(observe, (here, UPDATES, OVERFLOW_AT), DEADLINE_S)
+    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=DEADLINE_S)
     optimizer = build_optimizer(here.optimizer, [here.optimizer.lr])
     return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.train.build import DTYPES
-from megamix.verify.assemble import Whole, assemble, equal_bits
-from megamix.verify.observe import GRADIENT, MASTER, Fragment, Observation, batches
+from megamix.verify.observe import GRADIENT, MASTER, Fragment, Observation, Whole, assemble, batches, equal_bits
 from megamix.verify.reference import MicroBatches, Reference, Step, exact_update
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative

@@ -1,8 +1,10 @@
-"""On every rank of a layout: take steps, and write down all that can be compared with one rank's."""
+"""On every rank of a layout: take steps, and write down all that can be compared with one rank's. The pieces of all
+ranks then become whole tensors by name, and copies of the same element are compared on the way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,7 +44,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class ObservedStep:
     """One step as one rank saw it. The gradient is the sum over ranks and micro-batches with the scale still in it."""
 
     scalars: dict[str, float]
@@ -56,7 +58,7 @@ class Observation:
 
     start: list[Fragment]  # masters and states before the first step
     start_copies: list[Fragment]
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[ObservedStep] = field(default_factory=list)
 
 
 def observe(config: Config, updates: int, overflow_at: int | None) -> Observation:
@@ -82,12 +84,12 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> Observatio
         passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()
         owned = [*_gradients(engine), *_states(engine)]
-        run.attempts.append(Attempt(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
+        run.attempts.append(ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
     return run
 
 
 def rank_device() -> torch.device:
-    """What this rank computes on: the GPU that its pool has given it, or the CPU."""
+    """Return what this rank computes on: the GPU that its pool has given it, or the CPU."""
     if dist.is_initialized() and dist.get_backend() == "nccl":  # pragma: CUDA only
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -112,7 +114,7 @@ class Poison:
 
 
 def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The micro-batches of one rank: tokens and targets, INT64 (micro_batch_size, seq_len)."""
+    """Yield the micro-batches of one rank: tokens and targets, INT64 (micro_batch_size, seq_len)."""
     model, batch_size = config.model, config.training.global_batch_size
     branching = min(model.vocab_size, _BRANCHING)
     source = MarkovSource(
@@ -156,7 +158,7 @@ def _gradients(engine: ShardedEngine) -> Iterator[Fragment]:
 
 
 def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
-    engine.param_gather.wait_all()
+    engine.wait()
     for bucket in engine.layout.buckets:
         for slot in bucket.slots:
             yield _fragment(slot.spec, "copy", 0, engine.half_params.params[slot.spec.name].detach().reshape(-1))
@@ -165,3 +167,50 @@ def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
     on_host = values.detach().to("cpu", torch.float32, copy=True).numpy()
     return Fragment(spec.name, state, spec.full_shape, spec.offset, spec.shape, start, on_host)
+
+
+@dataclass(slots=True)
+class Whole:
+    """Tensors of the full model: FP32, by (state, parameter). `problems`: what was missing, or differed."""
+
+    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, what)
+
+    def of(self, state: str) -> dict[str, Tensor]:
+        return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
+
+
+def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
+    """Put the ranks' fragments together: every element once, or alike wherever there are several copies."""
+    whole = Whole()
+    held: dict[tuple[str, str], Tensor] = {}
+    for rank, fragments in enumerate(ranks):
+        for part in fragments:
+            key = part.state, part.param
+            if key not in whole.tensors:
+                whole.tensors[key] = torch.zeros(part.full_shape)
+                held[key] = torch.zeros(part.full_shape, dtype=torch.bool)
+            where = _elements(part)
+            values, full, known = torch.from_numpy(part.values), whole.tensors[key].view(-1), held[key].view(-1)
+            again = known[where]
+            if not equal_bits(full[where][again], values[again]):
+                gap = (full[where][again] - values[again]).abs().max()
+                whole.problems.append((part.param, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
+            full[where] = values
+            known[where] = True
+    for (state, name), known in held.items():
+        if not known.all():
+            whole.problems.append((name, f"{int((~known).sum())} of {known.numel()} elements of {state} have no owner"))
+    return whole
+
+
+def _elements(part: Fragment) -> Tensor:
+    """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
+    places = torch.arange(torch.Size(part.full_shape).numel()).view(part.full_shape)
+    block = places[tuple(slice(low, low + size) for low, size in zip(part.offset, part.shape, strict=True))]
+    return block.reshape(-1)[part.start : part.start + len(part.values)]
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare two FP32 tensors bit for bit; NaN equals the same NaN."""
+    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))

@@ -10,17 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from megamix.bench import run, startup_bench, train_bench, update_bench
+from megamix.bench import command, startup_bench, train_bench, update_bench
+from megamix.bench.ranks import Settings, Side, Turn
 from megamix.bench.report import Goal, Result
-from megamix.bench.startup_bench import StartupSettings, startup
-from megamix.bench.train_bench import Measured, TrainSettings, examine, fp16, overlap, train, wire
-from megamix.bench.train_rank import Side, Turn
-from megamix.bench.update_bench import UpdateSettings, update
-from megamix.bench.update_rank import CASTS, COMPILED, COPY, LIBRARY, STATS, UpdateRank, UpdateWork
+from megamix.bench.startup_bench import startup
+from megamix.bench.train_bench import Measured, examine, fp16, overlap, train, wire
+from megamix.bench.update_bench import (
+    CASTS,
+    COMPILED,
+    COPY,
+    LIBRARY,
+    STATS,
+    UpdateRank,
+    UpdateSettings,
+    update,
+)
 from megamix.cli import main
 from tests.bench.tiny import MODEL, WORK
 
-TINY = TrainSettings(work=WORK, rounds=1, ranks=1)
+TINY = Settings(work=WORK, rounds=1, ranks=1)
 
 
 def _measured(tokens_per_s: list[float], peak_live_bytes: int = 100) -> Measured:
@@ -89,7 +97,7 @@ def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch
     rounds = {"half": _measured([100.0]), "half_fp32_sum": _measured([80.0]), "fp32": _measured([50.0])}
     built = {}
 
-    def measure(sides: list[Side], settings: TrainSettings) -> dict[str, Measured]:
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
         built.update({side.name: side.build(settings.work).engine for side in sides})
         return rounds
 
@@ -123,7 +131,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
 ) -> None:
     output = tmp_path / "bench.jsonl"
     settings = UpdateSettings(model=MODEL, rounds=1, threads=(1,), calls=1, try_compiler=False)
-    run.report([lambda: update(settings), lambda: overlap(TINY)], output)
+    command.report([lambda: update(settings), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
     assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
@@ -144,7 +152,7 @@ def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(startup_bench, "_seconds_to_first_step", seconds)
     monkeypatch.setattr(startup_bench, "MAX_ROUNDS", 1)
-    result = startup(StartupSettings(work=replace(WORK, compile_update=True), rounds=9))
+    result = startup(Settings(work=replace(WORK, compile_update=True), rounds=9))
     assert [*result.raw] == ["ours, compile cache cold", "ours, compile cache warm", "ours, no compiler", "ddp"]
     assert [len(values) for values in result.raw.values()] == [1, 1, 1, 1]
     assert 0.5 < result.raw["ddp"][0] < 120
@@ -166,7 +174,7 @@ def test_update_goals_are_ratios_of_rates() -> None:
 
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its timing is at stake here, not its speed
-    rank = UpdateRank(UpdateWork(model=MODEL, dtype=torch.bfloat16, calls=1))
+    rank = UpdateRank(MODEL, torch.bfloat16, calls=1)
     before = [master.clone() for master in rank._shard.master]
     seconds = rank.seconds(3)
     assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]
@@ -190,8 +198,8 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
             ran.append((name, settings.rounds))
             return Result(name, {}, {}, ("side",), [])
 
-        monkeypatch.setattr(run, name, bench)
-    monkeypatch.setattr(run, "layout", lambda name, rounds: bench(TrainSettings(rounds=rounds), name))
+        monkeypatch.setattr(command, name, bench)
+    monkeypatch.setattr(command, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
     want = (

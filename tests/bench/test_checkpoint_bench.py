@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from megamix.bench import checkpoint_bench
-from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
-from megamix.bench.checkpoint_rank import Beside, CheckpointRank
+from megamix.bench.checkpoint_bench import Beside, CheckpointRank, checkpoint
+from megamix.bench.ranks import Settings
 from megamix.checkpoint.verify import verify_checkpoint
 from megamix.model.sizes import parameter_count
 from tests.bench.tiny import MODEL, WORK
@@ -22,7 +23,7 @@ SECONDS = {"write": 2.0, "save": 2.5, "read": 1.0, "load": 1.75}
 class FakeRanks:
     """Two ranks, the second a little slower."""
 
-    def __init__(self, *_: Any, world_size: int):
+    def __init__(self, name: str, actor: Any, *, world_size: int):
         assert world_size == 2
 
     def __enter__(self) -> FakeRanks:
@@ -31,7 +32,8 @@ class FakeRanks:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        method = function.__name__
         if method == "saved_bytes":
             return [13 * PARAMS] * 2
         if method == "steps_beside_a_save":
@@ -40,8 +42,8 @@ class FakeRanks:
 
 
 def test_the_slowest_rank_counts_and_is_compared_with_plain_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_bench, "Ranks", FakeRanks)
-    result = checkpoint(CheckpointSettings(work=WORK, rounds=3))
+    monkeypatch.setattr(checkpoint_bench, "start_ranks", FakeRanks)
+    result = checkpoint(Settings(work=WORK, rounds=3))
     assert [(round(goal.value, 3), round(goal.bound, 3), goal.met) for goal in result.goals] == [
         (1.25, 1.3, True),  # 2.5 s over 2
         (1.75, 1.5, False),

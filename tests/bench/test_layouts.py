@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.bench import layout_bench, run
-from megamix.bench.layout_bench import LAYOUTS, layout
+from megamix.bench import command, train_bench
+from megamix.bench.ranks import Settings, Side, TrainRank, Turn
 from megamix.bench.report import Result
-from megamix.bench.train_bench import Measured, TrainSettings, _measured
-from megamix.bench.train_rank import Side, TrainRank, Turn
+from megamix.bench.train_bench import LAYOUTS, Measured, _measured, layout
 from megamix.cli import main
 from tests.bench.tiny import MODEL, WORK
 
@@ -48,7 +47,7 @@ def test_all_sides_of_a_layout_agree_on_the_losses(name: str, run_ranks) -> None
 
 
 def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
-    settings = TrainSettings(work=SMALL["pp2"], rounds=1, ranks=2)
+    settings = Settings(work=SMALL["pp2"], rounds=1, ranks=2)
     measured = _measured([[Turn(0.5, 3.0, 0.5, {}), Turn(0.25, 4.0, 1.0, {})]], 7, 8, settings)
     assert measured.tokens_per_s == [256.0]  # 4 micro-batches x 2 sequences x 16 tokens in half a second
 
@@ -56,11 +55,11 @@ def test_ranks_that_share_a_model_count_its_tokens_once() -> None:
 def test_the_goal_is_over_the_faster_of_torch_s_two(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"ours": 110.0, "autocast": 100.0, "fully_shard": 50.0, "ours, whole positions": 200.0}
 
-    def measure(sides: list[Side], settings: TrainSettings) -> dict[str, Measured]:
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
         assert (settings.rounds, settings.ranks, settings.work.shared) == (3, 2, True)
         return {side.name: Measured([rates[side.name]], [1.0], [1.0], [{}], 10**8, 100) for side in sides}
 
-    monkeypatch.setattr(layout_bench, "measure", measure)
+    monkeypatch.setattr(train_bench, "measure", measure)
     for name in LAYOUTS:
         (goal,) = layout(name, 3).goals
         assert goal.line() == "met    1.100 [1.100, 1.100] >= 0.97  tokens/s over torch alone (autocast)"
@@ -75,7 +74,7 @@ def test_a_layout_is_a_flag_of_bench_train(
         ran.append((name, rounds))
         return Result(name, {}, {}, ("side",), [])
 
-    monkeypatch.setattr(run, "layout", bench)
+    monkeypatch.setattr(command, "layout", bench)
     output = ["--rounds", "2", "--output", str(tmp_path / "lines.jsonl")]
     assert main(["bench", "--layout", "tp2", *output]) == 0
     assert main(["bench", "train", "--layout", "pp2", *output]) == 0

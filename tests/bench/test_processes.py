@@ -1,41 +1,47 @@
 """The processes of a bench: same settings for all, answers in rank order, and a failure says whose it was."""
 
+import multiprocessing
 import os
+from functools import partial
 
 import pytest
 
-from megamix.bench import processes
-from megamix.bench.processes import Ranks, process_environment
+from megamix.bench import ranks as bench_ranks
+from megamix.bench.ranks import process_environment, start_ranks
+from megamix.ranks import RankFailure
 from tests.bench.tiny import Adder, unbuildable
 
 
 def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
-    with Ranks("adders", Adder, 5, world_size=2, threads=1, environment={"MEGAMIX_ADDER": "yes"}) as ranks:
-        assert ranks.call("add", 2) == [7, 7]
-        assert ranks.call("add", 1) == [8, 8]
-        assert ranks.call("sum_over_ranks") == [17.0, 17.0]
-        assert ranks.call("setting", "MEGAMIX_ADDER") == [("yes", 1)] * 2
-        assert ranks.call("setting", "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # nobody reaches them from elsewhere
+    settings = {"MEGAMIX_ADDER": "yes"}
+    with start_ranks("adders", partial(Adder, 5), world_size=2, threads=1, environment=settings) as ranks:
+        assert ranks.call(Adder.add, 2) == [7, 7]
+        assert ranks.call(Adder.add, 1) == [8, 8]
+        assert ranks.call(Adder.sum_over_ranks) == [17.0, 17.0]
+        assert ranks.call(Adder.setting, "MEGAMIX_ADDER") == [("yes", 1)] * 2
+        assert ranks.call(Adder.setting, "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # nobody reaches them from elsewhere
         for name, value in process_environment(1).items():
-            assert ranks.call("setting", name) == [(value, 1)] * 2
-        with pytest.raises(RuntimeError, match=r"adders: rank 1 of 2 failed:\n(.|\n)*ArithmeticError: no such sum"):
-            ranks.call("fail_on_rank", 1)
+            assert ranks.call(Adder.setting, name) == [(value, 1)] * 2
+        with pytest.raises(RankFailure, match=r"adders: rank 1: Traceback(.|\n)*ArithmeticError: no such sum"):
+            ranks.call(Adder.fail_on_rank, 1)
 
 
 def test_a_rank_that_dies_or_cannot_be_built_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"broken: rank 0 of 1 failed:\n(.|\n)*LookupError: nothing to build"):
-        Ranks("broken", unbuildable)
+    with pytest.raises(RankFailure, match=r"broken: rank 0: Traceback(.|\n)*LookupError: nothing to build"):
+        start_ranks("broken", unbuildable).call(Adder.die)
     with (
-        pytest.raises(RuntimeError, match="mortal: rank 0 of 1 died with exit code 3"),
-        Ranks("mortal", Adder, 0) as ranks,
+        start_ranks("mortal", partial(Adder, 0)) as ranks,
+        pytest.raises(RankFailure, match="mortal: rank 0: died with exit code 3"),
     ):
-        ranks.call("die")
+        ranks.call(Adder.die)
 
 
 def test_a_rank_that_does_not_answer_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_DEADLINE_S", 0.0)
-    with pytest.raises(RuntimeError, match="slow: rank 0 of 1 did not answer for 0 s"):
-        Ranks("slow", Adder, 0)
+    monkeypatch.setattr(bench_ranks, "_DEADLINE_S", 0.0)
+    before = set(multiprocessing.active_children())  # pools of other tests
+    with pytest.raises(RankFailure, match="slow: rank 0: did not answer in time"):
+        start_ranks("slow", partial(Adder, 0)).call(Adder.add, 1)
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_malloc_settings_are_those_of_the_launcher() -> None:
@@ -47,5 +53,5 @@ def test_malloc_settings_are_those_of_the_launcher() -> None:
 
 
 def test_elsewhere_than_glibc_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(bench_ranks.ctypes, "CDLL", lambda name: object())
     assert process_environment(1) == {"OMP_NUM_THREADS": "1"}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megamix.bench import report
-from megamix.bench.report import Goal, Result, append_line, describe_machine, show, table
-from megamix.bench.spread import Spread
+from megamix.bench.report import Goal, Result, Spread, append_line, describe_machine, show, table
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ def test_a_goal_is_met_at_its_bound_and_on_the_right_side_of_it(value: float, at
 
 
 def test_a_goal_shows_figure_quartiles_and_bound() -> None:
-    goal = Goal("tokens/s over ddp", 1.1, 1.05, spread=Spread(1.0, 1.1, 1.25))
+    goal = Goal("tokens/s over ddp", Spread(1.0, 1.1, 1.25), 1.05)
     assert goal.line() == "met    1.100 [1.000, 1.250] >= 1.05  tokens/s over ddp"
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.bench.engines import Examined, ForwardBackward, Ours
-from megamix.bench.peers import Ddp, Fsdp, Zero
-from megamix.bench.train_rank import Side, TrainRank
+from megamix.bench.ranks import Side, TrainRank
+from megamix.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Zero
 from tests.bench.tiny import WORK
 
 FP32 = {

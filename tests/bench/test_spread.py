@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamix.bench.spread import Spread, paired_ratio, spread
+from megamix.bench.report import Spread, paired_ratio, spread
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megamix.bench.engines import Work
+from megamix.bench.sides import Work
 from megamix.config import ModelConfig
 
 MODEL = ModelConfig(vocab_size=64, seq_len=16, hidden_size=32, num_layers=2, num_heads=2)

@@ -12,10 +12,10 @@ import pytest
 
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
+from megamix.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
 from tests.conftest import FULL
-from tests.ranks import RankFailure, RankPool
 
 SAMPLE = 12  # points, where not all are taken
 
@@ -76,7 +76,7 @@ def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp
         shutil.copytree(ready, folder)
         pool = RankPool(2)
         with pytest.raises(RankFailure, match=f"rank {rank}: died with exit code -9"):
-            pool.run(_save_step_3, (folder, rank, at, midway, beside), 60.0)
+            pool.call(_save_step_3, folder, rank, at, midway, beside, deadline_s=60.0)
         pool.close(kill=True)
         newest = 3 if rank == 0 and at > committed_at else 2
         assert run_ranks(_resume_and_save_step_4, 2, folder) == [(newest, [])] * 2, where

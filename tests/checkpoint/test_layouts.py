@@ -25,8 +25,8 @@ from megamix import (
     ShardedEngine,
     StaticLossScale,
     TorchLossScale,
+    tuned,
 )
-from megamix.checkpoint import tensor_file
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.load import fill as fill_parts
@@ -176,7 +176,7 @@ LAYOUTS = [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 3), (2, 2, 2), (3,
 def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
     tmp_path: Path, saved: tuple[int, ...], monkeypatch
 ) -> None:
-    monkeypatch.setattr(tensor_file, "_READ_AHEAD", 20)  # bytes: rows and boxes begin and end anywhere in a chunk
+    monkeypatch.setattr(tuned, "READ_AHEAD", 20)  # bytes: rows and boxes begin and end anywhere in a chunk
     checkpoint = read_checkpoint(_save_simulated(tmp_path / "checkpoints", _ranks_of(*saved)))
     for layout in LAYOUTS:
         ranks = _ranks_of(*layout)

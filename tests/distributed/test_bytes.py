@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, tuned
 from megamix.live_storage import LiveStorage
 from tests.distributed.models import loss_of, make_batch, make_model
 
@@ -102,12 +102,10 @@ def test_no_fp32_copy_of_the_gradient_between_backward_and_update(run_ranks, red
 
 
 def _with_small_pieces(reduce_dtype: str) -> int:
-    from megamix.comm import collectives
-    from megamix.mixed_precision import fused_update, grad_stats
 
-    kept = collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK
-    collectives._SUM_CHUNK = fused_update._CHUNK = grad_stats._CHUNK = 128
+    kept = tuned.SUM_PIECE, tuned.UPDATE_PIECE, tuned.STATS_PIECE
+    tuned.SUM_PIECE = tuned.UPDATE_PIECE = tuned.STATS_PIECE = 128
     try:
         return _fp32_tensors_of_gradient_size(reduce_dtype)
     finally:
-        collectives._SUM_CHUNK, fused_update._CHUNK, grad_stats._CHUNK = kept
+        tuned.SUM_PIECE, tuned.UPDATE_PIECE, tuned.STATS_PIECE = kept

@@ -12,12 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamix import AdamW, Precision, ShardedEngine, StaticLossScale
+from megamix import AdamW, Precision, ShardedEngine, StaticLossScale, tuned
 from megamix.clock import Clock
-from megamix.comm import collectives
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
-from megamix.mixed_precision import grad_reduce
 from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from tests.conftest import FULL
@@ -61,7 +59,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
 
 
 def _reduce_in_small_pieces(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, bool]]:
-    with mock.patch.object(collectives, "_SUM_CHUNK", 128), mock.patch.object(grad_reduce, "_PIECE", 256):
+    with mock.patch.object(tuned, "SUM_PIECE", 128), mock.patch.object(tuned, "SUMMED_PIECE", 256):
         return _reduce(dtype, numels)
 
 

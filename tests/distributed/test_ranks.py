@@ -1,15 +1,19 @@
-"""The harness names the rank that raised, died or hung, and the next case gets healthy ranks."""
+"""A rank that raised, died or hung is named, the next case gets healthy ranks, and none outlives its parent."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailure
+from megamix.ranks import RankFailure
 
 
 def _sum_of_ranks() -> int:
@@ -59,3 +63,30 @@ def _make_group_and_count() -> tuple[int, int]:
 def test_groups_that_a_case_has_made_are_gone_in_the_next(run_ranks) -> None:
     for _ in range(3):
         assert run_ranks(_make_group_and_count, 2) == [(1, 2), (1, 2)]
+
+
+_PARENT = """
+import os, time
+from megamix.ranks import RankPool
+pool = RankPool(2)
+print(*pool.call(os.getpid), flush=True)
+pool.call(time.sleep, 600.0)
+"""
+
+
+def _lives(pid: str) -> bool:
+    stat = Path("/proc", pid, "stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux who lives")
+def test_ranks_end_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = parent.stdout.readline().split()
+        assert [_lives(rank) for rank in ranks] == [True, True]
+        parent.send_signal(signal.SIGKILL)
+    end_s = time.monotonic() + 20.0
+    while any(map(_lives, ranks)) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert [rank for rank in ranks if _lives(rank)] == []

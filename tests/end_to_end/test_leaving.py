@@ -20,9 +20,9 @@ import pytest
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.config import Config, config_to_toml
+from megamix.ranks import DEADLINE_S
 from megamix.supervise.processes import children_of, process_start
 from tests.conftest import FULL
-from tests.ranks import DEADLINE_S
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 

@@ -19,10 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from megamix.config import config_to_toml
+from megamix.ranks import CONTEXT, DEADLINE_S
 from megamix.supervise.processes import children_of
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
-from tests.ranks import CONTEXT, DEADLINE_S
 from tests.train.jobs import write_data
 
 NOBODY = 65534

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding
+from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision import fused_update
@@ -196,7 +196,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
     # What is limited is the number of graphs of one code object, whoever makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
-    monkeypatch.setattr(fused_update, "_TRIAL", 64)
+    monkeypatch.setattr(tuned, "TRIAL", 64)
     half, alone = torch.zeros(64, dtype=torch.float16), Collectives(Axis())
     for number in range(10):
         update, _ = choose_update(NAG(lr=0.1, momentum=0.05 * number), GROUPS, half, [half.dtype], alone, True)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamix import tuned
 from megamix.data.loader import IGNORE
 from megamix.live_storage import LiveStorage
-from megamix.model import cross_entropy as module
 from megamix.model.cross_entropy import linear_cross_entropy
 from tests.model.rounding import U32, UNIT, assert_rounds_once, randn, saved_bytes
 
@@ -32,9 +32,9 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def test_loss_and_gradients_stay_within_the_bound_of_their_products(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk_rows: int
 ) -> None:
-    monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
-    monkeypatch.setattr(module, "CHUNK", (1, 1))
-    monkeypatch.setattr(module, "PART", (3 * VOCAB, 1))
+    monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
+    monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
+    monkeypatch.setattr(tuned, "LOSS_PART", (3 * VOCAB, 1))
     leaves, loss_scale = inputs(dtype), 2.0**10
     targets = TARGETS.clone()
     targets[0, 4] = targets[2, 0] = IGNORE
@@ -87,9 +87,9 @@ def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     rows, hidden_size, vocab_size, chunk_rows = 2048, 16, 1024, 32
-    monkeypatch.setattr(module, "MIN_ROWS", chunk_rows)
-    monkeypatch.setattr(module, "CHUNK", (1, 1))
-    monkeypatch.setattr(module, "PART", (8 * vocab_size, 1))
+    monkeypatch.setattr(tuned, "LOSS_ROWS", chunk_rows)
+    monkeypatch.setattr(tuned, "LOSS_CHUNK", (1, 1))
+    monkeypatch.setattr(tuned, "LOSS_PART", (8 * vocab_size, 1))
     hidden = randn(rows, hidden_size, dtype=dtype).requires_grad_()
     weight = randn(vocab_size, hidden_size, seed=1, dtype=dtype).requires_grad_()
     targets = torch.zeros(rows, dtype=torch.int64)

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
+from megamix.ranks import CONTEXT, DEADLINE_S
 from megamix.supervise import watchdog
 from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.conftest import FULL
-from tests.ranks import CONTEXT, DEADLINE_S
 
 
 def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:

@@ -24,10 +24,10 @@ from megamix.config import Config
 from megamix.data.source import TokenFileSource, TokenSpan
 from megamix.data.steady_file import DataError
 from megamix.data.token_file import TokenFile, TokenFileWriter, bin_path, idx_path, token_file_fingerprint
+from megamix.ranks import DEADLINE_S
 from megamix.supervise.status import WrongDataError
 from megamix.train import job
 from tests.conftest import FULL
-from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.jobs import BatchPlan, run_on_ranks, tiny_job, write_data
 

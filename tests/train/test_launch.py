@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megamix.ranks import DEADLINE_S
 from megamix.supervise import rendezvous
 from megamix.supervise.launch import launch
 from megamix.supervise.processes import children_of
 from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE
-from tests.ranks import DEADLINE_S
 
 
 @pytest.fixture(autouse=True)

@@ -22,12 +22,12 @@ from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
 from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.resume import changes
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
-from tests.ranks import RankFailure, RankPool
 from tests.test_config_unread import listed_before
 from tests.train.jobs import (
     Crash,
@@ -120,7 +120,7 @@ def _killed(config: Config, victim: int, at_call: int) -> bool:
     """Run on ranks of their own; whether the kill came before the end."""
     pool = RankPool(2)
     try:
-        pool.run(_run_until, (config, victim, at_call), 120.0)
+        pool.call(_run_until, config, victim, at_call)
     except RankFailure as failure:
         return f"rank {victim}: died with exit code -9" in str(failure)
     finally:

@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
+from megamix.ranks import DEADLINE_S
 from megamix.supervise import started_with
 from megamix.supervise.started_with import Group, differences, names
 from megamix.train import same_job
 from megamix.train.same_job import NoAnswerError, check_same_job
 from tests.conftest import FULL
-from tests.ranks import DEADLINE_S
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]

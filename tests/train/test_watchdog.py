@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from megamix.checkpoint.folder import Files
+from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Place, RollCall, Sign
 from megamix.supervise.processes import process_start
 from tests.conftest import FULL
-from tests.ranks import DEADLINE_S
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.jobs import tiny_job, write_data
 

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 
 from megamix.cli import main
+from megamix.ranks import RankFailure
 from megamix.verify import command
 from megamix.verify.judge import Difference, Verdict
-from megamix.verify.rank_pool import RankFailure
 
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 SMALL = [

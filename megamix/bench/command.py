@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megamix.bench.checkpoint_bench import CheckpointSettings, checkpoint
-from megamix.bench.layout_bench import layout
+from megamix.bench.checkpoint_bench import checkpoint
+from megamix.bench.ranks import Settings
 from megamix.bench.report import Result, append_line, describe_machine
-from megamix.bench.startup_bench import StartupSettings, startup
-from megamix.bench.train_bench import TrainSettings, examine, fp16, overlap, train, wire
+from megamix.bench.startup_bench import startup
+from megamix.bench.train_bench import examine, fp16, layout, overlap, train, wire
 from megamix.bench.update_bench import UpdateSettings, update
 
 
 def run(what: str, rounds: int, output: Path) -> None:
-    """`what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done."""
+    """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done."""
+    settings = Settings(rounds=rounds)
     benches: dict[str, Callable[[], Result]] = {
         "update": lambda: update(UpdateSettings(rounds=rounds)),
-        "train": lambda: train(TrainSettings(rounds=rounds)),
+        "train": lambda: train(settings),
         "tp2": lambda: layout("tp2", rounds),
         "pp2": lambda: layout("pp2", rounds),
-        "fp16": lambda: fp16(TrainSettings(rounds=rounds)),
-        "overlap": lambda: overlap(TrainSettings(rounds=rounds)),
-        "wire": lambda: wire(TrainSettings(rounds=rounds)),
-        "examine": lambda: examine(TrainSettings(rounds=rounds, ranks=1)),
-        "checkpoint": lambda: checkpoint(CheckpointSettings(rounds=rounds)),
-        "startup": lambda: startup(StartupSettings(rounds=rounds)),
+        "fp16": lambda: fp16(settings),
+        "overlap": lambda: overlap(settings),
+        "wire": lambda: wire(settings),
+        "examine": lambda: examine(Settings(rounds=rounds, ranks=1)),
+        "checkpoint": lambda: checkpoint(settings),
+        "startup": lambda: startup(settings),
     }
     report([benches[name] for name in benches if what in (name, "all")], output)
 

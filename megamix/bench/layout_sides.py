@@ -1,11 +1,13 @@
-"""torch alone where ranks divide the model: `parallelize_module` and the pipeline's schedules, on the same model.
+"""Ours and torch alone where ranks divide the model: by tensors, or in a pipeline of stages.
 
-Each in mixed precision, once by autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds
-weights in half as well and casts them once a step.
+torch's are `parallelize_module` and its pipelines' schedules on the same model, each in mixed precision, once by
+autocast and once by `fully_shard` over a data-parallel axis of one rank, which holds weights in half as well and casts
+them once a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +15,55 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix.bench.engines import Work, make_model
-from megamix.bench.layout_engines import SCHEDULE
-from megamix.bench.peers import Ddp, param_groups, shard_fully
+from megamix.bench.sides import Ddp, Ours, Work, make_engine, make_model, param_groups, shard_fully
+from megamix.comm.topology import Topology
+from megamix.data.loader import Batch
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.model.transformer import Transformer
-from megamix.parallel.pipeline_parallel import SCHEDULES
-from megamix.parallel.stages import Stage, keep_layers, plan_stages
+from megamix.parallel.build import build_model
+from megamix.parallel.passes import MicroBatch
+from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
+from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
+
+SCHEDULE = "1f1b"
+
+
+def _make_part(
+    work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+) -> tuple[Transformer, ShardedEngine]:
+    """Return this rank's part of the model, of the weights that make_model has, and its engine."""
+    torch.manual_seed(1234)
+    cpu = torch.device("cpu")
+    model, placements = build_model(work.model, topology, cpu, stages, sequence_parallel=sequence_parallel)
+    sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
+    return model, make_engine(work, model, Precision(dtype), sharding)
+
+
+class OursTensorParallel(Ours):
+    """megamix with every rank in one tensor-parallel axis."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sequence_parallel: bool = True):
+        topology = Topology.connect(tp_size=dist.get_world_size())
+        _, self.engine = _make_part(work, dtype, topology, sequence_parallel=sequence_parallel)
+
+
+class OursPipeline(Ours):
+    """megamix with one stage on each rank."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        topology = Topology.connect(pp_size=dist.get_world_size())
+        stages = plan_stages(work.model, topology.pp.size, 1)
+        model, self.engine = _make_part(work, dtype, topology, stages, sequence_parallel=False)
+        own = {topology.pp.rank: stages[topology.pp.rank].layers}
+        border = Handover(topology.pp, len(stages), (work.micro_batch_size, work.model.seq_len))
+        self._pipeline = Pipeline(self.engine, model, own, SCHEDULE, border)
+        self._micro_batches = work.micro_batches
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        parts = zip(tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches), strict=True)
+        self._pipeline.backward(MicroBatch(Batch(*part, None, part[1].numel())) for part in parts)
+        return self.engine.accumulation.loss_sum / self._micro_batches
 
 
 class TorchTensorParallel(Ddp):

@@ -1,29 +1,86 @@
-"""One rank of one side of a training comparison: takes its turns at the machine and says how long they took."""
+"""The ranks of a bench: each side of a comparison has some of its own, alive for the whole bench and blocked on a pipe
+while another side runs. One of a training comparison takes its turns at the machine and says how long they took.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megamix.bench.engines import Engine, Work
+from megamix.bench.sides import Engine, Work
 from megamix.live_storage import LiveStorage
+from megamix.model.sizes import parameter_count
+from megamix.ranks import RankPool
+
+T = TypeVar("T")
+
+_DEADLINE_S = 600.0  # for one answer; the slowest is a step of FP16 products on a CPU without FP16 units
+
+
+def start_ranks(
+    name: str, actor: Callable[[], object], *, world_size: int = 1, threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> RankPool:  # fmt: skip
+    """Return a pool of new interpreters, each with one `actor()`, that have what the launcher sets for its ranks."""
+    settings = {**process_environment(threads), **(environment or {})}
+    return RankPool(world_size, actor=actor, environment=settings, name=name, deadline_s=_DEADLINE_S)
+
+
+def process_environment(threads: int) -> dict[str, str]:
+    """Return what launch/pretrain.sh sets for its ranks: the same for every side of a comparison."""
+    return {"OMP_NUM_THREADS": str(threads), **_malloc_settings()}
+
+
+def _malloc_settings() -> dict[str, str]:
+    """Tell glibc to keep the pages that a step frees for the next one; the reasons are in launch/pretrain.sh."""
+    try:  # glibc before 2.35 refuses more than 32 MiB; M_MMAP_THRESHOLD is -3
+        largest_kept = 2**32 if ctypes.CDLL(None).mallopt(-3, 2**30) else 2**25
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return {}
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str(largest_kept),
+        "MALLOC_TRIM_THRESHOLD_": str(2**32),
+        "MALLOC_TOP_PAD_": str(2**28),
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way to train. `build`: a class of engines.py or peers.py, or a partial of one: it travels to the ranks."""
+    """One way to train. `build`: a subclass of sides.Engine, or a partial of one: it travels to the ranks."""
 
     name: str
     build: Callable[[Work], Engine]
     steps: int = 4  # timed steps of a turn
     warm_up_steps: int = 1  # untimed ones before them: the timed ones find caches and gathers as in the middle of a run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How much of what is measured."""
+
+    work: Work = field(default_factory=Work)
+    rounds: int = 15
+    ranks: int = 2
+
+    def described(self) -> dict[str, Any]:
+        """Return what the line of JSON says of them."""
+        model = self.work.model
+        of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1}
+        return {**of_all, "parameters": parameter_count(model), "model": model.model_dump()}
+
+
+def rotated(sides: Sequence[T], number: int) -> list[T]:
+    """Return all of them in turn, beginning with another one each round: none always follows the same one."""
+    first = number % len(sides)
+    return [*sides[first:], *sides[:first]]
 
 
 class Turn(NamedTuple):
@@ -48,6 +105,7 @@ class TrainRank:
         self._engine: Engine | None = None
 
     def turn(self) -> Turn:
+        """Take the steps of a turn, after those that warm it up."""
         engine = self._built()
         for _ in range(self._side.warm_up_steps):
             self._train_step(engine)
@@ -72,7 +130,7 @@ class TrainRank:
         return losses
 
     def peak_live_bytes(self, steps: int) -> int:
-        """Of a new engine's construction and first steps."""
+        """Return the peak of a new engine's construction and first steps."""
         # The tracker cannot see into a compiled function. The path without a compiler holds a small buffer more.
         self._work = replace(self._work, compile_update=False)
         with LiveStorage() as tracker:
@@ -81,7 +139,7 @@ class TrainRank:
         return peak
 
     def max_rss_bytes(self) -> int:
-        """The process's peak of resident memory so far."""
+        """Return the process's peak of resident memory so far."""
         peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else 1024 * peak  # the unit of ru_maxrss differs
 

@@ -1,0 +1,215 @@
+"""The sides of a comparison behind one small interface: ours, forward and backward alone, and torch's own ways to train
+data-parallel in mixed precision, each as its documentation has it, on the same model.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megamix.config import ModelConfig
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.optimizers import AdamW
+from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
+from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
+from megamix.train.precision_report import gather_precision
+
+GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What every side trains, and by which rules."""
+
+    model: ModelConfig = GPT_12M
+    micro_batch_size: int = 4  # sequences on each rank
+    micro_batches: int = 1  # of a step; more than one where a pipeline cuts its batch
+    shared: bool = False  # the ranks divide the model and take part in the same sequences
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # of parameters with two dims; norms have none
+    clip_grad: float = 1.0
+    compile_update: bool = True  # ours; no side compiles its model
+
+
+class Engine(ABC):
+    """One side on one rank."""
+
+    @abstractmethod
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Run all micro-batches of a step; return their loss, FP32 (), or 0 where another rank knows it.
+
+        Shapes: INT64 (micro_batches * micro_batch_size, seq_len).
+        """
+
+    @abstractmethod
+    def optimize(self) -> None:
+        """Do all that follows backward: what is left of the reduction, clipping, the update, sending weights out."""
+
+    def finish(self) -> None:  # noqa: B027  # most sides leave nothing
+        """Wait for what a step has left under way."""
+
+    def details_ms(self) -> dict[str, float]:
+        """Return parts of the time since the last call, by name, where the side can tell them apart."""
+        return {}
+
+
+def make_model(work: Work, *, wide: bool = True) -> Transformer:
+    """Return a model of the same weights on every side and rank."""
+    torch.manual_seed(1234)
+    return Transformer(work.model, Ops(wide=wide))
+
+
+def make_engine(work: Work, model: Transformer, precision: Precision, sharding: Sharding) -> ShardedEngine:
+    """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
+    engine = ShardedEngine(
+        model,
+        AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
+        precision,
+        sharding,
+        clip_grad=work.clip_grad,
+        grad_accum_steps=work.micro_batches,
+        compile_update=work.compile_update,
+    )
+    engine.clock.enabled = True
+    return engine
+
+
+class Ours(Engine):
+    """megamix. `wide`: half products computed in FP32 on a CPU without FP16 units. `reduce_dtype` "fp32": with FP32
+    gradients.
+    """
+
+    def __init__(
+        self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
+        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None,
+    ):  # fmt: skip
+        model = make_model(work, wide=wide)
+        reduced = torch.float32 if reduce_dtype == "fp32" else None
+        # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
+        loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
+        precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
+        self.engine = make_engine(work, model, precision, Sharding(units=[*model.blocks], overlap=overlap))
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def optimize(self) -> None:
+        self.engine.step()
+
+    def finish(self) -> None:
+        self.engine.wait()
+
+    def details_ms(self) -> dict[str, float]:
+        return {name: 1e3 * seconds for name, seconds in self.engine.clock.read().items()}
+
+
+class Examined(Ours):
+    """megamix with every step examined, and what it says gathered as a run does for its log."""
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.engine.examine_next_step()
+        return super().forward_backward(tokens, targets)
+
+    def optimize(self) -> None:
+        result = self.engine.step()
+        assert result.examination is not None
+        gather_precision(self.engine, result.examination, result.by_piece, float(result.loss_scale))
+
+
+class ForwardBackward(Engine):
+    """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self.model = make_model(work).to(dtype)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def optimize(self) -> None:
+        pass
+
+
+def param_groups(model: nn.Module, work: Work) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: no weight decay on norms, as on our side."""
+    params = [*model.parameters()]
+    return [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": work.weight_decay},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+class Ddp(Engine):
+    """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self._clip_grad, self._dtype = work.clip_grad, dtype
+        # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
+        self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
+        self.optimizer = self._make_optimizer(param_groups(self.model, work), work)
+
+    def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+            loss: Tensor = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def optimize(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Zero(Ddp):
+    """The same with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
+
+    def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
+        # Imported here, as FSDP below: a rank of another side would pay for it in its start-up time.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+            groups, torch.optim.AdamW, lr=work.lr, betas=work.betas, eps=work.eps, fused=True
+        )
+        return optimizer
+
+
+class Fsdp(Ddp):
+    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded."""
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
+        model = self.model = make_model(work)
+        shard_fully(model, model.blocks, init_device_mesh("cpu", (dist.get_world_size(),)), dtype, reduce_dtype)
+        self.optimizer = self._make_optimizer(param_groups(model, work), work)
+
+
+def shard_fully(
+    root: nn.Module, blocks: Iterable[nn.Module], mesh: Any, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Apply `fully_shard` to each block and to the root, in mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+    for module in (*blocks, root):
+        fully_shard(module, mesh=mesh, mp_policy=policy, **settings)

@@ -1,0 +1,211 @@
+"""Real ranks on this machine: started once, then called one time after the other.
+
+A call names a function, which runs on every rank with the process group up and returns something picklable. A rank that
+raises, dies or does not answer by the deadline is named, all ranks of its pool end, and the next call gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megamix.supervise.rendezvous import keep_to_loopback
+
+T = TypeVar("T")
+
+DEADLINE_S = 120.0
+_GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wait for it in a collective
+
+# fork would copy the parent's threads' locks and hang; spawn imports torch anew for every rank.
+CONTEXT = multiprocessing.get_context("forkserver")
+# An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"])
+
+
+class RankFailure(RuntimeError):
+    """Which ranks failed, and how."""
+
+
+class RankPool:
+    """`world_size` ranks, started by the first call and kept alive between calls.
+
+    on_gpus: one on each GPU, by NCCL; else on the CPU, by Gloo.
+    actor: each rank holds one `actor()` for as long as it lives, and every function is called with that in front: name
+        methods of its class. One rank alone has no process group then. Without an actor no call finds what an earlier
+        one has left behind.
+    environment: the ranks are new interpreters with these settings beside the parent's: OpenMP and malloc read theirs
+        when a program starts. Else they are forks of a process that has torch loaded, with one thread each.
+    name: of the pool, told with a failure.
+    """
+
+    def __init__(
+        self, world_size: int, *, on_gpus: bool = False, actor: Callable[[], object] | None = None,
+        environment: Mapping[str, str] | None = None, name: str = "", deadline_s: float = DEADLINE_S,
+    ):  # fmt: skip
+        self.world_size, self.on_gpus = world_size, on_gpus
+        self._actor, self._environment, self._deadline_s = actor, environment, deadline_s
+        self._who = f"{name}: rank" if name else "rank"
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+
+    def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
+        """Return every rank's answer, in rank order. Raises: RankFailure."""
+        try:
+            if not self._processes:
+                self._start()
+            return self._ask(function, args, self._deadline_s if deadline_s is None else deadline_s)
+        except BaseException:
+            self.close(kill=True)  # the other ranks may wait in a collective for ever
+            raise
+
+    def close(self, *, kill: bool = False) -> None:
+        """End all ranks; wait for what they are doing, or `kill` them."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.send(None)
+        for process in self._processes:
+            process.join(10.0)
+            process.kill()
+        if self._processes:
+            self._folder.cleanup()
+        self._pipes, self._processes = [], []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(kill=error is not None)
+
+    def _start(self) -> None:
+        context: BaseContext = CONTEXT if self._environment is None else multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
+        self._worlds = 0  # so far
+        self._needs_world = self._actor is None or self.world_size > 1
+        with _set(self._environment or {}):
+            for rank in range(self.world_size):
+                mine, theirs = context.Pipe()
+                new_interpreter = self._environment is not None
+                args = (rank, self.world_size, self._folder.name, theirs, self.on_gpus, new_interpreter)
+                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]
+                process.start()
+                theirs.close()
+                self._pipes.append(mine)
+                self._processes.append(process)
+        if self._actor is not None:
+            self._ask(self._actor, (), self._deadline_s, hold=True)
+
+    def _ask(
+        self, function: Callable[..., T], args: tuple[Any, ...], deadline_s: float, *, hold: bool = False
+    ) -> list[T]:
+        world = self._worlds if self._needs_world else None
+        for pipe in self._pipes:
+            pipe.send((function, args, world, hold))
+        self._worlds += self._needs_world
+        self._needs_world = False
+        answers: dict[int, T] = {}
+        failures: dict[int, str] = {}
+        end_s = time.monotonic() + deadline_s
+        while silent := [rank for rank in range(self.world_size) if rank not in answers and rank not in failures]:
+            ready = wait([self._pipes[rank] for rank in silent], timeout=max(0.0, end_s - time.monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(silent, "did not answer in time (its stack is on stderr)")
+                self._show_stacks(silent)
+            for rank in [rank for rank in silent if self._pipes[rank] in ready]:
+                try:
+                    kind, value, made_groups = self._pipes[rank].recv()
+                    self._needs_world |= made_groups and self._actor is None
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(1.0)
+                    kind, value = "raised", f"died with exit code {self._processes[rank].exitcode}"
+                if kind == "returned":
+                    answers[rank] = value
+                else:
+                    failures[rank] = value
+                    end_s = min(end_s, time.monotonic() + _GRACE_S)
+        if failures:
+            raise RankFailure("\n".join(f"{self._who} {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _show_stacks(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.2)  # a signal handler writes the stacks, which takes a moment
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool, new_interpreter: bool) -> None:
+    """What a rank does: answer calls until there are no more, or the parent is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    keep_to_loopback(os.environ)
+    faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
+    if new_interpreter:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo's greetings would mix into a report
+    else:
+        torch.set_num_threads(1)
+    if on_gpus:  # pragma: CUDA only
+        torch.cuda.set_device(rank)
+    held: list[object] = []
+    while (request := pipe.recv()) is not None:
+        function, args, world, hold = request
+        if world is not None:
+            # Groups that a call has made cannot be destroyed one by one: torch would give their names again, and the
+            # next ones would meet in what the first have left in the store. Kept, each costs threads that wake up 100
+            # times a second.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"
+            dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        try:
+            value = function(*held, *args)
+            if hold:
+                held, value = [value], None
+            answer = ("returned", value)
+        except Exception:
+            answer = ("raised", traceback.format_exc())
+        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map) > 1))
+        if not held:  # else it would take time from whoever is measured next
+            gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _set(environment: Mapping[str, str]) -> Iterator[None]:
+    """Let processes that are started inside the block have these settings beside the parent's."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            os.environ.pop(name)
+            os.environ.update({name: before[name]} if name in before else {})

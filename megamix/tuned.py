@@ -1,0 +1,53 @@
+"""Numbers that were tuned by measuring, on 2 cores of an AMD EPYC (32 MiB of L3) where nothing else is said.
+
+None changes a result. Each comes with what was measured and how to measure it again: change the number and run that
+before and after, in turns. On a GPU none was tuned.
+"""
+
+# Elements of the sum over ranks that are added at a time: the FP32 accumulator (1 MiB) stays in cache while the ranks'
+# parts stream through. 0.5 ms where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire`.
+SUM_PIECE = 1 << 18
+
+# Elements per pass of the statistics without a compiler: their FP32 copy (1 MiB) stays in cache. Again: `megamix bench
+# update`, "statistics, no compiler".
+STATS_PIECE = 1 << 18
+
+# Elements that are summed before their statistics are taken, in FP32 from half parts. Their 8 MiB are still in cache
+# then; of smaller pieces the calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory
+# saves: 0.81 ns per element of a shard of 1.5 M, 1.09 in pieces of 1 MiB. A multiple of ROW. Again: `megamix bench
+# wire`, `half_fp32_sum`.
+SUMMED_PIECE = 1 << 21
+
+# Elements per piece of an update without a compiler. A piece's FP32 gradient (4 MiB) stays in cache between the
+# multiplication and the library's kernel; 64 Ki, 256 Ki and 1 Mi took 0.94, 0.76 and 0.75 ns per parameter. A multiple
+# of ROW, so that no piece ends in the kernel's scalar tail, which rounds otherwise. Again: `megamix bench update`,
+# "update, no compiler".
+UPDATE_PIECE = 1 << 20
+
+# Elements that an optimizer's equation takes at a time where nothing is compiled and the library has no kernel. Its
+# temporaries stay in cache, and are small enough for malloc to keep them: in pieces of 1 Mi the velocity form of NAG
+# took 10 ns per parameter, not 2.6. Again: `megamix bench update` with that optimizer in UpdateRank.
+EQUATION_PIECE = 1 << 16
+
+# Elements of a compiled update's trial run. The compiler takes the first length it meets as typical: from 128 it builds
+# loops for one thread (0.71 ns per parameter with one or two), from this with two 0.53. Again: `megamix bench update`,
+# 2 threads.
+TRIAL = 1 << 20
+
+# Elements of a weight that are hashed at a time. On a CPU the second pass finds what the first left in cache; a GPU's
+# launches cost more than its cache saves, and the number bounds the memory of a check. With it a check takes 0.006 % of
+# a run at every 100th step. Again: `megamix bench train` with a check in every step.
+HASH_PIECE, HASH_PIECE_GPU = 1 << 18, 1 << 24
+
+# Logits alive at a time, in elements, on a CPU and elsewhere: a chunk that is multiplied at once, of not too few rows,
+# since each chunk reads and writes the whole FP32 gradient of the weight; and of it the part that is widened at once:
+# on a CPU 2 MB of FP32 stay in cache. Again: `megamix bench train`.
+LOSS_CHUNK = (2**19, 2**27)
+LOSS_ROWS = 128
+LOSS_PART = (2**19, 2**26)
+
+# Of a checkpoint: elements that are written at a time (4 MiB), so the checksum reads them out of the cache, and bytes
+# that a thread reads ahead, of which two pieces stay there: 94 ms for a load, 116 in a plain loop, and 131 when the
+# kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint`.
+SAVED_PIECE = 1 << 20
+READ_AHEAD = 1 << 20
