@@ -173,6 +173,11 @@ def test_missing_keys_are_listed_with_an_example() -> None:
             changed(optimizer={"groups": [{"pattern": "x", "lr_facto": 2}]}),
             "optimizer.groups[0].lr_facto: unknown key, got 2; did you mean optimizer.groups[0].lr_factor?",
         ),
+        (
+            changed(checkpoint={"verify_interval": 50}),
+            "checkpoint.verify_interval: unknown key, got 50; it is called replica_check_interval now, write "
+            "replica_check_interval = 50",
+        ),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> None:

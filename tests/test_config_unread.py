@@ -212,6 +212,24 @@ def test_an_older_effective_configuration_and_a_newer_one_say_the_same() -> None
             effective_tables(text)
 
 
+def test_a_key_that_had_another_name_is_read_in_what_was_saved_and_refused_where_a_user_wrote_it(
+    tmp_path: Path,
+) -> None:
+    now = load_config(QUICKSTART, ["checkpoint.replica_check_interval=7"])
+    for text in (config_to_toml(now), listed_before(now)):
+        saved = text.replace("replica_check_interval", "verify_interval")
+        assert saved != text
+        assert told(write(tmp_path / "config.toml", saved)) == (now, [])
+        assert effective_tables(saved) == effective_tables(text)
+        on_top = write(tmp_path / "top.toml", f'base = "{tmp_path / "config.toml"}"\n[training]\nsteps = 900\n')
+        assert load_config(on_top).checkpoint.replica_check_interval == 7
+    users = write(tmp_path / "mine.toml", f'base = "{QUICKSTART}"\n[checkpoint]\nverify_interval = 7\n')
+    refusal = "checkpoint.verify_interval: unknown key, got 7; it is called replica_check_interval now"
+    for path, overrides in ((users, []), (QUICKSTART, ["checkpoint.verify_interval=7"])):
+        with pytest.raises(ConfigError, match=refusal):
+            load_config(path, overrides)
+
+
 def commands() -> list[tuple[str, list[str]]]:
     """(page, words behind `megamix VERB` or a script) of every command of the pages that reads a configuration."""
     found = []

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megamix.config.checks import check_config, check_draft
 from megamix.config.problems import ConfigError, dropped_line, explain, explain_unread, nearest, one_line, short
-from megamix.config.sections import SECTIONS, Config
+from megamix.config.sections import RENAMED, SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
 from megamix.config.unread import Unread, is_default, is_set, part_read, with_defaults
 
@@ -23,7 +23,9 @@ MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token file
 MOST_FILES = 32  # from a file down to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # until which somebody must have opened a named pipe for writing
-# Before the effective configuration left out what is not read it listed every key, those not set like this.
+# How a saved configuration lists keys that are not set; of data.split and data.valid, one never is.
+_IS_SAVED = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
+# ... and how it did before it left out what is not read: it listed every key.
 _LISTS_ALL = re.compile(r"^# \w+ is not set$", re.MULTILINE)
 
 
@@ -63,7 +65,7 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
 
 
 def toml_tables(text: str) -> Tree:
-    """A configuration as it was written, section by section.
+    """Return a saved configuration as it was written, section by section, with the names that its keys have now.
 
     Raises: ValueError if the text is no TOML, or not made of tables; the message goes on with "the configuration".
     """
@@ -76,7 +78,15 @@ def toml_tables(text: str) -> Tree:
     for name, keys in tables.items():
         if not isinstance(keys, dict):
             raise ValueError(f"holds {one_line(name)}, which is no table")
-    return tables
+    return _by_new_names(tables)
+
+
+def _by_new_names(tree: Tree) -> Tree:
+    for key, new in RENAMED.items():
+        section, old = key.split(".")
+        if isinstance(tree.get(section), dict) and old in tree[section]:
+            tree = tree | {section: {new if name == old else name: value for name, value in tree[section].items()}}
+    return tree
 
 
 def effective_tables(text: str) -> Tree:
@@ -194,6 +204,8 @@ def _read_layers(path: Path) -> list[Layer]:
             raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
         places[place] = path
         tree = _parse(text, what)
+        if _IS_SAVED.search(text):
+            tree = _by_new_names(tree)
         base = tree.pop("base", None)
         layers.insert(0, Layer(str(path), tree, bool(_LISTS_ALL.search(text))))
         if base is None:

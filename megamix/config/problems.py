@@ -9,7 +9,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megamix.config.sections import NESTED, SECTIONS, Config
+from megamix.config.sections import NESTED, RENAMED, SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import READ_WHERE, Unread, setting
 
@@ -118,6 +118,8 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object) -> str:
     name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1])
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
     what = f"{what}, got {short(value)}"
+    if new := RENAMED.get(path):
+        return f"{what}; it is called {new} now, write {new} = {short(value)}"
     if guess := nearest(name, known):
         return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
     homes = [section for section, model in SECTIONS.items() if name in model.model_fields]

@@ -230,7 +230,7 @@ class CheckpointConfig(Section):
     run; the path of a checkpoint is where a new run begins."""
     max_restarts: NonNegativeInt = 3
     """Starts in a row that may fail without getting further than the one before, until the run gives up."""
-    verify_interval: NonNegativeInt = 100
+    replica_check_interval: NonNegativeInt = 100
     """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
 
 
@@ -270,6 +270,8 @@ class Config(Section):
 
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+# Keys that had another name: a user's file is told the new one, a saved configuration is read by it.
+RENAMED = {"checkpoint.verify_interval": "replica_check_interval"}
 # Tables inside a section, by the key that holds them.
 NESTED: dict[str, type[Section]] = {
     "groups": OptimizerGroup,

@@ -149,7 +149,7 @@ class Trainer:
         self.readout.write(attempt.number, result)
         if result.examination is not None:
             self._examinations[attempt.number] = result.examination
-        if _is_due(attempt.number, self.config.checkpoint.verify_interval):
+        if _is_due(attempt.number, self.config.checkpoint.replica_check_interval):
             with self.engine.clock.span("replica_check"):
                 check_replicas(self.engine, self.plan.counters())
 

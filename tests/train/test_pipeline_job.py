@@ -24,7 +24,7 @@ def _job(folder: Path, tokens: Path, **overrides: Any):
         "data": {"train": str(tokens / "train"), "valid": str(tokens / "valid")},
         "training": {"steps": 6, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 3},
         "metrics": {"tensorboard": False, "log_interval": 1, "precision_interval": 2},
-        "checkpoint": {"save_interval": 3, "verify_interval": 2},
+        "checkpoint": {"save_interval": 3, "replica_check_interval": 2},
     }
     for section, keys in overrides.items():
         sections[section] = sections.get(section, {}) | keys

@@ -54,7 +54,12 @@ def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Co
         "model": {"dropout": 0.1, "num_layers": 1},
         "precision": {"init_scale": 2.0**10},
         "training": {"steps": steps},
-        "checkpoint": {"folder": str(folder / "run"), "save_interval": 3, "max_restarts": 1000, "verify_interval": 0},
+        "checkpoint": {
+            "folder": str(folder / "run"),
+            "save_interval": 3,
+            "max_restarts": 1000,
+            "replica_check_interval": 0,
+        },
         "metrics": {"tensorboard": False, "precision_interval": 7},
     }
     for section, keys in sections.items():

@@ -129,7 +129,7 @@ def test_a_job_in_a_folder_where_another_one_runs_is_refused_on_all_ranks(tmp_pa
 
 def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path) -> None:
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint={"verify_interval": 4})
+    config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint={"replica_check_interval": 4})
     step = ShardedEngine.step
 
     def step_and_damage(engine: ShardedEngine) -> StepResult:
@@ -148,7 +148,7 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save: bool) -> None:
     write_data(tmp_path / "data")
-    checkpoint = {"save_interval": 3, "verify_interval": 1000, "async_save": async_save}
+    checkpoint = {"save_interval": 3, "replica_check_interval": 1000, "async_save": async_save}
     config = tiny_job(tmp_path, precision={"dtype": "bf16"}, checkpoint=checkpoint)
     progress = Trainer.progress
 
