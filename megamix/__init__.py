@@ -11,16 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.headroom import HeadroomLossScale
-    from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
-    from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
+    from megamix.mixed_precision.loss_scale import (
+        DeepSpeedLossScale,
+        DynamicLossScale,
+        MegatronLossScale,
+        StaticLossScale,
+        TorchLossScale,
+    )
     from megamix.mixed_precision.optimizers import NAG, AdamW, ParamGroup
-    from megamix.mixed_precision.settings import Precision, Sharding, StepResult
+    from megamix.mixed_precision.settings import Precision, Sharding
+    from megamix.mixed_precision.step import StepResult
 
 _HOME = {
-    "ShardedEngine": "engine", "Precision": "settings", "Sharding": "settings", "StepResult": "settings",
+    "ShardedEngine": "engine", "Precision": "settings", "Sharding": "settings", "StepResult": "step",
     "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale", "HeadroomLossScale": "headroom",
-    "TorchLossScale": "loss_scale_presets", "MegatronLossScale": "loss_scale_presets",
-    "DeepSpeedLossScale": "loss_scale_presets",
+    "TorchLossScale": "loss_scale", "MegatronLossScale": "loss_scale", "DeepSpeedLossScale": "loss_scale",
     "AdamW": "optimizers", "NAG": "optimizers", "ParamGroup": "optimizers",
 }  # fmt: skip
 

@@ -22,16 +22,16 @@ from megamix import (
     DynamicLossScale,
     HeadroomLossScale,
     MegatronLossScale,
-    StaticLossScale,
     TorchLossScale,
 )
 from megamix.mixed_precision.headroom import FP16_MAX
+from megamix.mixed_precision.loss_scale import LossScale
 
 STEPS = 20_000
 NOISY = "drift and noise"  # the last of the worlds
 
 
-class MXNetLossScale(StaticLossScale):
+class MXNetLossScale(LossScale):
     """MXNet's LossScaler: an overflow halves, 2000 clean steps double up to 2**24, and each change comes into force
     only after the next step.
 
@@ -39,7 +39,7 @@ class MXNetLossScale(StaticLossScale):
     """
 
     def __init__(self) -> None:
-        super().__init__(2.0**16)
+        super().__init__(2.0**16, 2.0**-126, 2.0**24)
         self.following, self.clean_steps = 2.0**16, 0
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
@@ -52,7 +52,7 @@ class MXNetLossScale(StaticLossScale):
             self.clean_steps, self.following = 0, min(2.0**24, scale * 2)
 
 
-RULES: dict[str, Callable[[], StaticLossScale]] = {
+RULES: dict[str, Callable[[], LossScale]] = {
     "headroom": HeadroomLossScale,
     "dynamic": DynamicLossScale,
     "torch": TorchLossScale,
@@ -84,7 +84,7 @@ def worlds(steps: int, seed: int = 0) -> dict[str, Tensor]:
     return {"fixed": torch.full_like(drift, 2.0**15), "drift": 2**drift, NOISY: 2 ** (drift - noise)}
 
 
-def run(scale: StaticLossScale, limits: Tensor) -> Outcome:
+def run(scale: LossScale, limits: Tensor) -> Outcome:
     search, octaves_below = 0, []
     for limit in limits.tolist():
         used = scale.loss_scale.clone()

@@ -69,7 +69,7 @@ def engine_bytes(case: Case, num_layers: int) -> Held:
             storage.peak_bytes = storage.live_bytes  # the last step's alone
             engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.float16)).float().mean())
             engine.step()
-        engine.param_gather.wait_all()
+        engine.wait()
     scratch = engine.layout.largest_bucket * case.grad_dtype.itemsize if engine.topology.world.size > 1 else 0
     return Held(num_layers * WIDTH**2, storage.live_bytes, scratch, storage.peak_bytes)
 

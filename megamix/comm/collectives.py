@@ -7,7 +7,6 @@ that issue equal buckets in opposite order get each other's sums without an erro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,24 +25,14 @@ _USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, 
 _LENGTH = 8  # bytes
 
 
-class Pending(Protocol):
-    """A collective under way; `wait` returns once its result may be read on the current stream, however often
-    called.
+class Pending:
+    """A collective under way; `wait` returns once its result may be read on the current stream, however often called.
+
+    `works`: what torch has begun, nothing where there is nothing to wait for. `then`: called once, by the first `wait`.
     """
 
-    def wait(self) -> None: ...
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class _Works:
-    """Wait for several works once."""
-
-    def __init__(self, works: list[dist.Work], then: Callable[[], None] | None = None):
-        self._works, self._then = works, then
+    def __init__(self, *works: dist.Work | None, then: Callable[[], None] | None = None):
+        self._works, self._then = [work for work in works if work is not None], then
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -75,7 +64,7 @@ class Collectives:
         Shapes: half_grads (padded_numel,), grad_shard (padded_numel / size,), a view of half_grads at this rank's
         place.
         """
-        return _Done()
+        return Pending()
 
     def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
         """Start sending every rank its part of `half_grads`; `use(parts)` is called once, by the first `wait` or by the
@@ -85,32 +74,32 @@ class Collectives:
         exchange fills anew; `half_grads` has been sent by then and may be overwritten.
         Shapes: half_grads (padded_numel,) -> parts (size, padded_numel / size), same dtype.
         """
-        return _Works([], then=lambda: use(half_grads.unsqueeze(0)))
+        return Pending(then=lambda: use(half_grads.unsqueeze(0)))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
-        return _Done()
+        return Pending()
 
     def table(self, row: Tensor) -> Tensor:
-        """Every rank's row, in rank order. Shapes: row (n,) -> (size, n). Small; awaited at once."""
+        """Return every rank's row, in rank order. Shapes: row (n,) -> (size, n). Small; awaited at once."""
         return row.unsqueeze(0)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The same for activations, as large as they may be. Shapes: part (n,) -> (size, n)."""
+        """Return every rank's part, as `table` does, however large they are. Shapes: part (n,) -> (size, n)."""
         flat = part.new_empty(self.axis.size, part.numel())
         flat[self.axis.rank].copy_(part)
         self.all_gather(flat.view(-1), flat[self.axis.rank]).wait()
         return flat
 
     def sum_parts(self, parts: Tensor) -> Tensor:
-        """This rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
+        """Return this rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
         return parts[0]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of one, the first if not told otherwise."""
 
     def agree(self, ok: bool) -> bool:
-        """True if every rank says so. Reads the device: for construction, never inside a step."""
+        """Return whether every rank says so. Reads the device: for construction, never inside a step."""
         return ok
 
 
@@ -120,7 +109,7 @@ class _ManyRanks(Collectives):
     def __init__(self, axis: Axis, scratch: Tensor):
         super().__init__(axis)
         self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
-        self._exchanging: Pending = _Done()
+        self._exchanging: Pending = Pending()
 
     def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
         self._exchanging.wait()  # its parts are used before these come into their place
@@ -129,7 +118,7 @@ class _ManyRanks(Collectives):
         by_rank = parts.view(self.axis.size, -1)
         # On a GPU `wait` orders the current stream behind the exchange, and `use` works on that stream; the next
         # exchange starts behind it.
-        self._exchanging = _Works([work], then=lambda: use(by_rank))
+        self._exchanging = Pending(work, then=lambda: use(by_rank))
         return self._exchanging
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -137,33 +126,28 @@ class _ManyRanks(Collectives):
         plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         dist.broadcast(plain, group=self.axis.group, group_src=source)
 
+    def table(self, row: Tensor) -> Tensor:
+        table = row.new_empty(self.axis.size, row.numel())
+        _all_gather(table.view(-1), row, group=self.axis.group)
+        return table
+
+    def agree(self, ok: bool) -> bool:
+        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self.scratch.device)).all())
+
 
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
-        work = _reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True)
-        assert work is not None
-        return _Works([work])
+        return Pending(_reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
-        work = _all_gather(flat, shard, group=self.axis.group, async_op=True)
-        assert work is not None
-        return _Works([work])
-
-    def table(self, row: Tensor) -> Tensor:
-        table = row.new_empty(self.axis.size, row.numel())
-        _all_gather(table, row, group=self.axis.group)
-        return table
+        return Pending(_all_gather(flat, shard, group=self.axis.group, async_op=True))
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[1])
         _reduce_scatter(out, parts, group=self.axis.group)
         return out
-
-    def agree(self, ok: bool) -> bool:
-        device = torch.device("cuda", torch.cuda.current_device())
-        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=device)).all())
 
 
 class GlooCollectives(_ManyRanks):
@@ -181,9 +165,7 @@ class GlooCollectives(_ManyRanks):
         if (
             flat.device.type != "cpu"
         ):  # pragma: CUDA only (several ranks on one GPU; Gloo's send takes host memory alone)
-            work = _all_gather(flat, shard, group=self.axis.group, async_op=True)
-            assert work is not None
-            return _Works([work])
+            return Pending(_all_gather(flat, shard, group=self.axis.group, async_op=True))
         # Every part travels straight to its place: Gloo's own all-gather copies in and out of a buffer of its own,
         # 3.9 ms against 1.2 for 3 M half elements between two ranks.
         size, rank, group = self.axis.size, self.axis.rank, self.axis.group
@@ -194,21 +176,13 @@ class GlooCollectives(_ManyRanks):
             works.append(dist.isend(shard, group=group, tag=_GATHER_TAG, group_dst=target))
             source = (rank - distance) % size
             works.append(dist.irecv(parts[source], group=group, tag=_GATHER_TAG, group_src=source))
-        return _Works([work for work in works if work is not None])
-
-    def table(self, row: Tensor) -> Tensor:
-        table = row.new_empty(self.axis.size, row.numel())
-        _all_gather(table.view(-1), row, group=self.axis.group)
-        return table
+        return Pending(*works)
 
     def sum_parts(self, parts: Tensor) -> Tensor:
         arrived, out = torch.empty_like(parts), parts.new_empty(parts.shape[1])
         dist.all_to_all_single(arrived, parts, group=self.axis.group)
         sum_in_rank_order(arrived, out)
         return out
-
-    def agree(self, ok: bool) -> bool:
-        return bool(self.table(torch.tensor([ok], dtype=torch.int32)).all())
 
 
 class ShapesAlone(Collectives):
@@ -243,8 +217,8 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 
 
 def gather_texts(collectives: Collectives, text: str, device: torch.device) -> list[str]:
-    """Every rank's text, such as JSON, in rank order. torch's own collectives of objects unpickle what a peer sends,
-    and a pickle runs code.
+    """Return every rank's text, such as JSON, in rank order. torch's own collectives of objects unpickle what a peer
+    sends, and a pickle runs code.
 
     `device`: where the collectives' tensors live.
     """
@@ -266,7 +240,7 @@ def gather_texts(collectives: Collectives, text: str, device: torch.device) -> l
 def make_collectives(
     axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
 ) -> Collectives:
-    """The collectives of this axis's backend.
+    """Return the collectives of this axis's backend.
 
     `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `exchange` will be called.
     """

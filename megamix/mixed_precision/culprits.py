@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.flat_layout import Piece
 from megamix.mixed_precision.headroom import FP16_MAX
+from megamix.mixed_precision.step import Examination
 
 Fault = Literal["NaN", "inf", "inf and NaN", "too large to square"]
 _FAULTS: tuple[Fault, ...] = ("NaN", "inf", "inf and NaN", "too large to square")
@@ -58,7 +58,7 @@ def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
     Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
     """
     mine = peaks_by_param(by_piece.cpu(), engine.piece_stats.pieces, engine.param_names)
-    table = engine.collectives.table(mine.flatten().to(engine.applied_updates.device))
+    table = engine.collectives.table(mine.flatten().to(engine.device))
     return merge_peaks(table.cpu().view(-1, *mine.shape), engine.param_names)
 
 
@@ -95,7 +95,7 @@ class Origins(NamedTuple):
 def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
     """Rank and micro-batch of every fault in an examined step. Every rank must call it: one small collective."""
     mine = pack_origins(examination.local.cpu())
-    table = engine.collectives.table(mine.to(engine.applied_updates.device))
+    table = engine.collectives.table(mine.to(engine.device))
     return merge_origins(table.cpu(), engine.param_names)
 
 

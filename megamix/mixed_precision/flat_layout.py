@@ -28,14 +28,14 @@ class ParamSpec:
     group: int  # index of its optimizer group
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the block in the full parameter
-    owners: int = 0  # which ranks train this block: a number in the `owners` that the layout is built for
+    axis: int = 0  # of the ranks that train this block, its owners: a number in the axes that the layout is built for
     # False: another owner has this same gradient, which is summed once. Not printed, since owners compare what is.
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], group: int, aliases: tuple[str, ...] = ()) -> ParamSpec:
-        """Of a parameter that every rank trains in full."""
+        """Describe a parameter that every rank trains in full."""
         return ParamSpec(
             name=name, shape=shape, group=group, full_shape=shape, offset=(0,) * len(shape), aliases=aliases
         )
@@ -46,7 +46,7 @@ class ParamSpec:
 
     @property
     def block(self) -> tuple[slice, ...]:
-        """Of the full parameter, what this rank trains."""
+        """Return what this rank trains of the full parameter."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
@@ -95,23 +95,23 @@ class Bucket:
     num_shards: int
 
     @property
-    def owners(self) -> int:
-        """Which ranks own a shard each: `ParamSpec.owners` of all its parameters."""
-        return self.slots[0].spec.owners
+    def axis(self) -> int:
+        """Return the number of its owners' axis, `ParamSpec.axis` of all its parameters."""
+        return self.slots[0].spec.axis
 
     @property
     def shard_numel(self) -> int:
         return self.padded_numel // self.num_shards
 
     def shard_runs(self, shard: int) -> tuple[Run, ...]:
-        """The runs of a shard, counted from its start: at most one per group."""
+        """Return the runs of a shard, counted from its start: at most one per group."""
         first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         clipped = (Run(run.group, max(run.start, first) - first, min(run.end, last) - first) for run in self.runs)
         return tuple(run for run in clipped if run.start < run.end)
 
     def owned(self, shard: int) -> Iterator[tuple[ParamSpec, int, slice]]:
-        """Of each parameter in a shard: the number of its first element there, and where its elements lie in the shard,
-        without the padding.
+        """Yield of each parameter in a shard the number of its first element there, and where its elements lie in the
+        shard, without the padding.
         """
         first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         for slot in self.slots:
@@ -120,11 +120,11 @@ class Bucket:
                 yield slot.spec, start - slot.start, slice(start - first, end - first)
 
     def padded_ends(self) -> list[int]:
-        """Where each parameter's padding ends, which is where the next one starts."""
+        """Return where each parameter's padding ends, which is where the next one starts."""
         return [*(slot.start for slot in self.slots[1:]), self.padded_numel]
 
     def shard_pieces(self, shard: int) -> tuple[Piece, ...]:
-        """The parameters in a shard, in order and without gaps."""
+        """Return the parameters in a shard, in order and without gaps."""
         first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
         pieces = []
         for slot, end in zip(self.slots, self.padded_ends(), strict=True):
@@ -150,8 +150,8 @@ class FlatLayout:
         return max(bucket.padded_numel for bucket in self.buckets)
 
     def resident_bytes(self, half_bytes: int, grad_bytes: int, num_states: int) -> int:
-        """Bytes that one rank holds between steps: half parameters and gradients whole, FP32 master and states by
-        share.
+        """Return the bytes that one rank holds between steps: half parameters and gradients whole, FP32 master and
+        states by share.
 
         With half gradients and Adam (two states) 4 + 12 / num_shards per padded element; NAG (one) 4 + 8 / num_shards,
         without momentum (none) 4 + 4 / num_shards.
@@ -161,15 +161,15 @@ class FlatLayout:
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
-    """Elements per bucket: large enough to use the wire well, yet at least four buckets, so that most of the
+    """Return the elements per bucket: large enough to use the wire well, yet at least four buckets, so that most of the
     reduction overlaps backward, as long as each keeps a million elements."""
     return min(max(40_000_000, 1_000_000 * dp_size), max(1_000_000, math.ceil(numel / 4)))
 
 
-def build_layout(specs: Sequence[ParamSpec], owners: Sequence[int], bucket_size: int | None = None) -> FlatLayout:
+def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int | None = None) -> FlatLayout:
     """Cut the parameters, in reverse registration order (about the order of their gradients), into buckets.
 
-    `owners`: how many ranks each of `ParamSpec.owners` means. A bucket is of one of them, and those of the first, the
+    `axis_sizes`: how many ranks each `ParamSpec.axis` means. A bucket is of one of them, and those of the first, the
     data-parallel ranks, come first: they fill while backward runs. The few parameters that more ranks share come from
     all layers, so their buckets are full at its end.
     A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter.
@@ -178,13 +178,13 @@ def build_layout(specs: Sequence[ParamSpec], owners: Sequence[int], bucket_size:
     if not specs:
         raise ValueError("the model has no trainable parameter: every requires_grad is False")
     if bucket_size is None:
-        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), owners[0])
+        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), axis_sizes[0])
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}; None picks a size by itself")
     buckets: list[Bucket] = []
-    for number, num_shards in enumerate(owners):
+    for axis, num_shards in enumerate(axis_sizes):
         held: list[ParamSpec] = []
-        for spec in reversed([spec for spec in specs if spec.owners == number]):
+        for spec in reversed([spec for spec in specs if spec.axis == axis]):
             held.append(spec)
             if sum(spec.numel for spec in held) >= bucket_size:
                 buckets.append(_bucket(held, num_shards))

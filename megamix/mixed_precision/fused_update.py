@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megamix import tuned
 from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.flat_layout import Run
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
-from megamix.mixed_precision.optimizers import Group, LibraryScalars, Optimizer, Tensors, UpdateScalars
+from megamix.mixed_precision.optimizers import Optimizer, OptimizerGroup, Tensors, UpdateScalars
 
 log = logging.getLogger("megamix")
 
@@ -31,14 +32,22 @@ class StepScalars(NamedTuple):
     coefficients: Tensors  # FP32 (): the optimizer's, e.g. its bias corrections
 
 
-class Update(Protocol):
-    def __call__(
-        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
-    ) -> None:
-        """Update one run in place.
+# Updates a run of one group in place, from (grad, master, states, half, group, step). Shapes: half in half precision,
+# grad too or FP32, master and states FP32, all (n,) with n a multiple of 64.
+Update = Callable[[Tensor, Tensor, Tensors, Tensor, int, StepScalars], None]
+Cut = tuple[Run, Update]
 
-        Shapes: half in half precision, grad too or FP32, master and states FP32, all (n,) with n a multiple of 64.
-        """
+
+def update_shard(
+    cuts: Iterable[Cut], grad: Tensor, master: Tensor, states: Tensors, half: Tensor, step: StepScalars
+) -> None:
+    """Update this rank's part of a bucket in place, cut by cut.
+
+    Shapes: grad half or FP32, master and states FP32, half in half precision, all (shard_numel,).
+    """
+    for run, update in cuts:
+        part = slice(run.start, run.end)
+        update(grad[part], master[part], tuple(state[part] for state in states), half[part], run.group, step)
 
 
 class CompiledUpdate:
@@ -48,7 +57,7 @@ class CompiledUpdate:
     from step to step or group to group is a device tensor, since a Python number would be baked into the code.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Group], device: torch.device):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[OptimizerGroup], device: torch.device):
         self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
         self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
         self._update_ = _compile(gated_update(optimizer))
@@ -68,7 +77,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gated_update(optimizer: Optimizer) -> Callable[..., None]:
-    """The update of a run as plain tensor operations, for the compiler to fuse (run eagerly it is right, and slow)."""
+    """Return the update of a run as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
 
     def update_(
         grad: Tensor, master: Tensor, states: Tensors, half: Tensor,
@@ -91,32 +100,32 @@ class LibraryUpdate:
     The gradient is multiplied in FP32 first: the fused kernels' `grad_scale` divides, and so rounds otherwise.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[Group]):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[OptimizerGroup]):
         self._optimizer, self._groups = optimizer, groups
 
     def __call__(
         self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
     ) -> None:
         lr_factor, weight_decay = self._groups[group]
-        at = LibraryScalars(step.lr * lr_factor, weight_decay, step.coefficients, step.update, step.found_inf)
+        at = UpdateScalars(step.lr * lr_factor, weight_decay, step.coefficients)
         unscaled = torch.empty(min(tuned.UPDATE_PIECE, grad.numel()), dtype=torch.float32, device=grad.device)
         for start in range(0, grad.numel(), tuned.UPDATE_PIECE):
             piece = slice(start, min(start + tuned.UPDATE_PIECE, grad.numel()))
             piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
             piece_states = tuple(state[piece] for state in states)
-            self._optimizer.library_update_(piece_grad, master[piece], piece_states, at)
+            self._optimizer.library_update_(piece_grad, master[piece], piece_states, at, step.update, step.found_inf)
             half[piece].copy_(master[piece])
 
 
 def choose_update(
     optimizer: Optimizer,
-    groups: Sequence[Group],
+    groups: Sequence[OptimizerGroup],
     half: Tensor,
     grad_dtypes: Iterable[torch.dtype],
     collectives: Collectives,
     try_compiler: bool,
 ) -> tuple[Update, Callable[[Tensor], Tensor]]:
-    """The update and the statistics for this machine: compiled if the real functions compile on every rank, else
+    """Return the update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
     `half`: any flat half parameters, for their dtype and device; `grad_dtypes`: of all sums of gradients, since what is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,20 +16,22 @@ from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.settings import Precision
 
 
-def connect_owners(
+def connect_axes(
     layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device
 ) -> list[Collectives]:
-    """Of each axis of owners the collectives, with scratch for the largest of its buckets."""
+    """Return the collectives of each axis of owners, with scratch for the largest of its buckets."""
     found = []
     for number, axis in enumerate(axes):
-        largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.owners == number), default=0)
+        largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.axis == number), default=0)
         exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
         found.append(make_collectives(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
     return found
 
 
-def make_grad_shards(half_grads: Sequence[Tensor], owners: Sequence[Collectives], precision: Precision) -> list[Tensor]:
-    """Where each bucket's sum over its owners will lie: views into the gradient buffers, no memory is added.
+def make_grad_shards(
+    half_grads: Sequence[Tensor], collectives: Sequence[Collectives], precision: Precision
+) -> list[Tensor]:
+    """Return where each bucket's sum over its owners will lie: views into the gradient buffers, no memory is added.
 
     A sum in the gradients' own dtype overwrites the rank's part of its bucket. An FP32 sum of half gradients takes the
     start of the bucket, all of which has been sent by then: 4 bytes for each element of a share of a bucket with 2
@@ -36,8 +39,9 @@ def make_grad_shards(half_grads: Sequence[Tensor], owners: Sequence[Collectives]
     Shapes: half_grads (padded_numel,) -> `sum_dtype` (shard_numel,).
     """
     shards = []
-    for flat, own in zip(half_grads, owners, strict=True):
-        sum_dtype, axis = precision.sum_dtype(own.axis.size), own.axis
+    for flat, among in zip(half_grads, collectives, strict=True):
+        axis = among.axis
+        sum_dtype = precision.sum_dtype(axis.size)
         in_place = sum_dtype == flat.dtype
         shards.append(
             flat.view(axis.size, -1)[axis.rank] if in_place else flat.view(sum_dtype)[: flat.numel() // axis.size]
@@ -54,42 +58,54 @@ class GradReduce:
 
     def __init__(
         self, half_grads: list[Tensor], grad_shards: list[Tensor], row_stats: Callable[[Tensor], Tensor],
-        owners: Sequence[Collectives], overlap: bool, clock: Clock,
+        collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_grads, self.grad_shards, self._row_stats = half_grads, grad_shards, row_stats
-        self._owners, self._overlap, self._clock = owners, overlap, clock
+        self._collectives, self._overlap, self._clock = collectives, overlap, clock
         self._full = [False] * len(half_grads)
         self._pending: list[Pending] = []
         self._rows: dict[int, Tensor] = {}  # statistics that were taken while their sum was made
 
-    def bucket_full(self, bucket: int) -> None:
-        """All gradients of `bucket` are in place on this rank (called from within backward)."""
-        self._full[bucket] = True
-        if self._overlap:
-            while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
-                self._launch()
-
-    def launch_rest(self) -> None:
-        """Backward is over: launch what was not full, still in order."""
-        while len(self._pending) < len(self._full):
-            self._launch()
+    def launch(self, full: int | None = None) -> None:
+        """Start the reduction of every bucket whose turn it is. `full`: a bucket whose gradients are all in place on
+        this rank now, told from within backward; None: backward is over, so every bucket's are.
+        """
+        if full is None:
+            self._full = [True] * len(self._full)
+        else:
+            self._full[full] = True
             if not self._overlap:
-                with self._clock.span("exposed_reduce_scatter"):
-                    self._pending[-1].wait()
+                return
+        while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
+            bucket = len(self._pending)
+            half_grads, grad_shard, among = (
+                self._half_grads[bucket],
+                self.grad_shards[bucket],
+                self._collectives[bucket],
+            )
+            # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
+            with self._clock.span("exposed_reduce_scatter"):
+                if grad_shard.dtype == half_grads.dtype:
+                    pending = among.reduce_scatter(half_grads, grad_shard)
+                else:
+                    pending = among.exchange(half_grads, partial(self._sum, bucket))
+                self._pending.append(pending)
+                if not self._overlap:
+                    pending.wait()
 
     def wait(self, bucket: int) -> Tensor:
-        """This rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""
+        """Return this rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""
         with self._clock.span("exposed_reduce_scatter"):
             self._pending[bucket].wait()
         return self.grad_shards[bucket]
 
     def rows(self, bucket: int) -> Tensor:
-        """`row_stats` of a part that `wait` has given: FP32 (2, rows)."""
+        """Return the `row_stats` of a part that `wait` has given: FP32 (2, rows)."""
         rows = self._rows.get(bucket)
         return self._row_stats(self.grad_shards[bucket]) if rows is None else rows
 
     def reset(self) -> None:
-        """The step has used all sums, or its backward has failed: expect the next step's.
+        """Expect the next step's buckets: the step has used all sums, or its backward has failed.
 
         What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
         over the gradients of the next attempt.
@@ -99,17 +115,6 @@ class GradReduce:
         self._full = [False] * len(self._full)
         self._pending.clear()
         self._rows.clear()
-
-    def _launch(self) -> None:
-        bucket = len(self._pending)
-        half_grads, grad_shard = self._half_grads[bucket], self.grad_shards[bucket]
-        # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
-        with self._clock.span("exposed_reduce_scatter"):
-            if grad_shard.dtype == half_grads.dtype:
-                pending = self._owners[bucket].reduce_scatter(half_grads, grad_shard)
-            else:
-                pending = self._owners[bucket].exchange(half_grads, lambda parts: self._sum(bucket, parts))
-            self._pending.append(pending)
 
     def _sum(self, bucket: int, parts: Tensor) -> None:
         """Sum half parts into the FP32 shard, and take the statistics of each piece while it is in cache, instead of in

@@ -13,10 +13,11 @@ from torch import Tensor
 from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
+from megamix.mixed_precision.step import StepUnderWay
 
 
 def row_stats(grad_shard: Tensor) -> Tensor:
-    """[sum of squares, max abs] of every row of 64 elements, in one pass over a shard.
+    """Return [sum of squares, max abs] of every row of 64 elements, in one pass over a shard.
 
     FP32 within a row, FP64 over rows (see PieceStats): an FP32 sum would depend on where the shard is cut, and with it
     the clip coefficient of every rank. A row of FP16 cannot overflow FP32, so the sum is finite exactly if the
@@ -28,8 +29,8 @@ def row_stats(grad_shard: Tensor) -> Tensor:
 
 
 def chunked_row_stats(grad_shard: Tensor) -> Tensor:
-    """`row_stats` for machines without a compiler, where each operation is a pass of its own: in chunks that stay in
-    cache.
+    """Do what `row_stats` does on machines without a compiler, where each operation is a pass of its own: in chunks
+    that stay in cache.
     """
     return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, tuned.STATS_PIECE)], dim=1)
 
@@ -38,16 +39,16 @@ class PieceStats:
     """Adds up rows by parameter: 1/64 of the data, so that every step knows which parameter is not finite, and how
     large each one's gradient is, without another pass over the gradient.
 
-    `pieces`: the parts of parameters that this rank owns, bucket after bucket.
+    `pieces`: the parts of parameters that this rank owns, bucket after bucket; `by_bucket` the same, bucket by bucket.
     """
 
     def __init__(self, layout: FlatLayout, shards: Sequence[int], device: torch.device):
         """`shards`: which one of each bucket is this rank's."""
-        by_bucket = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
-        self.pieces: list[Piece] = [piece for pieces in by_bucket for piece in pieces]
-        self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in by_bucket]
+        self.by_bucket = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
+        self.pieces: list[Piece] = [piece for pieces in self.by_bucket for piece in pieces]
+        self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in self.by_bucket]
         self.row_borders = [
-            torch.tensor([0, *(piece.end // ROW for piece in pieces)], device=device) for pieces in by_bucket
+            torch.tensor([0, *(piece.end // ROW for piece in pieces)], device=device) for pieces in self.by_bucket
         ]
 
     def __call__(self, rows: list[Tensor]) -> Tensor:
@@ -82,14 +83,15 @@ class GradStats:
 
 
 def agree(
-    by_piece: Tensor, loss_sum: Tensor, weight_sum: Tensor, stop_request: Tensor, lr: Tensor, collectives: Collectives
+    by_piece: Tensor, under_way: StepUnderWay, stop_request: Tensor, lr: Tensor, collectives: Collectives
 ) -> GradStats:
-    """The model's statistics from each rank's own.
+    """Return the model's statistics, from each rank's own.
 
-    Shapes: by_piece FP64 (2, pieces), loss_sum and lr FP32 (), weight_sum and stop_request FP64 ().
+    Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 ().
     """
     peak = by_piece[1].amax()
-    row = torch.stack([by_piece[0].sum(), peak, loss_sum.double(), weight_sum, stop_request, lr.double()])
+    sums = (by_piece[0].sum(), peak, under_way.loss_sum.double(), under_way.weight_sum)
+    row = torch.stack([*sums, stop_request, lr.double()])
     by_rank = collectives.table(row)  # FP64 (ranks, 6)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
@@ -101,7 +103,7 @@ def agree(
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:
-    """min(1, clip_grad / (norm + 1e-6)) as everybody's clip_grad_norm_ has it; 1 where clip_grad is 0."""
+    """Return min(1, clip_grad / (norm + 1e-6)) as everybody's clip_grad_norm_ has it; 1 where clip_grad is 0."""
     if clip_grad == 0:
         return torch.ones_like(grad_norm)
     return (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0)

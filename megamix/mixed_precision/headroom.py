@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale, require_power_of_two, require_range
+from megamix.mixed_precision.loss_scale import SMALLEST_USED, LossScale, require_power_of_two
 
 FP16_MAX = 65504.0  # every gradient, and its sum over micro-batches and ranks, must stay below
 _LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # beyond every gradient that FP32 holds, without the scale
 _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
 
 
-class HeadroomLossScale(StaticLossScale):
+class HeadroomLossScale(LossScale):
     """The largest power of two that keeps `margin` between the largest gradient of the last `window` steps and 65504.
 
     It moves both ways, by any power of two, in the step that calls for it; so overflow is rare where a search
@@ -42,14 +42,13 @@ class HeadroomLossScale(StaticLossScale):
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
     ):
-        require_range(init_scale, min_scale, max_scale)
+        super().__init__(init_scale, min_scale, max_scale)
         require_power_of_two("margin", margin)
         if margin < 2:
             raise ValueError(f"margin must be at least 2, got {margin}; the next gradient is often the larger one")
         if window < 1:
             raise ValueError(f"window must be at least 1 step, got {window}; use 1000")
-        super().__init__(init_scale)
-        self.margin, self.min_scale, self.max_scale = margin, min_scale, max_scale
+        self.margin = margin
         # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: nothing
         # known.
         self.peaks = torch.zeros(window, dtype=torch.float64)

@@ -1,7 +1,9 @@
 """The loss scale: gradients below 2**-24 vanish in FP16, so the loss is multiplied by a power of two before backward.
 
 All kinds are device tensors, updated on the device: nobody waits to learn whether a step overflowed. Here are the
-constant one and the one that searches; `headroom` measures, `loss_scale_presets` has the rules of others.
+constant one, the one that searches and the rules of other trainers, event for event, so that a run can be moved here
+unchanged: settings, defaults and order of events of their sources. Two things are ours: scales are powers of two,
+and none grows to inf (Megatron's and DeepSpeed's could, and would never return), hence `max_scale`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def require_power_of_two(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
 
 
-def require_range(init_scale: float, min_scale: float, max_scale: float) -> None:
+def _require_range(init_scale: float, min_scale: float, max_scale: float) -> None:
     """Three powers of two in order; a min_scale of 0 is no floor."""
     require_power_of_two("init_scale", init_scale)
     require_power_of_two("max_scale", max_scale)
@@ -43,15 +45,15 @@ def _check_count(name: str, value: float | list[float], least: int, most: int) -
         raise ValueError(f"{name} is {value}, no whole number of {least} to {most}")
 
 
-class StaticLossScale:
-    """A constant scale. Overflowed steps are still skipped; the scale stays."""
+class LossScale:
+    """What all rules share: a power of two on the device, its range, and the state by which a run goes on."""
 
     state_names: tuple[str, ...] = ("loss_scale",)  # the tensors that go to the device and into the run's state
     wants_probe = False  # whether a first `engine.probe_loss_scale()` would find a better scale to start from
 
-    def __init__(self, init_scale: float = 1.0):
-        require_power_of_two("init_scale", init_scale)
-        self.min_scale = self.max_scale = init_scale  # it never leaves this range, and a constant one's is one number
+    def __init__(self, init_scale: float, min_scale: float, max_scale: float):
+        _require_range(init_scale, min_scale, max_scale)
+        self.min_scale, self.max_scale = min_scale, max_scale  # it never leaves this range
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32)  # FP32 (), on the engine's device after `to`
 
     def to(self, device: torch.device) -> None:
@@ -63,14 +65,15 @@ class StaticLossScale:
         micro-batches and ranks with the scale still in it, anything where found_inf is set; scale_used FP32 (), the
         scale that this step's backward used, whatever `loss_scale` was set to since.
         """
+        raise NotImplementedError
 
     @property
     def rule(self) -> str:
-        """What its state means: other rules have states of the same names."""
+        """Say what its state means: other rules have states of the same names."""
         return type(self).__name__
 
     def settings(self) -> dict[str, Any]:
-        """All that decides how it goes on, its first state too, as numbers: equal where two go on alike."""
+        """Return all that decides how it goes on, its first state too, as numbers: equal where two go on alike."""
         return {"rule": self.rule, **vars(self), **{name: state.tolist() for name, state in self.state_dict().items()}}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -98,7 +101,17 @@ class StaticLossScale:
         self.loss_scale.clamp_(self.min_scale, self.max_scale)
 
 
-class DynamicLossScale(StaticLossScale):
+class StaticLossScale(LossScale):
+    """A constant scale. Overflowed steps are still skipped; the scale stays."""
+
+    def __init__(self, init_scale: float = 1.0):
+        super().__init__(init_scale, init_scale, init_scale)
+
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        pass
+
+
+class DynamicLossScale(LossScale):
     """Searches the largest scale that does not overflow: grows after clean steps, backs off at an overflow.
 
     `hysteresis` overflows in a row are needed to back off from a scale that has survived a step. A scale that has
@@ -119,8 +132,7 @@ class DynamicLossScale(StaticLossScale):
         min_scale: float = 1.0,
         max_scale: float = 2.0**32,
     ):
-        require_range(init_scale, min_scale, max_scale)
-        super().__init__(init_scale)
+        super().__init__(init_scale, min_scale, max_scale)
         for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
             require_power_of_two(name, value)
         if growth_factor <= 1 or backoff_factor >= 1:
@@ -131,7 +143,6 @@ class DynamicLossScale(StaticLossScale):
             raise ValueError(f"growth_interval and hysteresis must be at least 1, got {growth_interval}, {hysteresis}")
         self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
-        self.min_scale, self.max_scale = min_scale, max_scale
         self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
         # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
         self.patience = torch.ones((), dtype=torch.int32)
@@ -164,3 +175,87 @@ class DynamicLossScale(StaticLossScale):
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)
         lowered = (self.loss_scale * self.backoff_factor).clamp(min=self.min_scale)
         self.loss_scale.copy_(torch.where(grow, grown, torch.where(back_off, lowered, self.loss_scale)))
+
+
+class TorchLossScale(DynamicLossScale):
+    """`torch.amp.GradScaler`: every overflow backs off, nothing is too small, and a growth to inf is left out.
+
+    Without a floor the scale reaches 0.0 and stays there; the engine's backward then uses 2**-126.
+    Source: `torch._amp_update_scale_`, aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 0.0,
+        max_scale: float = LARGEST,
+    ):
+        super().__init__(
+            init_scale, growth_factor, backoff_factor, growth_interval, min_scale=min_scale, max_scale=max_scale
+        )
+
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        self._count_(found_inf)
+        # Not ==, here and below: a run that goes on with a shorter interval may have counted more than that already.
+        due = self.clean_steps >= self.growth_interval
+        self._move_(due & torch.isfinite(self.loss_scale * self.growth_factor), found_inf)
+        self.clean_steps.masked_fill_(due, 0)
+
+
+class MegatronLossScale(DynamicLossScale):
+    """Megatron-LM's DynamicGradScaler: the `hysteresis`-th overflow since the last growth backs off, and so does
+    every later one until the scale grows again. Clean steps in between forgive nothing.
+
+    Source: megatron/core/optimizer/grad_scaler.py at 00caa53, defaults in optimizer_config.py beside it.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**32,
+        growth_interval: int = 1000,  # --loss-scale-window
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        max_scale: float = LARGEST,
+    ):
+        super().__init__(init_scale, 2.0, 0.5, growth_interval, hysteresis, min_scale, max_scale)
+        self.patience.fill_(hysteresis)
+
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        self._count_(found_inf)
+        grow = self.clean_steps >= self.growth_interval
+        self._move_(grow, found_inf & (self.patience <= 0))
+        self.clean_steps.masked_fill_(grow, 0)
+        self.patience.masked_fill_(grow, self.hysteresis)
+
+
+class DeepSpeedLossScale(DynamicLossScale):
+    """DeepSpeed's DynamicLossScaler: as Megatron's, but the window begins at the first clean step after an overflow,
+    so growth comes one step later: after 1 + n * growth_interval clean steps.
+
+    `consecutive_hysteresis`: any clean step restores the hysteresis, not only a growth. At the floor DeepSpeed ends
+    the run; here the scale stays there, and when to give up is the caller's decision.
+    Source: deepspeed/runtime/fp16/loss_scaler.py at 18fd4c9, defaults in deepspeed/runtime/precision_config.py.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,  # 2**initial_scale_power
+        growth_interval: int = 1000,  # loss_scale_window
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        max_scale: float = LARGEST,
+        consecutive_hysteresis: bool = False,
+    ):
+        super().__init__(init_scale, 2.0, 0.5, growth_interval, hysteresis, min_scale, max_scale)
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.patience.fill_(hysteresis)
+
+    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
+        self._count_(found_inf)
+        grow = self.clean_steps >= self.growth_interval + 1
+        self._move_(grow, found_inf & (self.patience <= 0))
+        self.clean_steps.masked_fill_(grow, 1)
+        self.patience.masked_fill_(~found_inf if self.consecutive_hysteresis else grow, self.hysteresis)

@@ -1,17 +1,17 @@
-"""The FP32 truth: this rank's share of the master weights and of the optimizer's states."""
+"""The FP32 truth: this rank's share of the master weights and optimizer states; full weights out of it and into it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.examination import Examination
-from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, Run
-from megamix.mixed_precision.fused_update import StepScalars, Update
+from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
+from megamix.mixed_precision.half_params import HalfParams
 
 
 class OwnedRange(NamedTuple):
@@ -24,56 +24,149 @@ class OwnedRange(NamedTuple):
 
 class MasterShard:
     """Per bucket: `master[k]` FP32 (shard_numel,), and `states[k]`, one such tensor per optimizer state, zeros at the
-    start. `owners[k]`: the ranks that own a shard of bucket k each.
+    start. `collectives[k]`: among the owners of bucket k, each of which has a shard of it.
 
     `runs[k]`: the pieces of bucket k's shard that belong to one optimizer group each, counted from the shard's start.
     """
 
-    def __init__(self, layout: FlatLayout, owners: Sequence[Collectives], num_states: int, device: torch.device):
-        self._layout, self._owners = layout, owners
+    def __init__(self, layout: FlatLayout, collectives: Sequence[Collectives], num_states: int, device: torch.device):
+        self._layout, self._collectives = layout, collectives
         shard_numels = [bucket.shard_numel for bucket in layout.buckets]
         self.master = [torch.zeros(numel, device=device) for numel in shard_numels]
         self.states = [tuple(torch.zeros(numel, device=device) for _ in range(num_states)) for numel in shard_numels]
-        self.runs = [bucket.shard_runs(own.axis.rank) for bucket, own in zip(layout.buckets, owners, strict=True)]
+        self.runs = [
+            bucket.shard_runs(among.axis.rank) for bucket, among in zip(layout.buckets, collectives, strict=True)
+        ]
 
     def take(self, bucket: int, full: Tensor) -> None:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
-        axis = self._owners[bucket].axis
+        axis = self._collectives[bucket].axis
         self.master[bucket].copy_(full.view(axis.size, -1)[axis.rank])
 
-    def update(
-        self, bucket: int, grad_shard: Tensor, half_shard: Tensor, update: Update, step: StepScalars,
-        examination: Examination | None,
-    ) -> None:  # fmt: skip
-        """Update this rank's part of a bucket in place.
-
-        Shapes: grad_shard half or FP32, half_shard half, both (shard_numel,).
-        """
-        cuts: Iterable[tuple[Run, Update]] = ((run, update) for run in self.runs[bucket])
-        if examination is not None:
-            cuts = examination.watched(update, bucket)
-        for run, update_ in cuts:
-            part = slice(run.start, run.end)
-            states = tuple(state[part] for state in self.states[bucket])
-            update_(grad_shard[part], self.master[bucket][part], states, half_shard[part], run.group, step)
-
     def owned_ranges(self) -> Iterator[OwnedRange]:
-        """Every element of a parameter that this rank owns, without the padding."""
+        """Yield every element of a parameter that this rank owns, without the padding."""
         for index, bucket in enumerate(self._layout.buckets):
             tensors = (self.master[index], *self.states[index])
-            for spec, start, part in bucket.owned(self._owners[index].axis.rank):
+            for spec, start, part in bucket.owned(self._collectives[index].axis.rank):
                 yield OwnedRange(spec, start, tuple(tensor[part] for tensor in tensors))
 
-    def restore(self, master: Sequence[Tensor], states: Sequence[tuple[Tensor, ...]]) -> None:
-        """Copy back the saved shards and optimizer states of all buckets."""
-        mine = [*self.master, *(state for bucket in self.states for state in bucket)]
-        for own, saved in zip(mine, [*master, *(state for bucket in states for state in bucket)], strict=True):
-            own.copy_(saved)
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of this rank's shards and optimizer states of all buckets."""
+        return {
+            "master": [master.clone() for master in self.master],
+            "states": [tuple(state.clone() for state in states) for states in self.states],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Copy back what `state_dict` gave."""
+        mine = [*self.master, *chain(*self.states)]
+        for own, other in zip(mine, [*saved["master"], *chain(*saved["states"])], strict=True):
+            own.copy_(other)
 
     def gather(self, bucket: int) -> Tensor:
-        """A whole bucket's master weights, from its owners: FP32 (padded_numel,). All of them must call it."""
-        axis = self._owners[bucket].axis
-        full = self.master[bucket].new_empty(axis.size, self.master[bucket].numel())
-        full[axis.rank].copy_(self.master[bucket])
-        self._owners[bucket].all_gather(full.view(-1), full[axis.rank]).wait()
-        return full.view(-1)
+        """Return a whole bucket's master weights, from its owners: FP32 (padded_numel,). All of them must call it."""
+        return self._collectives[bucket].gather(self.master[bucket]).view(-1)
+
+
+def full_weights(
+    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, params: Sequence[ParamSpec],
+    tp: Collectives, pp: Collectives,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the state dict of the model that all ranks train, its trained weights taken in FP32 from every rank's
+    masters. Copies, on the host.
+
+    `params`: of the whole model. `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold
+    others.
+    """
+    trained: dict[str, Tensor] = {}
+    for index, bucket in enumerate(half_params.layout.buckets):
+        flat = master_shard.gather(index)
+        for slot in bucket.slots:
+            value = _whole(flat[slot.start : slot.end], slot.spec, tp).to("cpu", copy=True)
+            trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
+    own = model.state_dict()
+    weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
+    if pp.axis.size > 1:
+        weights |= _of_all_stages(trained, params, pp, master_shard.master[0].device)
+    return weights
+
+
+def _of_all_stages(
+    own: Mapping[str, Tensor], params: Sequence[ParamSpec], pp: Collectives, device: torch.device
+) -> dict[str, Tensor]:
+    """Return every parameter, from the first of `pp` that holds it."""
+    held = pp.table(torch.tensor([spec.name in own for spec in params], dtype=torch.uint8, device=device))
+    weights: dict[str, Tensor] = {}
+    for spec, source in zip(params, held.argmax(0).tolist(), strict=True):
+        weight = own[spec.name].to(device) if spec.name in own else torch.empty(spec.full_shape, device=device)
+        pp.broadcast(weight, source)
+        weights |= dict.fromkeys((spec.name, *spec.aliases), weight.cpu())
+    return weights
+
+
+def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
+    """Join all ranks' blocks of a parameter, which lie one behind the other in one dim. Shapes: block (numel,)."""
+    if spec.shape == spec.full_shape:
+        return block.view(spec.shape)
+    (dim,) = (dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim])
+    return torch.cat([part.view(spec.shape) for part in tp.table(block)], dim)
+
+
+def take_over(
+    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, collectives: Sequence[Collectives],
+    dp: Collectives,
+) -> None:  # fmt: skip
+    """Take the module's weights, those of each bucket's first owner, into masters and half parameters. What no bucket
+    holds is the first data-parallel rank's, frozen parameters in half, buffers as they are.
+    """
+    for bucket, among in enumerate(collectives):
+        full = half_params.full_precision(bucket)
+        among.broadcast(full)
+        master_shard.take(bucket, full)
+        half_params.install(full)
+        del full  # before the next one comes
+    trained = {id(half_params.params[slot.spec.name]) for bucket in half_params.layout.buckets for slot in bucket.slots}
+    for param in model.parameters():
+        if id(param) not in trained:
+            if param.is_floating_point():
+                param.data = param.data.to(half_params.dtype)
+            dp.broadcast(param.data)
+    for buffer in model.buffers():
+        dp.broadcast(buffer)
+
+
+def load_weights(
+    state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
+    params: Sequence[ParamSpec],
+) -> None:  # fmt: skip
+    """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
+    `params`: of the whole model; entries of other ranks' are left to these.
+
+    Raises: ValueError naming every missing, unknown or misshapen entry, before anything is changed.
+    """
+    own = model.state_dict()
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    trained = {
+        name: slot.spec.full_shape
+        for bucket in half_params.layout.buckets
+        for slot in bucket.slots
+        for name in (slot.spec.name, *slot.spec.aliases)
+    }
+    shapes |= trained
+    elsewhere = {name for spec in params for name in (spec.name, *spec.aliases)}
+    problems = [f"missing {name}" for name in own if name not in state_dict]
+    problems += [f"unknown {name}" for name in state_dict if name not in own and name not in elsewhere]
+    problems += [
+        f"{name} has shape {tuple(state_dict[name].shape)}, the model's has {shape}"
+        for name, shape in shapes.items()
+        if name in state_dict and tuple(state_dict[name].shape) != shape
+    ]
+    if problems:
+        raise ValueError("load_weights() needs exactly the module's entries: " + "; ".join(problems))
+    for index in range(len(half_params.layout.buckets)):
+        full = half_params.full_precision(index, state_dict)
+        master_shard.take(index, full)
+        half_params.flat[index].copy_(full)
+    for name, tensor in own.items():
+        if name not in trained:
+            tensor.copy_(state_dict[name])

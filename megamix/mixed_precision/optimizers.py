@@ -24,7 +24,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
-    """FP32 (updates,) on the device, without waiting for it."""
+    """Return the table on the device, FP32 (updates,), without waiting for it."""
     if len(table) == 1:
         return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
     host = torch.tensor(table, dtype=torch.float32)
@@ -34,7 +34,7 @@ def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
 
 
 def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
-    """The learning rate of an update; past the table's end its last entry holds.
+    """Return the learning rate of an update; past the table's end its last entry holds.
 
     Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
     """
@@ -42,8 +42,8 @@ def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
     return lr_table.index_select(0, place.view(1)).view(())
 
 
-class Group(NamedTuple):
-    """An optimizer group: the parameters that share these."""
+class OptimizerGroup(NamedTuple):
+    """What the parameters of one group share."""
 
     lr_factor: float
     weight_decay: float
@@ -55,16 +55,6 @@ class UpdateScalars(NamedTuple):
     lr: Tensor  # with the group's factor
     weight_decay: Tensor | float  # a number only where nothing is compiled
     coefficients: Tensors  # the optimizer's own
-
-
-class LibraryScalars(NamedTuple):
-    """What the update without a compiler needs besides tensors; FP32 () on the device where not a number."""
-
-    lr: Tensor  # with the group's factor
-    weight_decay: float
-    coefficients: Tensors  # the optimizer's own
-    update: Tensor  # the number of this update, 1 for the first
-    found_inf: Tensor  # bool (): change nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +105,11 @@ class Optimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The states, FP32 (shard_numel,) each, zeros at the start. Equal names mean interchangeable contents."""
+        """Name the states, FP32 (shard_numel,) each, zeros at the start. Equal names mean interchangeable contents."""
         raise NotImplementedError
 
     def lr_table(self) -> list[float]:
-        """One per update; a number counts for all. Empty where `lr` is neither."""
+        """Return one per update; a number counts for all. Empty where `lr` is neither."""
         if isinstance(self.lr, Real):
             return [float(self.lr)]
         try:
@@ -127,13 +117,15 @@ class Optimizer:
         except (TypeError, ValueError):
             return []
 
-    def group_of(self, name: str, num_dims: int) -> Group:
-        """The group of one parameter."""
+    def group_of(self, name: str, num_dims: int) -> OptimizerGroup:
+        """Return what one parameter shares with its group."""
         default_decay = self.weight_decay if num_dims > 1 else 0.0
         for group in self.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
-                return Group(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
-        return Group(1.0, default_decay)
+                return OptimizerGroup(
+                    group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay
+                )
+        return OptimizerGroup(1.0, default_decay)
 
     def warn_of_idle_groups(self, names: Sequence[str]) -> None:
         """Log the patterns that match none of a model's parameters: misspelt, or meant for another one."""
@@ -142,32 +134,33 @@ class Optimizer:
                 log.warning("the optimizer's group %r matches no parameter of the model", pattern)
 
     def coefficients(self, update: Tensor) -> Tensors:
-        """What the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
+        """Return what the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
         return ()
 
     def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
-        """The new master and states. Shapes: grad, master and each state FP32 (n,)."""
+        """Return the new master and states. Shapes: grad, master and each state FP32 (n,)."""
         raise NotImplementedError
 
     def gated_equation(
         self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, found_inf: Tensor
     ) -> tuple[Tensor, Tensors]:
-        """`equation`, or master and states as they were where `found_inf` is set."""
+        """Return `equation`'s, or master and states as they were where `found_inf` is set."""
         new_master, new_states = self.equation(grad, master, states, at)
         # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
         return torch.where(found_inf, master, new_master), tuple(
             torch.where(found_inf, state, new_state) for state, new_state in zip(states, new_states, strict=True)
         )
 
-    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
-        """The same in place, for machines without a compiler: one operation of torch's after the other, unless torch
-        has a fused kernel of this equation.
+    def library_update_(
+        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+    ) -> None:
+        """Do the same in place, for machines without a compiler: one operation of torch's after the other, unless torch
+        has a fused kernel of this equation. `update` FP32 (): its number, 1 for the first.
         """
-        scalars = UpdateScalars(at.lr, at.weight_decay, at.coefficients)
         pieces = zip(*(torch.split(tensor, tuned.EQUATION_PIECE) for tensor in (grad, master, *states)), strict=True)
         for piece_grad, piece_master, *rest in pieces:
             piece_states = tuple(rest)
-            new_master, new_states = self.gated_equation(piece_grad, piece_master, piece_states, scalars, at.found_inf)
+            new_master, new_states = self.gated_equation(piece_grad, piece_master, piece_states, at, found_inf)
             piece_master.copy_(new_master)
             for state, new_state in zip(piece_states, new_states, strict=True):
                 state.copy_(new_state)
@@ -210,12 +203,14 @@ class AdamW(Optimizer):
         master = master - at.lr * debias1 * (exp_avg / denom)
         return master, (exp_avg, exp_avg_sq)
 
-    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
+    def library_update_(
+        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+    ) -> None:
         exp_avg, exp_avg_sq = states
         torch._fused_adamw_(
-            [master], [grad], [exp_avg], [exp_avg_sq], [], [at.update],
-            lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=at.weight_decay, eps=self.eps,
-            amsgrad=False, maximize=False, found_inf=at.found_inf.float(),
+            [master], [grad], [exp_avg], [exp_avg_sq], [], [update],
+            lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=float(at.weight_decay), eps=self.eps,
+            amsgrad=False, maximize=False, found_inf=found_inf.float(),
         )  # fmt: skip
 
 
@@ -259,12 +254,14 @@ class NAG(Optimizer):
         momentum_buffer = self.momentum * states[0] + grad
         return master - at.lr * (grad + self.momentum * momentum_buffer), (momentum_buffer,)
 
-    def library_update_(self, grad: Tensor, master: Tensor, states: Tensors, at: LibraryScalars) -> None:
+    def library_update_(
+        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+    ) -> None:
         if self.decoupled_weight_decay or self.momentum_form == "velocity":
-            super(NAG, self).library_update_(grad, master, states, at)
+            super(NAG, self).library_update_(grad, master, states, at, update, found_inf)
             return
         torch._fused_sgd_(
             [master], [grad], [*states],
-            weight_decay=at.weight_decay, momentum=self.momentum, lr=at.lr, dampening=0.0,
-            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=at.found_inf.float(),
+            weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
+            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=found_inf.float(),
         )  # fmt: skip

@@ -24,23 +24,24 @@ class ParamGather:
     subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
-    Without units nothing would overlap: `launched` awaits all, and every read after it is right.
+    Without units nothing would overlap: the last `launch` awaits all, and every read after it is right.
     """
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], layout: FlatLayout,
-        half_params: list[Tensor], owners: Sequence[Collectives], overlap: bool, clock: Clock,
+        half_params: list[Tensor], collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
-        self._half_params, self._owners, self._overlap, self._clock = half_params, owners, overlap, clock
+        self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
         self.half_shards = [
-            flat.view(own.axis.size, -1)[own.axis.rank] for flat, own in zip(half_params, owners, strict=True)
+            flat.view(among.axis.size, -1)[among.axis.rank]
+            for flat, among in zip(half_params, collectives, strict=True)
         ]
         self.pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        self._beside_forward = overlap and len(needs) > 1 and any(own.axis.size > 1 for own in owners)
+        self._beside_forward = overlap and len(needs) > 1 and any(among.axis.size > 1 for among in collectives)
         self.before_read = _before_read
         if self._beside_forward:
             # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
@@ -54,15 +55,14 @@ class ParamGather:
         self._told_of_copy = half_params[0].dtype == torch.float32
 
     def launch(self, bucket: int) -> None:
-        """This rank's shard of `bucket` is up to date: send it, receive the others'."""
+        """Send this rank's shard of `bucket`, which is up to date, and receive the others'. Behind the last one all are
+        awaited, unless they can travel beside the next forward.
+        """
         assert bucket not in self.pending
-        self.pending[bucket] = self._owners[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
+        self.pending[bucket] = self._collectives[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
         if not self._overlap:
             self.wait([bucket])
-
-    def launched(self) -> None:
-        """All buckets are on their way."""
-        if not self._beside_forward:
+        if bucket == self.order_of_need[-1] and not self._beside_forward:
             self.wait_all()
 
     def publish(self, masters: Sequence[Tensor]) -> None:
@@ -70,7 +70,6 @@ class ParamGather:
         for bucket in self.order_of_need:
             self.half_shards[bucket].copy_(masters[bucket])
             self.launch(bucket)
-        self.launched()
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.fingerprint import fingerprint
 from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.settings import fingerprint
 
 Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
 
@@ -39,8 +39,8 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
     Raises: DamagedMemory on all ranks alike, after a closer look at every element.
     """
     engine.half_params.check()
-    engine.param_gather.wait_all()
-    agree = torch.stack([_copies_agree(engine, buckets) for buckets in _buckets_by_owners(engine)]).all()
+    engine.wait()
+    agree = torch.stack([_copies_agree(engine, buckets) for buckets in _buckets_by_axis(engine)]).all()
     row = torch.stack([agree.long(), _state_hash(engine, counters or {})])
     by_rank = engine.collectives.table(row).tolist()
     problems = []
@@ -63,27 +63,27 @@ def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tenso
     state = _state(engine)
     # As a number that fills a tensor: a tensor made of a list would be copied to the device, and the host wait for it.
     told = int(fingerprint(dict(counters))[:15], 16)
-    parts = [torch.full((1,), told, device=engine.applied_updates.device), *state.values()]
+    parts = [torch.full((1,), told, device=engine.device), *state.values()]
     rows = [part.reshape(-1).view(torch.uint8) for part in parts]
     end = rows[0].new_zeros(-sum(row.numel() for row in rows) % (8 * ROW))
     words = torch.cat([*rows, end]).view(torch.int64)
     return shard_hashes(words, 1, torch.int64)[0]
 
 
-def _buckets_by_owners(engine: ShardedEngine) -> list[list[int]]:
+def _buckets_by_axis(engine: ShardedEngine) -> list[list[int]]:
     """The buckets of the same owners together, in the same order on all of these."""
     found: dict[int, list[int]] = {}
     for index, bucket in enumerate(engine.layout.buckets):
-        found.setdefault(bucket.owners, []).append(index)
+        found.setdefault(bucket.axis, []).append(index)
     return list(found.values())
 
 
 def _copies_agree(engine: ShardedEngine, buckets: list[int]) -> Tensor:
     """Whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call it."""
-    owners, dtype = engine.owners[buckets[0]], engine.half_params.dtype
-    copies = [shard_hashes(engine.half_params.flat[index], owners.axis.size, dtype) for index in buckets]
+    among, dtype = engine.bucket_collectives[buckets[0]], engine.half_params.dtype
+    copies = [shard_hashes(engine.half_params.flat[index], among.axis.size, dtype) for index in buckets]
     own = torch.cat([shard_hashes(engine.master_shard.master[index], 1, dtype) for index in buckets])
-    masters = owners.table(own).T  # (buckets, ranks), as the copies
+    masters = among.table(own).T  # (buckets, ranks), as the copies
     return (torch.stack(copies) == masters).all()
 
 
@@ -117,10 +117,10 @@ def _odd_keys(count: int, device: torch.device) -> Tensor:
 
 def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
-    found = [line for buckets in _buckets_by_owners(engine) for line in _differences(engine, buckets)]
+    found = [line for buckets in _buckets_by_axis(engine) for line in _differences(engine, buckets)]
     # A rank knows only of what it owns a share of, and the first one speaks.
     text = "\n".join(found[:_SHOWN]).encode()[:_TEXT].ljust(_TEXT)
-    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(engine.applied_updates.device)
+    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(engine.device)
     texts = [bytes(line).decode(errors="replace").strip() for line in engine.collectives.table(row).tolist()]
     lines = list(dict.fromkeys(line for text in texts for line in text.splitlines()))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
@@ -129,8 +129,8 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
 
 def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
     """A phrase for each wrong copy or master of these buckets. Their owners must all call it."""
-    owners, dtype = engine.owners[buckets[0]], engine.half_params.dtype
-    size, bits = owners.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
+    among, dtype = engine.bucket_collectives[buckets[0]], engine.half_params.dtype
+    size, bits = among.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
     pieces, differs = [], []
     for index in buckets:
         master = engine.master_shard.gather(index).to(dtype).view(bits)
@@ -139,8 +139,8 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
             for piece in engine.layout.buckets[index].shard_pieces(owner):
                 pieces.append((owner, piece.name))
                 differs.append(unequal[owner, piece.start : piece.end].any())
-    by_rank = owners.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
-    numbers, found = owners.axis.ranks, []
+    by_rank = among.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
+    numbers, found = among.axis.ranks, []
     for index, (owner, name) in enumerate(pieces):
         wrong = [rank for rank in range(size) if by_rank[rank][index]]
         if len(wrong) == size:  # alone, a rank cannot tell which of its two copies it is
@@ -153,7 +153,7 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
 
 def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
     """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
-    device = engine.applied_updates.device
+    device = engine.device
     held = _state(engine) | {name: _exact(numbers).to(device) for name, numbers in counters.items()}
     return [line for name, tensor in held.items() if (line := _disagreement(engine, name, tensor))]
 

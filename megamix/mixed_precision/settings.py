@@ -1,22 +1,40 @@
-"""What a user of the engine chooses, and what a step tells him."""
+"""What a user of the engine chooses, and what is refused of it, each with what to do instead."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.mixed_precision.examination import Examination
-from megamix.mixed_precision.loss_scale import StaticLossScale
+from megamix.mixed_precision.loss_scale import LossScale
+from megamix.mixed_precision.optimizers import Optimizer
 
 # What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
 # FP32 and its sum in FP32.
 ReduceDtype = Literal["half", "half_fp32_sum", "fp32"]
+
+# Wrappers that move the module's parameters or reduce its gradients themselves. By name: to import FSDP takes a second.
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+# What people look for on an engine, since torch's optimizers, modules or wrappers have it.
+_INSTEAD = {
+    "param_groups": "it is no torch optimizer, and no torch scheduler can set its learning rate: give AdamW(lr=[...]) "
+    "one per update, or call engine.set_lr(lr) before step()",
+    "zero_grad": "there is nothing to clear: step() ends with no gradients; discard_step() forgets a step's so far",
+    "parameters": "take engine.module.parameters(). Their .grad is None: set clip_grad to clip, and read the result of "
+    "step() for the norm",
+    "train": "call engine.module.train()",
+    "eval": "call engine.module.eval()",
+    "no_sync": "set grad_accum_steps: gradients travel in the last backward() of a step alone",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +43,16 @@ class Precision:
 
     dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
     grad_dtype: torch.dtype | None = None  # in which micro-batches are summed; None: `dtype`
-    loss_scale: StaticLossScale | None = None  # FP16 needs one, static or dynamic
+    loss_scale: LossScale | None = None  # FP16 needs one, static or dynamic
     reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
 
     @property
     def own_grad_dtype(self) -> torch.dtype:
-        """In which each rank's micro-batches are summed."""
+        """Return in which dtype each rank's micro-batches are summed."""
         return self.grad_dtype or self.dtype
 
     def sum_dtype(self, num_owners: int) -> torch.dtype:
-        """What holds a sum over the ranks until the update reads it. A rank alone has nothing to sum."""
+        """Return what holds a sum over the ranks until the update reads it. A rank alone has nothing to sum."""
         wide = self.reduce_dtype == "half_fp32_sum" and num_owners > 1
         return torch.float32 if wide else self.own_grad_dtype
 
@@ -49,7 +67,7 @@ class Placement:
     counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
 
     def block(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Of the full parameter, this rank's block, which has that shape."""
+        """Return what this rank's block, which has that shape, is of the full parameter."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, shape, strict=True))
 
 
@@ -67,21 +85,62 @@ class Sharding:
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
 
-class StepResult(NamedTuple):
-    """Device tensors; reading one waits for the device, so keep them until the value is needed."""
+def check_loss(loss: Tensor, weight: float) -> None:
+    """Raises: ValueError for what `backward` cannot take."""
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
+    if not isinstance(loss, Tensor) or not loss.requires_grad:
+        raise ValueError(
+            f"backward() takes a loss that is computed from the module's parameters, got {type(loss).__name__} without "
+            "a graph; give the tensor before .item() or .detach(), and not under torch.no_grad()"
+        )
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")
 
-    loss: Tensor  # FP32 (): the mean over ranks and micro-batches, by weight, without the scale
-    found_inf: Tensor  # bool (): nothing was changed
-    grad_norm: Tensor  # FP32 (): of the averaged, unscaled gradient, before clipping
-    max_abs: Tensor  # FP32 (): of the summed, scaled gradient; of a half sum its distance to 65504 is the headroom
-    loss_scale: Tensor  # FP32 (): the one this step's backward used
-    lr: Tensor  # FP32 ()
-    stop_requested: Tensor  # FP64 (): the largest of the ranks' `engine.stop_request`; 0: none asks
-    by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
-    examination: Examination | None = None  # of a step after `engine.examine_next_step()`
+
+def attribute_error(name: str) -> AttributeError:
+    """Return what is raised for an attribute that the engine does not have."""
+    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    return AttributeError(f"ShardedEngine has no attribute {name!r}{instead}")
 
 
-def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
+def check_arguments(
+    model: nn.Module, optimizer: Optimizer, precision: Precision, sharding: Sharding, clip_grad: float,
+    grad_accum_steps: int,
+) -> None:  # fmt: skip
+    """Raises: TypeError or ValueError if one of them is something that the engine cannot take."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is torch.optim.{type(optimizer).__name__}, which would hold and update half parameters; pass "
+            "megamix.AdamW(lr=3e-4) or megamix.NAG(lr=0.1), with ParamGroup(pattern=...) for groups: the engine gives "
+            "it the FP32 masters"
+        )
+    for name, value, kind in (
+        ("model", model, nn.Module), ("optimizer", optimizer, Optimizer), ("precision", precision, Precision),
+        ("sharding", sharding, Sharding),
+    ):  # fmt: skip
+        if not isinstance(value, kind):
+            example = {"model": "the nn.Module itself", "optimizer": "megamix.AdamW(lr=3e-4)"}.get(
+                name, f"megamix.{kind.__name__}(...)"
+            )
+            raise TypeError(f"{name} is a {type(value).__name__}, not of {kind.__name__}; pass {example}")
+    for name, module in model.named_modules():
+        _check_module(f"module {name}" if name else "the model", module, precision.dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor.data) is not Tensor:
+            raise ValueError(
+                f"{name} is a {type(tensor.data).__name__}, which other code divides or packs (fully_shard, "
+                "parallelize_module, quantization); pass the plain module, the engine shards it itself"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no values; call model.to_empty(device=...), fill it, then build "
+                "the engine"
+            )
+    _check_settings(precision, clip_grad, grad_accum_steps)
+
+
+def _check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
     """Raises: ValueError naming the first setting that cannot be, and what it can be."""
     halves = (torch.float16, torch.bfloat16, torch.float32)
     if precision.dtype not in halves:
@@ -108,14 +167,69 @@ def check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int
         raise ValueError(f"grad_accum_steps must be at least 1, got {grad_accum_steps}")
 
 
-def check_loss(loss: Tensor, weight: float) -> None:
-    """Raises: ValueError for what `backward` cannot take."""
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        raise ValueError(f"backward() takes a loss of one element, got shape {tuple(loss.shape)}; take its mean")
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
+def _check_module(place: str, module: nn.Module, dtype: torch.dtype) -> None:
+    wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+    if wrapper is not None:
         raise ValueError(
-            f"backward() takes a loss that is computed from the module's parameters, got {type(loss).__name__} without "
-            "a graph; give the tensor before .item() or .detach(), and not under torch.no_grad()"
+            f"{place} is wrapped by {wrapper}, which reduces or divides what the engine does itself; pass the module "
+            "inside, before it is wrapped"
         )
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")
+    if (
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and dtype != torch.float32
+        and module.weight is not None
+        and module.running_mean is not None
+    ):
+        raise ValueError(
+            f"{place} is a {type(module).__name__} whose {dtype} weights would stand beside FP32 running statistics, "
+            "which torch does not compute. Use GroupNorm or LayerNorm, or affine=False (its statistics stay FP32, and "
+            "are each rank's own), or Precision(torch.float32)"
+        )
+
+
+def explain_dtypes(
+    error: RuntimeError, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
+) -> None:
+    """Note on an error of forward that inputs were not of the module's dtype, if that may be why."""
+    if "type" not in str(error):
+        return
+    for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+            error.add_note(
+                f"input {keystr(path[1:])} of the module is {leaf.dtype}, the engine's parameters are {dtype}: cast it "
+                f"first, x.to({dtype}), or in the module's forward"
+            )
+
+
+def fingerprint(*values: object) -> str:
+    """Return the SHA-256 of what the values print."""
+    printed = repr(values).replace("axis=", "owners=")  # a field's name when the first states were saved
+    return hashlib.sha256(printed.encode()).hexdigest()
+
+
+def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:
+    """Raises: ValueError on every rank if one has another fingerprint. Every rank must call it."""
+    mine = torch.tensor([int(fingerprint(*values)[:15], 16)], device=device)
+    axis = collectives.axis
+    different = [axis.ranks[place] for place in (collectives.table(mine) != mine).nonzero()[:, 0].tolist()]
+    if different:
+        raise ValueError(
+            f"rank {axis.ranks[axis.rank]} and ranks {different} hold different models or settings: parameter "
+            "names, shapes, dtypes, optimizer, loss_scale, clip_grad, grad_accum_steps, compile_update and the order "
+            "of the parameters in units must be equal on every rank"
+        )
+
+
+def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
+    """Raises: ValueError if the state is a module's, another rank's, or of a layout with another fingerprint."""
+    if not {"layout", "rank"} <= set(state):
+        raise ValueError(
+            "load_state_dict() of the engine takes what engine.state_dict() returned; to set the module's weights from "
+            "model.state_dict() call engine.load_weights(state_dict)"
+        )
+    if (state["layout"], state["rank"]) != (own, rank):
+        raise ValueError(
+            f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
+            f"{own[:12]}; build the engine as it was: model, ranks, bucket_size, dtype, optimizer and its groups, kind "
+            "of loss scale"
+        )

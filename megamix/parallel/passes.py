@@ -44,7 +44,7 @@ class OneByOne:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.applied_updates.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         for batch in batches:
             sums[0] += self.engine(*batch.inputs)
             sums[1] += batch.weight

@@ -74,7 +74,7 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
         batches, losses = [*batches], list[Tensor]()
         self._run(self._evaluation.eval, batches, [None], losses=losses)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.applied_updates.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         for loss, batch in zip(losses, batches, strict=False):  # no loss is known on ranks without the last stage
             sums[0] += loss
             sums[1] += batch.weight
@@ -98,7 +98,7 @@ class Pipeline:
             return loss
         # On a V the last stage is not the last rank's: only that this one has it says so.
         counts = self.engine.topology.tp.rank == 0
-        return self.engine.accumulation.scaled(loss, next(self._weights), counts=counts)
+        return self.engine.under_way.scaled(loss, next(self._weights), counts=counts)
 
 
 def _stages(
@@ -108,9 +108,8 @@ def _stages(
     # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other
     # after it, and where sends and sums are matched by their order (NCCL) both would wait for ever.
     here = {*engine.topology.stage.ranks}
-    shared = (
-        bucket for bucket, own in zip(engine.layout.buckets, engine.owners, strict=True) if {*own.axis.ranks} - here
-    )
+    buckets = zip(engine.layout.buckets, engine.bucket_collectives, strict=True)
+    shared = (bucket for bucket, among in buckets if {*among.axis.ranks} - here)
     done = {slot.spec.name for bucket in shared for slot in bucket.slots}
     # The last micro-batch leaves a rank's stages from the last one to the first: a tied table that two of them use is
     # whole when the first of them is done.
@@ -138,7 +137,7 @@ class _EngineStage(PipelineStage):
         tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
-            module, number, handover.num_stages, engine.applied_updates.device,
+            module, number, handover.num_stages, engine.device,
             tokens if module.is_first else hidden, loss if module.is_last else hidden, group=handover.pp.group,
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
@@ -146,13 +145,11 @@ class _EngineStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._engine.accumulation.backward_pass(
-            bwd_chunk_id, self._completes if full_backward and last_backward else ()
-        ):
+        with self._engine.backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else ()):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._engine.accumulation.backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
+        with self._engine.backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self._engine.half_grads.take(self._names)
 

@@ -63,7 +63,7 @@ def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
     if not facts.on_gpu or facts.sum_dtype != facts.grad_dtype:
         for bucket in layout.buckets:
             if bucket.num_shards > 1:
-                scratch[bucket.owners] = max(scratch.get(bucket.owners, 0), bucket.padded_numel)
+                scratch[bucket.axis] = max(scratch.get(bucket.axis, 0), bucket.padded_numel)
     rounds = scratch and facts.sum_dtype != torch.float32
     by_torch, copies = not facts.compiled, 1 if facts.sum_dtype == torch.float32 else 2
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)

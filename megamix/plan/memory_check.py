@@ -20,7 +20,7 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
     On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
     tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
     """
-    topology, on_gpu, spare = engine.topology, engine.half_params.flat[0].is_cuda, 0
+    topology, on_gpu, spare = engine.topology, engine.device.type == "cuda", 0
     if on_gpu:  # pragma: CUDA only
         plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
         planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet

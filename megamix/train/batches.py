@@ -56,7 +56,7 @@ class Validation:
         """
         engine, batches = self._passes.engine, self._batches
         engine.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=engine.applied_updates.device)  # of losses, of their weights
+        sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # of losses, of their weights
         self._rank_batches.prefetch(batches[0])
         for number, batch in enumerate(batches, start=1):
             before_each()

@@ -12,8 +12,14 @@ from megamix.comm.topology import Topology
 from megamix.config import Config, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
-from megamix.mixed_precision.loss_scale import DynamicLossScale, StaticLossScale
-from megamix.mixed_precision.loss_scale_presets import DeepSpeedLossScale, MegatronLossScale, TorchLossScale
+from megamix.mixed_precision.loss_scale import (
+    DeepSpeedLossScale,
+    DynamicLossScale,
+    LossScale,
+    MegatronLossScale,
+    StaticLossScale,
+    TorchLossScale,
+)
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.transformer import Transformer
@@ -24,7 +30,7 @@ from megamix.parallel.stages import StagePlan, plan_stages
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-LOSS_SCALES: dict[str, Callable[..., StaticLossScale]] = {
+LOSS_SCALES: dict[str, Callable[..., LossScale]] = {
     "dynamic": DynamicLossScale,
     "headroom": HeadroomLossScale,
     "torch": TorchLossScale,
@@ -33,7 +39,7 @@ LOSS_SCALES: dict[str, Callable[..., StaticLossScale]] = {
 }
 
 
-def build_loss_scale(section: PrecisionConfig) -> StaticLossScale | None:
+def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
     """None where the run has no loss scale."""
     kind = loss_scale_rule(section.loss_scale, section.dtype)
     if isinstance(kind, float):

@@ -11,7 +11,7 @@ from megamix.diagnosis.overflow_budget import GaveUpError, OverflowBudget
 from megamix.diagnosis.overflow_words import cause, culprit_table, culprits, origin_lines, overflow_words
 from megamix.mixed_precision.culprits import ParamPeak, gather_origins, gather_peaks
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.examination import Examination
+from megamix.mixed_precision.step import Examination
 from megamix.supervise.console import Console
 from megamix.train.batch_plan import Attempt, Fate, GlobalBatch
 from megamix.train.metrics import MetricsWriter, format_scale

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megamix.mixed_precision.culprits import headroom, peaks_by_param
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.examination import EXPONENT_BIAS, Examination, layer_of
+from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
+from megamix.mixed_precision.step import Examination
 from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision
 
 _LIMITS = (-14, -24)  # exponents of FP16: of its smallest normal number, and of its smallest at all

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamix.clock import Clock
 from megamix.config import Config
-from megamix.mixed_precision.settings import StepResult
+from megamix.mixed_precision.step import StepResult
 from megamix.model.sizes import dense_peak, flops_per_token
 from megamix.train.build import DTYPES
 from megamix.train.metrics import StepMetrics

@@ -16,8 +16,8 @@ from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
 from megamix.diagnosis.overflow_budget import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.examination import Examination
 from megamix.mixed_precision.replicas import check_replicas
+from megamix.mixed_precision.step import Examination
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.supervise.console import Console
 from megamix.supervise.status import (
@@ -64,7 +64,7 @@ class Trainer:
         self.validation = None if validation is None else Validation(config, passes, validation)
         self.report, self.console, self.writer = report, console, writer
         self.memory_line = memory_line if writer is not None else None
-        self.device = engine.half_params.flat[0].device
+        self.device = engine.device
         self.plan = self._plan(None)
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowLog(config, engine, console, writer)
@@ -253,7 +253,7 @@ class Trainer:
         yield
         if self._profiler is not None and attempt == last:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
-            self.engine.param_gather.wait_all()
+            self.engine.wait()
             self._profiler.stop()
             rank = self.engine.topology.world.rank
             trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"

@@ -20,7 +20,7 @@ from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.settings import StepResult
+from megamix.mixed_precision.step import StepResult
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline

@@ -34,7 +34,7 @@ def make_engine(
 
 
 def together_of(engine: ShardedEngine) -> Together:
-    return Together(engine.collectives, engine.applied_updates.device)
+    return Together(engine.collectives, engine.device)
 
 
 def alone() -> Together:

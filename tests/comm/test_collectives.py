@@ -183,7 +183,7 @@ def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
 
 
 def test_works_are_dropped_at_the_end_of_a_program_without_a_word(monkeypatch) -> None:
-    works = collectives._Works([])
+    works = collectives.Pending()
     for name in [name for name in vars(collectives) if not name.startswith("__")]:
         monkeypatch.setattr(collectives, name, None)  # as the interpreter clears a module
     works.__del__()

@@ -103,7 +103,7 @@ def micro_batches(case: Case, step: int, dp_rank: int, seeded: bool = False) -> 
 def by_name(engine: ShardedEngine, shards: list[Tensor]) -> dict[str, Tensor]:
     """One tensor of each bucket's shard as the parameters of which it is. Every owner must call it."""
     found = {}
-    for bucket, own, shard in zip(engine.layout.buckets, engine.owners, shards, strict=True):
+    for bucket, own, shard in zip(engine.layout.buckets, engine.bucket_collectives, shards, strict=True):
         flat = own.gather(shard).view(-1)
         found |= {slot.spec.name: flat[slot.start : slot.end].clone() for slot in bucket.slots}
     return found

@@ -24,18 +24,18 @@ def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, 
         for step in range(3):
             engine.backward(loss_of(model, make_batch(step, rank, 0)))
             engine.step()
-        engine.param_gather.wait_all()
+        engine.wait()
         gc.collect()
     scale = engine.loss_scale
     scalars = [
         engine.applied_updates,
         engine.skipped_steps,
         engine._lr_table,
-        engine.accumulation.scale_used,
-        engine.accumulation.loss_sum,
+        engine.under_way.scale_used,
+        engine.under_way.loss_sum,
     ]
     scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
-    scalars += [engine.accumulation.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
+    scalars += [engine.under_way.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
     named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
     grad_bytes = grad_dtype.itemsize
     resident = engine.layout.resident_bytes(2, grad_bytes, len(optimizer.state_names))

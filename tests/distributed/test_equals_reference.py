@@ -124,7 +124,7 @@ def run_engine(
             engine.backward(loss, last=micro_batch == micro_batches - 1)
         grad_norms.append(float(engine.step().grad_norm))
         losses.append(step_losses)
-    engine.param_gather.wait_all()
+    engine.wait()
     return engine, losses, grad_norms
 
 

@@ -42,7 +42,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     wires = [make_collectives(axis, size * max(numels), dtype, cpu, exchanges=True)] * len(flats)
     shards = make_grad_shards(flats, wires, Precision(dtype, reduce_dtype="half_fp32_sum"))
     reduce = GradReduce(flats, shards, chunked_row_stats, wires, overlap=True, clock=Clock(cpu))
-    reduce.launch_rest()
+    reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):
         parts = torch.stack([_halves(other, bucket, size * numel, dtype).view(size, -1)[rank] for other in range(size)])

@@ -61,7 +61,7 @@ def _step(engine: ShardedEngine, injector: Injector, step: int):
 
 
 def _everything(engine: ShardedEngine) -> list[Tensor]:
-    engine.param_gather.wait_all()
+    engine.wait()
     state = engine.state_dict()
     tensors = [*state["master"], *itertools.chain(*state["states"]), state["applied_updates"]]
     return [tensor.clone() for tensor in (*tensors, *engine.half_params.flat)]

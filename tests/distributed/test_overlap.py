@@ -46,14 +46,15 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     sharding = Sharding(units=[*model.blocks], bucket_size=1, overlap=overlap)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
     events: list[str] = []
-    launch = engine.collectives.reduce_scatter
+    (among,) = {*engine.bucket_collectives}
+    launch = among.reduce_scatter
     buckets = {flat.data_ptr(): index for index, flat in enumerate(engine.half_grads.flat)}
 
     def record(half_grads, grad_shard):
         events.append(f"launch {buckets[half_grads.data_ptr()]}")
         return launch(half_grads, grad_shard)
 
-    engine.collectives.reduce_scatter = record
+    among.reduce_scatter = record
     last_of = engine.layout.buckets[-1].slots[0].spec.name
     dict(model.named_parameters())[last_of].register_hook(lambda grad: events.append("last gradient"))
     engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0), flavour))

@@ -158,7 +158,7 @@ def _tied(case: Case) -> list[str]:
     for step in range(1, STEPS):
         pipeline.backward(micro_batches(case, step, topology.dp.rank))
         engine.step()
-    engine.param_gather.wait_all()
+    engine.wait()
     own = state_of(engine).get("embedding.weight", [torch.zeros(0)])[-1]
     texts = engine.collectives.table(torch.tensor([own.double().sum(), float(own.numel() > 0)]))
     held = texts[texts[:, 1] > 0]
@@ -193,7 +193,7 @@ def _order(schedule: str) -> list[str]:
     issued: list[str] = []
     case = Case(schedule=schedule, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, Topology.connect(pp_size=2))
-    ends = next(own for own in engine.owners if own.axis.size > 1)
+    ends = next(own for own in engine.bucket_collectives if own.axis.size > 1)
     send_and_receive, exchange = schedules._batch_p2p, ends.exchange
 
     def sent(ops: list[Any], desc: str | None = None) -> Any:
@@ -269,7 +269,7 @@ def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[st
     together = Together(source.collectives, torch.device("cpu"))
     checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
     load(checkpoint, target, together)
-    target.param_gather.wait_all()
+    target.wait()
     one, other = state_of(source), state_of(target)
     common = one.keys() & other.keys()
     equal = all(torch.equal(a, b) for name in common for a, b in zip(one[name], other[name], strict=True))

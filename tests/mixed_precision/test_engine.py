@@ -367,7 +367,7 @@ def test_a_dropped_engine_gives_its_memory_back() -> None:
         engine = _engine()
         _train(engine)
         buffers = (*engine.half_params.flat, *engine.half_grads.flat, *engine.master_shard.master)
-        return [weakref.ref(one) for one in (engine.collectives, *engine.owners, *buffers)]
+        return [weakref.ref(one) for one in (engine.collectives, *engine.bucket_collectives, *buffers)]
 
     used = use()
     gc.collect()
@@ -431,8 +431,8 @@ def _resumed_equals_uninterrupted() -> list[bool]:
     for step in range(12, 24):
         second.backward(loss_of(second.module, make_batch(step, 0, 0)))
         second.step()
-    straight.param_gather.wait_all()
-    second.param_gather.wait_all()
+    straight.wait()
+    second.wait()
     pairs = [
         (straight.master_shard.master, second.master_shard.master),
         (straight.half_params.flat, second.half_params.flat),

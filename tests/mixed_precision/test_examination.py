@@ -112,8 +112,11 @@ def _cuts_tile_runs() -> bool:
     engine.examine_next_step()
     kept, examination._CHUNK = examination._CHUNK, 128
     try:
+        own = engine.piece_stats.by_bucket
+        grads = engine.grad_reduce.grad_shards
+        watched = examination.watch(engine.under_way.examination, engine.layout, own, grads, engine._update)
         for bucket, runs in enumerate(engine.master_shard.runs):
-            cuts = [cut for cut, _ in engine.accumulation.examination.watched(engine._update, bucket)]
+            cuts = [cut for cut, _ in watched[bucket]]
             assert all(cut.start % ROW == cut.end % ROW == 0 and cut.end - cut.start <= 128 for cut in cuts)
             assert _groups(cuts) == _groups(runs)
     finally:
@@ -166,10 +169,10 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
 def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
     engine = _build(make_model(), NAG(lr=0.01), Precision(torch.bfloat16))
     engine.examine_next_step()
-    look = engine.accumulation.examination.look(1)
+    look = examination.look(engine.under_way.examination, 1)
     look("norm.weight", torch.tensor([[1.0, float("inf")], [2.0, 3.0]]).T)  # not contiguous
     look("norm.weight", torch.tensor([float("inf"), float("nan")]))
-    local = engine.accumulation.examination.local[1, engine.param_names.index("norm.weight")]
+    local = engine.under_way.examination.local[1, engine.param_names.index("norm.weight")]
     assert local[:2].tolist() == [2.0, 1.0]
     assert local[2].isnan()
 

@@ -14,7 +14,7 @@ def _random_layout(seed: int) -> tuple[list[ParamSpec], FlatLayout]:
     shapes = [tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 3))) for _ in range(rng.randint(1, 30))]
     specs = [ParamSpec.whole(name=f"p{i}", shape=shape, group=rng.randrange(3)) for i, shape in enumerate(shapes)]
     return specs, build_layout(
-        specs, owners=[rng.choice([1, 2, 3, 4, 7, 8])], bucket_size=rng.choice([1, 999, 20_000, None])
+        specs, axis_sizes=[rng.choice([1, 2, 3, 4, 7, 8])], bucket_size=rng.choice([1, 999, 20_000, None])
     )
 
 

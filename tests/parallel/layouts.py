@@ -126,7 +126,9 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     """Of the last step, summed, without the loss scale, before clipping."""
     scale = engine.loss_scale.loss_scale * engine.grad_accum_steps * engine.topology.dp.size
     found = []
-    for bucket, own, shard in zip(engine.layout.buckets, engine.owners, engine.grad_reduce.grad_shards, strict=True):
+    for bucket, own, shard in zip(
+        engine.layout.buckets, engine.bucket_collectives, engine.grad_reduce.grad_shards, strict=True
+    ):
         for spec, start, part in bucket.owned(own.axis.rank):
             found.append(Owned(spec, start, shard[part].float() / scale))
     return {"gradient": found}

@@ -37,7 +37,7 @@ def _damage(case: Case, victim: int, name: str) -> str:
     _, engine = build(case)
     backward(case, engine, 0)
     engine.step()
-    engine.param_gather.wait_all()
+    engine.wait()
     if world_rank() == victim:
         for bucket, flat in zip(engine.layout.buckets, engine.half_params.flat, strict=True):
             for slot in bucket.slots:

@@ -73,7 +73,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
         "half gradients": engine.half_grads.flat,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for states in engine.master_shard.states for state in states],
-        "exchange scratch": [own.scratch for own in {*engine.owners} if own.axis.size > 1],
+        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
     }
     held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
     planned, _ = memory_check.held_memory(config, topology.dp.size, topology.world.rank, "cpu")

@@ -117,14 +117,14 @@ def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]
             ends("passes")
             engine.step()
             ends("step")
-        engine.param_gather.wait_all()
+        engine.wait()
         live = tracker.live_bytes
     held = {
         "half parameters": engine.half_params.flat,
         "half gradients": engine.half_grads.flat,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for states in engine.master_shard.states for state in states],
-        "exchange scratch": [own.scratch for own in {*engine.owners} if own.axis.size > 1],
+        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
         "model buffers": [*model.buffers()],
     }
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()}

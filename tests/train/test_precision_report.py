@@ -50,7 +50,7 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
         engine.backward(loss * (2.0**14 if overflow else 2.0**-14))
     result = engine.step()
     layers = gather_precision(engine, result.examination, result.by_piece, float(result.loss_scale))
-    engine.param_gather.wait_all()
+    engine.wait()
     new = _copies(engine.master_shard.master), _copies(engine.param_gather.half_shards)
     return Seen(engine.layout, _copies(engine.grad_reduce.grad_shards), *old, *new, layers)
 

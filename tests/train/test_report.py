@@ -12,7 +12,7 @@ import torch
 
 from megamix import clock as clock_module
 from megamix.clock import Clock
-from megamix.mixed_precision.settings import StepResult
+from megamix.mixed_precision.step import StepResult
 from megamix.supervise.console import Console
 from megamix.train import report as report_module
 from megamix.train.report import IntervalReport, Outcome, Readout, peak_memory_gib

@@ -17,7 +17,7 @@ from megamix.checkpoint.together import Together
 from megamix.config import Config, ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import DamagedMemory
-from megamix.mixed_precision.settings import StepResult
+from megamix.mixed_precision.step import StepResult
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import STATUS, RunStatus, State, StuckError
 from megamix.train import run_folder

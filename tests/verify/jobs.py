@@ -14,8 +14,8 @@ from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.half_grads import Accumulation
 from megamix.mixed_precision.param_gather import ParamGather
+from megamix.mixed_precision.step import StepUnderWay
 from megamix.parallel import build
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import Observation, observe
@@ -108,24 +108,24 @@ def norm_counted_per_rank() -> Iterator[None]:
 
 
 @contextmanager
-def _loss_times(factor: Callable[[Accumulation], Tensor | float]) -> Iterator[None]:
+def _loss_times(factor: Callable[[StepUnderWay], Tensor | float]) -> Iterator[None]:
     """Of what the plain loop and a pipeline's last stage back-propagate."""
-    right = Accumulation.scaled
+    right = StepUnderWay.scaled
 
     def scaled(self, loss, weight, *, counts):
         return right(self, loss, weight, counts=counts) * factor(self)
 
-    with mock.patch.object(Accumulation, "scaled", scaled):
+    with mock.patch.object(StepUnderWay, "scaled", scaled):
         yield
 
 
 def wrong_divisor() -> object:
     """The loss is divided by its micro-batches once more, as where a schedule does it, too."""
-    return _loss_times(lambda accumulation: 1 / accumulation._steps)
+    return _loss_times(lambda step: 1 / step.grad_accum_steps)
 
 
 def scale_applied_twice() -> object:
-    return _loss_times(lambda accumulation: accumulation.scale_used)
+    return _loss_times(lambda step: step.scale_used)
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def stale_gather() -> Iterator[None]:
     right = ParamGather.launch
 
     def launch(self, bucket: int) -> None:
-        shared = [index for index, own in enumerate(self._owners) if own.axis.size > 1]
+        shared = [index for index, own in enumerate(self._collectives) if own.axis.size > 1]
         if bucket != shared[0]:
             right(self, bucket)
 
