@@ -37,20 +37,28 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def aside_name(name: str) -> str:
+    """Return a name for what is being written, never the same twice: what another attempt left is not mixed in."""
+    return f"{name}{ASIDE}{secrets.token_hex(4)}"
+
+
 @contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path`, or of a link there, once the block has ended and its bytes are on the
+def written_aside(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
+    """Give a file that takes the place of `path`, or of a link there, once the block has ended and its bytes are on the
     disk: `path` is whole or as it was. A process killed meanwhile leaves the file, for `remove_asides`.
 
+    Without `sync` nothing waits for the disk, and a power cut may damage what was written.
     Raises: OSError naming a file.
     """
-    aside = path.with_name(f"{path.name}{ASIDE}{secrets.token_hex(4)}")
+    aside = path.with_name(aside_name(path.name))
     try:
         with aside.open("xb") as file:
             yield file
-            sync_file(file)
+            if sync:
+                sync_file(file)
         aside.rename(path)
-        sync_directory(path.parent)
+        if sync:
+            sync_directory(path.parent)
     except BaseException as error:
         aside.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
@@ -62,6 +70,25 @@ def write_text(path: Path, text: str) -> None:
     """Write a file that is whole or as it was, and on the disk when this returns."""
     with written_aside(path) as file:
         file.write(text.encode())
+
+
+@contextmanager
+def folder_aside(path: Path, inside: Path | None = None) -> Iterator[Path]:
+    """Give an empty folder that becomes `path` once the block has ended: `path` is whole or not there.
+
+    The block brings the files' bytes to the disk itself. `inside`: where it lies until then, if not beside `path`.
+    A process killed meanwhile leaves the folder, for `remove_asides`.
+    Raises: OSError, also if `path` is a folder that is not empty.
+    """
+    aside = (inside or path.parent) / aside_name(path.name)
+    aside.mkdir()
+    try:
+        yield aside
+        sync_directory(aside)
+        aside.rename(path)
+        sync_directory(path.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def remove_asides(folder: Path, pattern: str) -> None:

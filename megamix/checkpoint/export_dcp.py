@@ -7,7 +7,6 @@ optimizer's states, and as `step` the number of applied updates, as torch's Adam
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import unfinished_name
 from megamix.checkpoint.manifest import MASTER, ParamRecord
 from megamix.checkpoint.verify import Checkpoint, PieceReader
-from megamix.durable import sync_directory
+from megamix.durable import folder_aside
 
 _Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
 
@@ -39,18 +37,13 @@ def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
     if output.exists() or output.is_symlink():
         raise ValueError(f"OUT: {output} is there already; give a new name")
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(unfinished_name(output.name))
     try:
-        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that this is one process
+        # The warning is that this is one process.
+        with folder_aside(output) as aside, warnings.catch_warnings(category=UserWarning, action="ignore"):
             save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
-        sync_directory(aside)
-        aside.rename(output)
-        sync_directory(output.parent)
     except CheckpointException as error:  # no Exception to Python
         reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
         raise OSError(f"{output} cannot be written: {reasons}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 class _Planner(DefaultSavePlanner):

@@ -15,12 +15,11 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.durable import sync_directory, sync_file
+from megamix.durable import ASIDE, sync_directory, sync_file
 
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step_(\d{8,})(?:\.(\d+))?")
-_UNFINISHED = ".partial-"  # being written or removed; the next save removes what is left of it
 _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
 
 
@@ -34,7 +33,8 @@ def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    return [path for path in _folders(folder) if _UNFINISHED in path.name]
+    """Those that are being written or removed; the next save removes what is left of them."""
+    return [path for path in _folders(folder) if ASIDE in path.name]
 
 
 def set_aside(folder: Path) -> list[Path]:
@@ -61,11 +61,6 @@ def _number(name: str) -> tuple[int, int]:
     match = _COMPLETE.fullmatch(name)
     assert match is not None, name
     return int(match[1]), int(match[2] or 0)
-
-
-def unfinished_name(name: str) -> str:
-    # Never the same twice: written into a folder that an earlier attempt left, the files of two steps would mix.
-    return name + _UNFINISHED + secrets.token_hex(4)
 
 
 def damaged_name(name: str) -> str:

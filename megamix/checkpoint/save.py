@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megamix.checkpoint import tensor_file
-from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished, unfinished_name
+from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished
 from megamix.checkpoint.manifest import FileRecord, Manifest, RunRecord, manifest_text
 from megamix.checkpoint.snapshot import HostCopy, Part, Snapshot, take_snapshot
 from megamix.checkpoint.together import FailedTogether, Together
+from megamix.durable import aside_name
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
@@ -56,7 +57,7 @@ def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
     need, free = snapshot.largest_size, files.free_space(folder)
     if need > free:
         raise OSError(f"{folder}: a checkpoint takes {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free")
-    name = unfinished_name(f"step_{snapshot.manifest.applied_updates:08d}")
+    name = aside_name(f"step_{snapshot.manifest.applied_updates:08d}")
     files.make_directory(folder / name)
     return name
 
@@ -92,7 +93,7 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
         for path in checkpoints(folder)[keep:]:
             if path != saved:
                 # First it loses its name, in one instant, and then its manifest: it must not be taken for whole.
-                doomed = path.with_name(unfinished_name(path.name))
+                doomed = path.with_name(aside_name(path.name))
                 files.rename(path, doomed)
                 files.remove_tree(doomed / MANIFEST)
                 files.remove_tree(doomed)

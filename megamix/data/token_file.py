@@ -2,7 +2,9 @@
 
 import hashlib
 import struct
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import TracebackType
 
 import numpy as np
@@ -10,7 +12,7 @@ from numpy.typing import NDArray
 
 from megamix.data.steady_file import DataError, FileArray, SteadyFile, add_file
 from megamix.data.token_index import DocumentOffsets, TokenIndex, write_index
-from megamix.durable import create_anew, sync_directory, sync_file
+from megamix.durable import sync_file, written_aside
 
 _COPY_BYTES = 2**22
 _SAMPLED, _BLOCK = 256, 2**18  # blocks of a .bin, and bytes of one
@@ -54,14 +56,13 @@ class TokenFileWriter:
         self._dtype = dtype or token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._sync = sync
-        self._aside = {
-            name: prefix.with_name(f"{prefix.name}.{name}.partial") for name in ("bin", "idx", "lengths", "borders")
-        }
+        self._open = ExitStack()
 
     def __enter__(self) -> "TokenFileWriter":
-        self._bin = create_anew(self._aside["bin"])
-        self._lengths = create_anew(self._aside["lengths"])
-        self._borders = create_anew(self._aside["borders"])
+        path = bin_path(self._prefix)
+        self._bin = self._open.enter_context(written_aside(path, sync=self._sync))
+        self._lengths = self._open.enter_context(TemporaryFile(dir=path.parent))
+        self._borders = self._open.enter_context(TemporaryFile(dir=path.parent))
         self._borders.write(struct.pack("<q", 0))
         return self
 
@@ -103,25 +104,23 @@ class TokenFileWriter:
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._bin, self._lengths, self._borders:
-            if error_type is None and self._sync:
-                sync_file(self._bin)
         if error_type is None:
             self._commit()
-        for path in self._aside.values():
-            path.unlink(missing_ok=True)
+        else:
+            self._open.__exit__(error_type, error, trace)
 
     def _commit(self) -> None:
-        with create_anew(self._aside["idx"]) as idx:
-            write_index(idx, self._dtype, self._aside["lengths"], self._aside["borders"])
-            if self._sync:
-                sync_file(idx)
-        # An older index must go first: beside a new .bin of the same size it would pass for a commit.
-        idx_path(self._prefix).unlink(missing_ok=True)
-        for name, path in (("bin", bin_path(self._prefix)), ("idx", idx_path(self._prefix))):
-            self._aside[name].replace(path)
-            if self._sync:
-                sync_directory(path.parent)
+        path = idx_path(self._prefix)
+        with self._open, written_aside(path, sync=self._sync) as idx:
+            write_index(idx, self._dtype, self._lengths, self._borders)
+            for file in (self._bin, idx):  # a full disk shows here, before anything is replaced
+                if self._sync:
+                    sync_file(file)
+                else:
+                    file.flush()
+            # An older index must go first: beside a new .bin of the same size it would pass for a commit.
+            path.unlink(missing_ok=True)
+            self._open.close()  # renames the .bin; the index follows
 
 
 class TokenFile:

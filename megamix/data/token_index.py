@@ -143,22 +143,21 @@ def _read_header(file: SteadyFile) -> tuple[int, int, "np.dtype[np.generic]"]:
     return num_sequences, num_borders, np.dtype(DTYPES[code])
 
 
-def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: Path, borders: Path) -> None:
+def write_index(file: IO[bytes], dtype: "np.dtype[np.generic]", lengths: IO[bytes], borders: IO[bytes]) -> None:
     """Write PREFIX.idx in stretches; memory does not grow with the number of documents.
 
     `lengths` holds each sequence's tokens as i32; `borders` the number of sequences before each document as i64, and
-    before the end.
+    before the end. Both stand at their ends.
     """
-    num_sequences, num_borders = lengths.stat().st_size // 4, borders.stat().st_size // 8
-    file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], num_sequences, num_borders))
-    with lengths.open("rb") as source:
-        shutil.copyfileobj(source, file)
+    file.write(HEADER.pack(MAGIC, VERSION, _CODES[dtype], lengths.tell() // 4, borders.tell() // 8))
+    lengths.seek(0)
+    shutil.copyfileobj(lengths, file)
+    lengths.seek(0)
     start = 0  # bytes
-    with lengths.open("rb") as source:
-        while stretch := source.read(4 * _CHUNK):
-            sizes = np.frombuffer(stretch, "<i4").astype(np.int64) * dtype.itemsize
-            ends = start + np.cumsum(sizes)
-            file.write((ends - sizes).astype("<i8").tobytes())
-            start = int(ends[-1])
-    with borders.open("rb") as source:
-        shutil.copyfileobj(source, file)
+    while stretch := lengths.read(4 * _CHUNK):
+        sizes = np.frombuffer(stretch, "<i4").astype(np.int64) * dtype.itemsize
+        ends = start + np.cumsum(sizes)
+        file.write((ends - sizes).astype("<i8").tobytes())
+        start = int(ends[-1])
+    borders.seek(0)
+    shutil.copyfileobj(borders, file)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamix.data.tokenizer_bulk import byte_alphabet
-from megamix.durable import write_text
+from megamix.durable import write_text, written_aside
 
 
 class ByteTokenizer:
@@ -123,7 +123,8 @@ class SentencePieceTokenizer:
         return str(self._model.decode([token for token in token_ids if token < self.vocab_size]))
 
     def save(self, path: Path) -> None:
-        path.write_bytes(self._content)
+        with written_aside(path) as file:
+            file.write(self._content)
 
     def speed_up(self, sample: Sequence[str]) -> bool:
         return True

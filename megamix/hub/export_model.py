@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import Files, unfinished_name
+from megamix.checkpoint.folder import Files
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
+from megamix.durable import folder_aside, write_text
 from megamix.hub.families import Link, family_of, their_shapes
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS
 from megamix.hub.source import DTYPES, Source, Weights
@@ -44,10 +44,7 @@ def export_model(
     family = family_of(source.config)
     links = family.links(source.config)
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(unfinished_name(output.name))
-    files = Files()
-    try:
-        files.make_directory(aside)
+    with folder_aside(output) as aside:
         size = _write_shards(aside, source.weights, links, dtype, shard_size)
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)
@@ -57,12 +54,7 @@ def export_model(
             "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
         }  # fmt: skip
-        _write_json(files, aside / CONFIG, config)
-        files.sync_directory(aside)
-        files.rename(aside, output)
-        files.sync_directory(output.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        _write_json(aside / CONFIG, config)
     return size
 
 
@@ -81,7 +73,7 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
     size = itemsize * sum(map(math.prod, shapes.values()))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        _write_json(files, folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return size
 
 
@@ -130,6 +122,5 @@ def _read(weights: Weights, links: list[Link], piece: Box) -> Tensor:
     return out
 
 
-def _write_json(files: Files, path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    files.write_file(path, [memoryview(text.encode())])
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")

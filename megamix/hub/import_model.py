@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from megamix.checkpoint.boxes import Box, boxes_of_range, pieces
-from megamix.checkpoint.folder import CHECKPOINTS, Files, unfinished_name
+from megamix.checkpoint.folder import CHECKPOINTS, Files
 from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit
 from megamix.checkpoint.snapshot import Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, tensor_chunks
 from megamix.config import ModelConfig, section_to_toml
 from megamix.config.toml_text import value_text
-from megamix.durable import sync_directory
+from megamix.durable import folder_aside, write_text
 from megamix.hub.families import param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import WatchedWeights, Weights
@@ -36,9 +35,7 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
         raise ValueError(f"--output {output} is there already; give a new name")
     weights = HuggingFaceWeights(folder)
     output.parent.mkdir(parents=True, exist_ok=True)
-    aside = output.with_name(unfinished_name(output.name))
-    aside.mkdir()
-    try:
+    with folder_aside(output) as aside:
         copy_tokenizer(folder, aside)
         copy_generation(folder, aside, tokenizer_in(folder))
         config = section_to_toml("model", weights.config)
@@ -48,12 +45,7 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
         name = _write_checkpoint(aside / CHECKPOINTS, weights.config, watched, config, file_size)
         watched.judge(allow_non_finite)
         checkpoint = str(output / CHECKPOINTS / name)
-        (aside / MODEL).write_text(f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n", encoding="utf-8")
-        sync_directory(aside)
-        aside.rename(output)
-        sync_directory(output.parent)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        write_text(aside / MODEL, f"{config}\n[checkpoint]\nresume = {value_text(checkpoint)}\n")
     return checkpoint
 
 

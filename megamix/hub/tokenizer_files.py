@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.tokenizer import open_tokenizer
+from megamix.durable import write_text
 from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import CONFIG, read_json
 
@@ -46,7 +47,7 @@ def copy_tokenizer(place: Path, output: Path) -> None:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         with contextlib.suppress(ValueError):  # it cannot be opened here, or no end token is known
             settings["eos_token"] = open_tokenizer(output / TOKENIZER).end_token
-        (output / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+        write_text(output / _SETTINGS, json.dumps(settings, indent=2) + "\n")
 
 
 def _is_own_file(path: Path) -> bool:
@@ -67,7 +68,7 @@ def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[
     """Settings of generation, with the ids of special tokens in any case; the ids."""
     ids = special_ids(folder, tokenizer)
     settings = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    (output / GENERATION).write_text(json.dumps({**settings, **ids}, indent=2) + "\n")
+    write_text(output / GENERATION, json.dumps({**settings, **ids}, indent=2) + "\n")
     return ids
 
 

@@ -310,7 +310,7 @@ def test_an_output_that_fills_up_meanwhile_is_not_overwritten(
             (target / "manifest.json").write_text("of another process")
         rename(source, target)
 
-    monkeypatch.setattr("megamix.data.prepare.prepare_corpus.os.rename", late_rename)
+    monkeypatch.setattr("os.rename", late_rename)
     with pytest.raises(OSError, match="not empty"):
         prepare(text_dir, tmp_path / "out")
     assert contents(tmp_path / "out") == {"manifest.json": b"of another process"}

@@ -138,15 +138,15 @@ def test_a_writer_killed_while_it_commits_leaves_no_index(
 ) -> None:
     prefix = write(tmp_path / "train")
     renames = []
-    replace = Path.replace
+    rename = Path.rename
 
-    def killing_replace(self: Path, target: Path) -> Path:
+    def killing_rename(self: Path, target: Path) -> Path:
         renames.append(target)
         if len(renames) > kill_at_rename:
             raise KeyboardInterrupt
-        return replace(self, target)
+        return rename(self, target)
 
-    monkeypatch.setattr(Path, "replace", killing_replace)
+    monkeypatch.setattr(Path, "rename", killing_rename)
     with pytest.raises(KeyboardInterrupt):
         write(prefix)
     assert renames == [bin_path(prefix), idx_path(prefix)][: kill_at_rename + 1]

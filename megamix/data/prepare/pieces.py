@@ -16,7 +16,7 @@ from megamix.data.prepare.plan import CorpusPiece, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import create_anew
+from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
 _BLOCK = 2**22
@@ -132,11 +132,8 @@ class PieceEncoder:
                 for document, document_ids in zip(batch, token_ids, strict=True):
                     writers[document.part].add(document_ids)
         report.checksums = self._job.checksums(number)
-        path = self._job.report_path(number)
-        aside = path.with_suffix(".partial")
-        with create_anew(aside, "x") as file:
-            json.dump(asdict(report), file)
-        aside.replace(path)
+        with written_aside(self._job.report_path(number), sync=False) as file:
+            file.write(json.dumps(asdict(report)).encode())
         return report
 
 

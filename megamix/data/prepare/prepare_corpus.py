@@ -24,7 +24,7 @@ from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
 from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import open_own, sync_directory, write_text
+from megamix.durable import folder_aside, open_own, remove_asides, write_text
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"
@@ -112,14 +112,10 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
     with _work_folder(unfinished, {"piece_bytes": effort.piece_bytes, **manifest}):
-        result = unfinished / "result"
-        shutil.rmtree(result, ignore_errors=True)  # of a run that was killed at the very end
-        result.mkdir()
-        manifest = _write(corpus, plan, request, effort, unfinished) | {"request": manifest}
-        write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
-        sync_directory(result)
-        os.rename(result, output_dir)  # the commit; refused by the system if the output has been filled meanwhile
-        sync_directory(output_dir.parent)
+        # The commit is a rename, refused by the system if the output has been filled meanwhile.
+        with folder_aside(output_dir, inside=unfinished) as result:
+            manifest = _write(corpus, plan, request, effort, unfinished, result) | {"request": manifest}
+            write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(unfinished)
     return Prepared(output_dir=output_dir, reused=False, manifest=manifest)
 
@@ -140,11 +136,13 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         except OSError as error:
             raise ValueError(f"--output: another prepare is at work in {unfinished}; wait for it, or end it") from error
         wait_for_orphans(unfinished)
+        for folder in (unfinished, unfinished / "pieces"):
+            remove_asides(folder, "*")
         text = json.dumps(request)
         noted = unfinished / "request.json"
         if not noted.is_file() or noted.read_text(encoding="utf-8") != text:
             noted.unlink(missing_ok=True)  # first: what is not all removed is of no request
-            for name in ("pieces", "tokenizer", "result"):
+            for name in ("pieces", "tokenizer"):
                 shutil.rmtree(unfinished / name, ignore_errors=True)
             (unfinished / BAD_RECORDS_NAME).unlink(missing_ok=True)
             write_text(noted, text)
@@ -152,9 +150,10 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _write(corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinished: Path) -> dict[str, Any]:
+def _write(
+    corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinished: Path, result: Path
+) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder; return what the manifest says of it."""
-    result = unfinished / "result"
     split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
     num_workers = min(effort.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")

@@ -1,8 +1,6 @@
 """The tokenizer of a prepare: trained on the corpus, a file of the user's, or bytes."""
 
 import hashlib
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -21,7 +19,7 @@ from megamix.data.tokenizer import (
     save_tokenizer,
 )
 from megamix.data.tokenizer_kinds import ByteTokenizer
-from megamix.durable import sync_directory
+from megamix.durable import folder_aside
 
 TRAIN, BYTES = "train", "bytes"
 # Of text, from the beginnings of so many pieces: what a trainer keeps grows with the words it has seen (the process
@@ -83,9 +81,6 @@ class TokenizerChoice:
 def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
     """Write the tokenizer's files to a folder, whole or not at all; return the one to open."""
     if not folder.exists():
-        aside = folder.with_name(folder.name + ".aside")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
         tokenizer: TextTokenizer
         if choice.what == TRAIN:
             assert choice.vocab_size is not None
@@ -94,9 +89,8 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
             tokenizer = ByteTokenizer()
         else:
             tokenizer = choice.open_file()
-        save_tokenizer(tokenizer, aside)
-        os.rename(aside, folder)
-        sync_directory(folder.parent)
+        with folder_aside(folder) as aside:
+            save_tokenizer(tokenizer, aside)
     return next(path for path in folder.iterdir() if path.name in ("tokenizer.json", "tokenizer.model"))
 
 
