@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 # Still to be renamed.
-TWICE = {"Group", "Verdict"}
+TWICE = {"Verdict"}
 PACKAGE = Path(__file__).parents[1] / "megamix"
 
 

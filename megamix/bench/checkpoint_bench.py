@@ -103,7 +103,7 @@ class CheckpointRank(TrainRank):
         return sum(path.stat().st_size for path in self._newest().iterdir())
 
     def _seconds_together(self, work: Callable[[], object]) -> float:
-        """From when all ranks are ready: a save waits for a rank that comes late, a plain write does not."""
+        """Measure from when all ranks are ready: a save waits for a rank that comes late, a plain write does not."""
         self._together.every(lambda: None)
         return _seconds(work)
 
@@ -115,16 +115,15 @@ class CheckpointRank(TrainRank):
         virtual machine a write into pages that its host must find first takes up to three times as long.
         """
         path = self._folder / f"scratch_{self._rank}"
-        with open(path, "xb", buffering=0) as file:
-            for flat in self._state:
-                _write_all(file.write, flat)
+        self._write(path, sync=False)
         path.unlink()
 
-    def _write(self, path: Path) -> None:
+    def _write(self, path: Path, *, sync: bool = True) -> None:
         with open(path, "xb", buffering=0) as file:
             for flat in self._state:
                 _write_all(file.write, flat)
-            sync_file(file)
+            if sync:
+                sync_file(file)
 
     def _load(self) -> None:
         checkpoint = newest_checkpoint(self._checkpoints, self._together)

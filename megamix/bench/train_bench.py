@@ -208,12 +208,12 @@ def _described(settings: Settings) -> dict[str, Any]:
 def result(
     bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
 ) -> Result:
-    first = next(iter(measured.values()))
+    base = next(iter(measured))
     rows = [
         (
             name,
             show(spread(side.tokens_per_s)),
-            show(speed_up(first, side), 3),
+            show(speed_up(measured[base], side), 3),
             show(spread(side.optimizer_ms), 1),
             show(spread(side.busy), 2),
             f"{side.peak_live_bytes / 1e6:.1f}",
@@ -221,14 +221,6 @@ def result(
         )
         for name, side in measured.items()
     ]
-    columns = (
-        "side",
-        "tokens/s",
-        f"{next(iter(measured))} / side",
-        "optimizer ms",
-        "cores a rank",
-        "peak live MB",
-        "ru_maxrss MB",
-    )
+    columns = ("side", "tokens/s", f"{base} / side", "optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     raw = {name: side._asdict() for name, side in measured.items()}
     return Result(bench, _described(settings), raw, columns, rows, goals, notes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,19 +105,14 @@ class UpdateRank:
     def _make_casts(self) -> Callable[[], None]:
         """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""
         grads32 = [grad.float() for grad in self._grads]
-        params: list[list[Tensor]] = [[] for _ in self._groups]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay} for group in self._groups]
         for master, grad32, runs in zip(self._shard.master, grads32, self._shard.runs, strict=True):
             for run in runs:
                 param = master[run.start : run.end]
                 param.grad = grad32[run.start : run.end]
-                params[run.group].append(param)
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": members, "weight_decay": group.weight_decay}
-                for members, group in zip(params, self._groups, strict=True)
-            ],
-            lr=1e-4, betas=self._optimizer.betas, eps=self._optimizer.eps, fused=True,
-        )  # fmt: skip
+                groups[run.group]["params"].append(param)
+        ours = self._optimizer
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=ours.betas, eps=ours.eps, fused=True)
 
         def casts() -> None:
             for grad32, grad in zip(grads32, self._grads, strict=True):

@@ -17,7 +17,7 @@ from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import Run
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
-from megamix.mixed_precision.optimizers import Optimizer, OptimizerGroup, Tensors, UpdateScalars
+from megamix.mixed_precision.optimizers import Optimizer, Tensors, UpdateGroup, UpdateScalars
 
 log = logging.getLogger("megamix")
 
@@ -57,7 +57,7 @@ class CompiledUpdate:
     from step to step or group to group is a device tensor, since a Python number would be baked into the code.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[OptimizerGroup], device: torch.device):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
         self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
         self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
         self._update_ = _compile(gated_update(optimizer))
@@ -100,7 +100,7 @@ class LibraryUpdate:
     The gradient is multiplied in FP32 first: the fused kernels' `grad_scale` divides, and so rounds otherwise.
     """
 
-    def __init__(self, optimizer: Optimizer, groups: Sequence[OptimizerGroup]):
+    def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup]):
         self._optimizer, self._groups = optimizer, groups
 
     def __call__(
@@ -119,7 +119,7 @@ class LibraryUpdate:
 
 def choose_update(
     optimizer: Optimizer,
-    groups: Sequence[OptimizerGroup],
+    groups: Sequence[UpdateGroup],
     half: Tensor,
     grad_dtypes: Iterable[torch.dtype],
     collectives: Collectives,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import gather_texts, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
-from megamix.mixed_precision.optimizers import Optimizer, OptimizerGroup
+from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.mixed_precision.settings import Placement
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -43,7 +43,7 @@ def single_device(model: nn.Module) -> torch.device:
 
 def describe_params(
     model: nn.Module, optimizer: Optimizer, topology: Topology, placements: Mapping[str, Placement]
-) -> tuple[list[ParamSpec], list[OptimizerGroup], list[Axis], list[ParamSpec]]:
+) -> tuple[list[ParamSpec], list[UpdateGroup], list[Axis], list[ParamSpec]]:
     """Return (specs of the trainable parameters in registration order, the optimizer groups and the axes of owners
     that their numbers mean, specs of the whole model). Every rank must call it.
 
@@ -58,7 +58,7 @@ def describe_params(
                 f"parameter {name} is frozen, and where ranks divide the model all must be trained: nobody would know "
                 "the parts of a frozen one; give it a group with lr_factor=0, or let every rank hold the model"
             )
-    groups: dict[OptimizerGroup, int] = {}
+    groups: dict[UpdateGroup, int] = {}
     axes = {topology.dp: 0}
     specs = []
     for param, (name, *aliases) in names.items():

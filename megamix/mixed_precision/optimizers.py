@@ -42,7 +42,7 @@ def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
     return lr_table.index_select(0, place.view(1)).view(())
 
 
-class OptimizerGroup(NamedTuple):
+class UpdateGroup(NamedTuple):
     """What the parameters of one group share."""
 
     lr_factor: float
@@ -117,15 +117,13 @@ class Optimizer:
         except (TypeError, ValueError):
             return []
 
-    def group_of(self, name: str, num_dims: int) -> OptimizerGroup:
+    def group_of(self, name: str, num_dims: int) -> UpdateGroup:
         """Return what one parameter shares with its group."""
         default_decay = self.weight_decay if num_dims > 1 else 0.0
         for group in self.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
-                return OptimizerGroup(
-                    group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay
-                )
-        return OptimizerGroup(1.0, default_decay)
+                return UpdateGroup(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
+        return UpdateGroup(1.0, default_decay)
 
     def warn_of_idle_groups(self, names: Sequence[str]) -> None:
         """Log the patterns that match none of a model's parameters: misspelt, or meant for another one."""

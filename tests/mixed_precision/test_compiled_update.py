@@ -23,11 +23,11 @@ from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision import fused_update
 from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, StepScalars, choose_update, gated_update
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
-from megamix.mixed_precision.optimizers import OptimizerGroup, UpdateScalars
+from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
 from megamix.mixed_precision.settings import Placement
 
 EPS = 2.0**-23
-GROUPS = [OptimizerGroup(1.0, 0.1), OptimizerGroup(0.5, 0.0)]
+GROUPS = [UpdateGroup(1.0, 0.1), UpdateGroup(0.5, 0.0)]
 KINDS = {
     "adamw-fp16": (AdamW(lr=0.01), torch.float16),
     "nag-bf16": (NAG(lr=0.1), torch.bfloat16),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megamix import NAG, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars
-from megamix.mixed_precision.optimizers import OptimizerGroup, UpdateScalars
+from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
 
 U = 2.0**-24  # half a unit in the last place of FP32, relative
 
@@ -172,7 +172,7 @@ def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
     optimizer = FORMS[form][0]
-    update_ = LibraryUpdate(optimizer, [OptimizerGroup(1.0, 0.1)])
+    update_ = LibraryUpdate(optimizer, [UpdateGroup(1.0, 0.1)])
     numel = (1 << 20) + 3 * 64  # more than one piece
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator).half()
