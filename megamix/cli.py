@@ -165,12 +165,13 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
     )
-    from megamix.train.main import check, run
+    from megamix.train.preflight import check
 
-    if arguments.check:
-        check(config)
-    else:
-        run(config, _memory_line)
+    check(config)  # before the seconds that importing torch takes
+    if not arguments.check:
+        from megamix.train.job import run_job
+
+        run_job(config, _memory_line)
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

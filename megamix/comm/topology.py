@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     from megamix.data.tokenizer import open_tokenizer
     from megamix.hub.source import DTYPES, open_source
     from megamix.hub.tokenizer_files import end_ids, special_ids
-    from megamix.train.generate import Sampling, sample_text
+    from megamix.train.results import Sampling, sample_text
 
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
     source = open_source(arguments.path)

@@ -9,7 +9,7 @@ import socket
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megamix.checkpoint.record import printable
 from megamix.supervise.processes import Siblings, process, process_start
@@ -19,7 +19,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # a terminal shows these as they are
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a rank's main thread stands."""
 
     spans: int  # entered since the start: of two ranks that wait for each other, the one with fewer is behind
@@ -63,7 +63,7 @@ class Sign(NamedTuple):
         return found is not None and found.start == self.start and found.state not in "ZXT"
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """Why all ranks must end."""
 
     text: str
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
     exit_status: Literal[1, 2] = 1  # of all ranks
 
     @staticmethod
-    def read(value: bytes, size: int) -> Verdict | None:
+    def read(value: bytes, size: int) -> Judgement | None:
         """As a rank has written it; None for what none of `size` ranks writes."""
         with contextlib.suppress(ValidationError):
             verdict = _VERDICT.validate_json(value, strict=True)
@@ -79,13 +79,13 @@ class Verdict(NamedTuple):
                 return verdict.fit()
         return None
 
-    def fit(self) -> Verdict:
+    def fit(self) -> Judgement:
         """For a terminal: the words of an error, or of somebody else's store, may hold anything."""
         lines = self.text[:_LONGEST].split("\n")
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
 
-_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Verdict)
+_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Judgement)
 
 
 class RollCall:
@@ -102,9 +102,9 @@ class RollCall:
         self._beat = 0
         self._me = (socket.gethostname(), os.getpid(), process_start(os.getpid()))
 
-    def beat(self, place: Place, idle_s: float) -> None:
+    def beat(self, position: Position, idle_s: float) -> None:
         self._beat += 1
-        self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *place, *self._me]))
+        self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *position, *self._me]))
 
     def signs(self) -> dict[int, Sign]:
         """By rank; without those that have given none so far."""
@@ -112,13 +112,13 @@ class RollCall:
         signs = {rank: Sign.read(self._store.get(f"rank {rank}")) for rank in given}
         return {rank: sign for rank, sign in signs.items() if sign is not None}
 
-    def verdict(self) -> Verdict | None:
-        return Verdict.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
+    def verdict(self) -> Judgement | None:
+        return Judgement.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
 
-    def decide(self, verdict: Verdict) -> Verdict:
+    def decide(self, verdict: Judgement) -> Judgement:
         """The first verdict is everybody's: returns that one."""
         verdict = verdict.fit()
-        return Verdict.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
+        return Judgement.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
 
     def end(self, sign: Sign) -> None:
         """Kill a rank of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""

@@ -35,7 +35,7 @@ def handler_creator() -> RendezvousHandlerCreator:
     return create_handler
 
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # noqa: E402
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: E402
 from torch.distributed.elastic.rendezvous import (  # noqa: E402
     RendezvousHandler,
     RendezvousHandlerCreator,

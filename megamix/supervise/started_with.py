@@ -98,14 +98,14 @@ _LONGEST = 60  # characters of a value
 _UNSET = "not set"
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks that were started alike."""
 
     ranks: list[int]  # ascending
     started_with: dict[str, str]  # value by key
 
 
-def differences(groups: Sequence[Group]) -> list[str]:
+def differences(groups: Sequence[RankGroup]) -> list[str]:
     """A line for each key of which the groups that read it have several values. Where one does not, the key that makes
     it so differs, too.
     """

@@ -83,9 +83,9 @@ class _Earlier(NamedTuple):
 class RunStatus:
     """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
 
-    def __init__(self, folder: Path, steps: int):
-        self.folder, self._steps = folder, steps
-        self.update: Callable[[], int] = lambda: 0  # applied updates; training puts its own here
+    def __init__(self, folder: Path, steps: int, applied: Callable[[], int] = lambda: 0):
+        """`applied`: updates so far, for any thread; less than what the run starts from until it trains."""
+        self.folder, self._steps, self._applied = folder, steps, applied
         self._start, self._restarts = 0, 0
 
     def begin(self, update: int, max_restarts: int) -> None:
@@ -98,7 +98,6 @@ class RunStatus:
         earlier = self._earlier
         in_vain = earlier.state not in ("finished", "preempted") and update <= earlier.start
         restarts = earlier.restarts + 1 if in_vain else 0
-        self.update = lambda: update
         self._start, self._restarts = update, restarts
         if restarts > max_restarts:
             stuck = StuckError(
@@ -106,7 +105,7 @@ class RunStatus:
                 f"{max_restarts}); find out why, then remove {self.folder / STATUS}. The last start's end: "
                 f"{earlier.state} {earlier.reason}".strip()
             )
-            self.write(stuck.state, str(stuck))
+            self.end(stuck)
             raise stuck
         self._store("running", "")
 
@@ -119,6 +118,20 @@ class RunStatus:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or not ours
             return _Earlier("finished", 0, 0, "")
 
+    @property
+    def _update(self) -> int:
+        return max(self._start, self._applied())
+
+    def end(self, error: BaseException | None) -> None:
+        """Leave how the run ended, by what it ended with; None: all is done."""
+        if error is None:
+            self.write("finished")
+        elif isinstance(error, EndedEarlyError):
+            self.write(error.state, str(error), error.exit_status)
+        else:
+            notes = getattr(error, "__notes__", [])  # the watchdog's verdict
+            self.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
+
     def write(self, state: State, reason: str = "", exit_status: int | None = None) -> None:
         """Leave how the run ended; where the disk does not take that, it goes to the console. `exit_status`: the
         state's own unless given.
@@ -128,7 +141,7 @@ class RunStatus:
         except OSError as error:
             say(
                 f"megamix train: {self.folder / STATUS} NOT written: {error}; the run ended as {state} (exit status "
-                f"{exit_status or EXIT_STATUS[state]}) after update {self.update()}: {reason or 'all is done'}",
+                f"{exit_status or EXIT_STATUS[state]}) after update {self._update}: {reason or 'all is done'}",
                 sys.stderr,
             )
 
@@ -136,7 +149,7 @@ class RunStatus:
         values = {
             "state": state,
             "exit_status": exit_status or EXIT_STATUS[state],
-            "update": self.update(),
+            "update": self._update,
             "steps": self._steps,
             "start": self._start,
             "restarts": self._restarts,

@@ -30,7 +30,7 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
-from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
+from megamix.supervise.liveness import Judgement, Position, RollCall, Sign
 from megamix.supervise.processes import Siblings
 from megamix.supervise.started_with import names
 from megamix.supervise.status import PARENT_DIED, WRONG_INPUT, EndedEarlyError, LeaveRequest, RunStatus, WrongDataError
@@ -44,13 +44,14 @@ class Watchdog:
     """Watches between `with` and the end of the block.
 
     `roll`: None for a rank alone, which nobody waits for. `launcher`: its pid, whose death is a request to leave; None
-    where the parent is a shell, which a run may outlive.
+    where the parent is a shell, which a run may outlive. `position`: of the main thread; for any thread.
     """
 
     def __init__(
-        self, roll: RollCall | None, timeout_s: float, status: RunStatus, leave: LeaveRequest, launcher: int | None
-    ):
-        self.place: Callable[[], Place] = lambda: Place(0, "the start", 0, 0)  # training puts its own here
+        self, roll: RollCall | None, timeout_s: float, status: RunStatus, leave: LeaveRequest, launcher: int | None,
+        position: Callable[[], Position],
+    ):  # fmt: skip
+        self._position = position
         self._roll, self._timeout_s = roll, timeout_s
         self._status, self._leave = status, leave
         self._launcher = launcher
@@ -108,14 +109,14 @@ class Watchdog:
                         Path(self._stacks.name).unlink()
 
     def _watch(self) -> None:
-        place = self.place()
+        position = self._position()
         while not self._closing.wait(self._tick_s):
             if self._is_orphan():
                 self._leave.ask(PARENT_DIED)
                 if self._roll is not None:
                     self._end_stopped(self._roll.siblings)
-            last, place = place, self.place()
-            if place != last:
+            last, position = position, self._position()
+            if position != last:
                 self._moved_s = self._since_s = time.monotonic()
                 self._arm()
 
@@ -175,7 +176,7 @@ class Watchdog:
         return None
 
     def _beat(self, roll: RollCall) -> None:
-        roll.beat(self.place(), time.monotonic() - self._moved_s)
+        roll.beat(self._position(), time.monotonic() - self._moved_s)
 
     def _stood_s(self) -> float:
         return time.monotonic() - self._since_s
@@ -186,7 +187,7 @@ class Watchdog:
             to = self._stacks or sys.stderr
             faulthandler.dump_traceback_later(self._timeout_s + _LAST_RESORT_S, exit=True, file=to)
 
-    def _judge(self, missing: list[int], roll: RollCall) -> Verdict:
+    def _judge(self, missing: list[int], roll: RollCall) -> Judgement:
         """Who is to blame for this rank's standing still."""
         signs = roll.signs()
         fewest = min((sign.spans for sign in signs.values()), default=0)
@@ -198,24 +199,24 @@ class Watchdog:
         else:
             what = "all ranks stand in the same place"
         lines = [f"no progress for {self._timeout_s:g} s (parallelism.timeout_s): {what}"]
-        return Verdict("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
+        return Judgement("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
 
     def _explain(self, error: Exception, roll: RollCall) -> None:
         """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
         with contextlib.suppress(RuntimeError):
             # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
             missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []
-            place = self.place()
-            where = f"in {place.doing}, attempt {place.attempt}"
+            position = self._position()
+            where = f"in {position.doing}, attempt {position.attempt}"
             if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
                 verdict = self._judge(missing, roll)
             elif missing:
                 lines = [f"{names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
-                verdict = Verdict("\n".join(lines), missing)
+                verdict = Judgement("\n".join(lines), missing)
             elif isinstance(error, DataError):
-                verdict = Verdict(f"rank {roll.rank}, attempt {place.attempt}: {error}", [], WRONG_INPUT)
+                verdict = Judgement(f"rank {roll.rank}, attempt {position.attempt}: {error}", [], WRONG_INPUT)
             else:
-                verdict = Verdict(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
+                verdict = Judgement(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
             verdict = roll.decide(verdict)
             if verdict.exit_status == WRONG_INPUT:
                 raise WrongDataError(verdict.text) from error
@@ -231,7 +232,7 @@ class Watchdog:
             self._beat(roll)  # the others may be looking, too
         return missing or suspicion.missing()
 
-    def _end(self, verdict: Verdict, roll: RollCall) -> None:
+    def _end(self, verdict: Judgement, roll: RollCall) -> None:
         """End this process now: its main thread may never come back. Nothing on the way may keep it alive."""
         if self._closing.is_set():  # it has come back, while this one was stuck in the store
             return
@@ -279,13 +280,13 @@ class _Suspicion:
         return sorted({*self.missing_here(), *elsewhere})
 
 
-def _end_missing(verdict: Verdict, roll: RollCall) -> None:
+def _end_missing(verdict: Judgement, roll: RollCall) -> None:
     for rank, sign in roll.signs().items():
         if rank in verdict.missing:
             roll.end(sign)
 
 
-def _speaker(verdict: Verdict, roll: RollCall) -> int:
+def _speaker(verdict: Judgement, roll: RollCall) -> int:
     """The lowest rank that lives."""
     return min(rank for rank in range(roll.size) if rank not in verdict.missing)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,23 +18,18 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
-from megamix.data.tokenizer import open_tokenizer
 from megamix.diagnosis.overflow_budget import GaveUpError
-from megamix.durable import write_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.sizes import parameter_count
-from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say
-from megamix.supervise.liveness import Place, RollCall
+from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import (
     EndedEarlyError,
     LeaveRequest,
-    PreemptedError,
     RunStatus,
-    SaveFailedError,
     StuckError,
     WrongDataError,
     shutdown_s,
@@ -44,126 +40,170 @@ from megamix.train import run_folder
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import check_unchanged, training_source, validation_source
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.generate import Sampling, sample_text
 from megamix.train.metrics import MetricsWriter, cut_logs
-from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport, mfu_per_token_rate
+from megamix.train.results import write_results
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.same_job import known_data
 from megamix.train.trainer import MemoryLine, Trainer
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
 SAVE_TIMEOUT_S = 6 * 3600.0
-PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
 
 def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | None:
-    """Returns the last validation loss. Every rank must call it; the first one writes.
+    """Train by `config` on the ranks that torchrun started, or alone. Every rank must call it; the first one writes.
 
+    `memory_line`: what the log says of memory after the second update; None: nothing. Returns the last validation loss
+    (nats per token).
     Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
     saved if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not
     started alike.
     """
+    with ExitStack() as stack:
+        job = _join(config, stack)
+        with _supervised(job):
+            valid_loss, early = None, None
+            with ExitStack() as files:
+                trainer = _build_trainer(job, files, memory_line)
+                try:
+                    valid_loss = trainer.train(job.leave)
+                except EndedEarlyError as error:
+                    early = error
+                early = trainer.save_last(early)
+                job.console.close()
+            if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
+                write_results(config, trainer.engine, job.console, early)
+            if early is not None:
+                raise early
+    return valid_loss
+
+
+@dataclass
+class Job:
+    """What every part of a run shares on this rank, from joining the others to leaving the folder."""
+
+    config: Config
+    device: torch.device
+    topology: Topology
+    together: Together  # between two steps
+    leave: LeaveRequest
+    launcher: int | None  # its pid
+    data_identity: str  # of the files whose fingerprints were compared
+    start: Start | None = None
+    trainer: Trainer | None = None
+
+    def __post_init__(self) -> None:
+        self.console = Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
+        self.status = RunStatus(Path(self.config.checkpoint.folder), self.config.training.steps, self._applied)
+
+    def on_first_rank(self, work: Callable[[], None]) -> None:
+        """Work on the run's folder; the first rank's refusal is every rank's.
+
+        Raises: ConfigError, for an OSError, too, or StuckError, alike on every rank so that all end with one status.
+        """
+        refusal: ConfigError | StuckError | None = None
+
+        def refused() -> bool | None:
+            nonlocal refusal
+            try:
+                work()
+            except OSError as error:
+                refusal = ConfigError([f"checkpoint.folder: {error}; write another folder"], "job")
+            except (ConfigError, StuckError) as error:
+                refusal = error
+            return None if refusal is None else isinstance(refusal, StuckError)
+
+        stuck = self.together.first(refused)
+        if stuck is not None:
+            elsewhere = "the first rank says why"
+            raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
+
+    def take_folder(self, stack: ExitStack) -> None:
+        """Hold the run's folder until the end of `stack`. Raises: as `run_lock`, and for another run's folder."""
+        self.status.folder.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_lock(self.status.folder, say=say))
+        # Another job may have come and gone since all ranks looked.
+        if problems := run_folder.folder_problems(self.config):
+            raise ConfigError(problems, "job")
+
+    def begin(self, start: Start, *, claims: bool) -> None:
+        """Count this start. With `claims` the folder is this run's from now on; before, only its status is changed."""
+        if claims:
+            run_folder.claim(self.config)
+            cut_logs(self.status.folder, start.progress)
+            (self.status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
+        self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts)
+
+    def position(self) -> Position:
+        """Where the main thread stands, for any thread. A save beside training is not what it waits for."""
+        if self.trainer is None:
+            return Position(0, "the start", 0, 0)
+        clock, plan = self.trainer.engine.clock, self.trainer.plan
+        doing = clock.doing()
+        written = self.trainer.checkpoints.written if doing == "save" else 0
+        return Position(clock.entered, doing, max(plan.launched - 1, 0), written)
+
+    def _applied(self) -> int:
+        return 0 if self.trainer is None else self.trainer.plan.applied
+
+
+def _join(config: Config, stack: ExitStack) -> Job:
+    """Meet the other ranks, and hold the run's folder until the end of `stack`."""
     launcher = os.getppid() if dist.is_torchelastic_launched() else None
-    device = local_device()
-    section = config.parallelism
+    device, section = local_device(), config.parallelism
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
     start_ranks(device, limit_s)
+    stack.callback(_part)
+    data = known_data(config)
+    topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
+    # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
+    leave = stack.enter_context(signals_noted(shutdown_s(launcher is not None)))
+    together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
+    job = Job(config, device, topology, together, leave, launcher, data.identity)
+    together.every(lambda: None)  # a slower rank may still be checking that the folder is free: it is claimed only now
+    job.on_first_rank(lambda: job.take_folder(stack))
+    start = job.start = find_start(config, data.fingerprints, together)
+    job.on_first_rank(lambda: job.begin(start, claims=False))  # whoever dies in building or loading has started as well
+    return job
+
+
+def _part() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _supervised(job: Job) -> Iterator[None]:
+    """Until the end of the block the ranks watch each other; then the folder's status says how the run ended."""
+    world, roll = job.topology.world, None
     try:
-        data = known_data(config)
-        topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
-        status = RunStatus(Path(config.checkpoint.folder), config.training.steps)
-        # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
-        with signals_noted(shutdown_s(launcher is not None)) as leave, ExitStack() as stack:
-            _on_first_rank(lambda: _take_folder(config, status, stack), topology, device)
-            together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
-            start = find_start(config, data.fingerprints, together)
-            # Whoever dies in building or loading has started as well.
-            _on_first_rank(
-                partial(status.begin, start.progress.applied, config.checkpoint.max_restarts), topology, device
-            )
-            return _run(config, topology, device, status, leave, launcher, start, data.identity, memory_line)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _on_first_rank(work: Callable[[], None], topology: Topology, device: torch.device) -> None:
-    """Work on the run's folder; the first rank's refusal is every rank's."""
-    if topology.world.group is not None:
-        dist.barrier()  # a slower rank may still be checking that the folder is free: it is claimed only now
-    refusal: ConfigError | StuckError | None = None
-    if topology.world.rank == 0:
-        try:
-            work()
-        except OSError as error:
-            refusal = ConfigError([f"checkpoint.folder: {error}; write another folder"], "job")
-        except (ConfigError, StuckError) as error:
-            refusal = error
-    row = torch.tensor([refusal is not None, isinstance(refusal, StuckError)], dtype=torch.int32, device=device)
-    refused, stuck = make_collectives(topology.world, 0, torch.uint8, device).table(row)[0].tolist()
-    if refused:  # alike on every rank, so that all end with one exit status
-        elsewhere = "the first rank says why"
-        raise refusal or (StuckError(elsewhere) if stuck else ConfigError([elsewhere], "job"))
-
-
-def _take_folder(config: Config, status: RunStatus, stack: ExitStack) -> None:
-    status.folder.mkdir(parents=True, exist_ok=True)
-    stack.enter_context(run_lock(status.folder, say=say))
-    # Another job may have come and gone since all ranks looked.
-    if problems := run_folder.folder_problems(config):
-        raise ConfigError(problems, "job")
-
-
-def _begin(config: Config, status: RunStatus, start: Start) -> None:
-    """Nothing but the status is changed before this, and from now on the folder is this run's."""
-    run_folder.claim(config)
-    cut_logs(status.folder, start.progress)
-    (status.folder / run_folder.GAVE_UP).unlink(missing_ok=True)
-    status.begin(start.progress.applied, config.checkpoint.max_restarts)
-
-
-def _run(
-    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    launcher: int | None, start: Start, data_identity: str, memory_line: MemoryLine | None,
-) -> float | None:  # fmt: skip
-    """Train, and leave in the folder's status how it ended."""
-    try:
-        roll = None
-        if topology.world.group is not None:
-            roll = RollCall(side_store(topology.world), topology.world.rank, topology.world.size)
-        together = Together.apart(topology.world, SAVE_TIMEOUT_S)
-        with Watchdog(roll, config.parallelism.timeout_s, status, leave, launcher) as watchdog:
+        if world.group is not None:
+            roll = RollCall(side_store(world), world.rank, world.size)
+        job.together = Together.apart(world, SAVE_TIMEOUT_S)
+        with Watchdog(roll, job.config.parallelism.timeout_s, job.status, job.leave, job.launcher, job.position):
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
             # that left early, and the watchdog takes one that has left for dead.
             try:
-                args = config, topology, device, status, leave, watchdog, together, start, data_identity, memory_line
-                valid_loss = _train(*args)
+                yield
             except EndedEarlyError as early:
-                together.first(partial(status.write, early.state, str(early)))
+                job.together.first(partial(job.status.end, early))
                 raise
-            together.first(lambda: status.write("finished"))
-            return valid_loss
-    except (DataError, WrongDataError) as error:  # the former of a rank alone: where there are others, they are told
-        wrong = WrongDataError(str(error))
-        if topology.world.rank == 0:
-            status.write(wrong.state, str(wrong), wrong.exit_status)
-        raise wrong from error
-    except EndedEarlyError:
-        raise
+            job.together.first(partial(job.status.end, None))
     except BaseException as error:
-        if topology.world.rank == 0:
-            notes = getattr(error, "__notes__", [])  # the watchdog's verdict
-            status.write("failed", "\n".join([*notes, f"{type(error).__name__}: {error}"]))
+        wrong = WrongDataError(str(error)) if isinstance(error, DataError | WrongDataError) else None
+        if world.rank == 0 and (wrong or not isinstance(error, EndedEarlyError)):
+            job.status.end(wrong or error)
+        if wrong:  # a DataError is of this rank alone: where there are others, the watchdog has told them
+            raise wrong from error
         raise
 
 
-def _train(
-    config: Config, topology: Topology, device: torch.device, status: RunStatus, leave: LeaveRequest,
-    watchdog: Watchdog, together: Together, start: Start, data_identity: str, memory_line: MemoryLine | None,
-) -> float | None:  # fmt: skip
-    # Half products summed in half, torch's default on GPUs: all sums here are FP32.
+def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -> Trainer:
+    """Model, engine, data and logs; what is open is closed at the end of `files`. From here on the folder is ours."""
+    config, device, topology = job.config, job.device, job.topology
+    # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.manual_seed(config.training.seed)
@@ -173,107 +213,43 @@ def _train(
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
-    console = Console(config.training.steps, speaks=topology.world.rank == 0)
-    console.line(_describe(config, engine, device))
+    job.console.line(_describe(config, engine, device))
     if stages:
-        console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
-    start = load_start(start, config, engine)
+        job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
+    assert job.start is not None
+    start = load_start(job.start, config, engine)
     if start.checkpoint is not None:
-        console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
+        job.console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
         for line in start.changes:
-            console.line(f"changed since: {line}")
-    _on_first_rank(lambda: _begin(config, status, start), topology, device)
-    checkpoints = RunCheckpoints(config, engine, start, together, console, leave)
-    with ExitStack() as stack:
-        loader = stack.enter_context(BatchLoader(training_source(config), device))
-        held_out = validation_source(config)
-        check_unchanged(config, data_identity)  # else other data than those that the checkpoints will name
-        validation = None if held_out is None else stack.enter_context(BatchLoader(held_out, device))
-        writer = None
-        if topology.world.rank == 0:
-            writer = stack.enter_context(
-                MetricsWriter(status.folder, tensorboard=config.metrics.tensorboard, applied=start.progress.applied)
-            )
-        report = IntervalReport(
+            job.console.line(f"changed since: {line}")
+    job.on_first_rank(lambda: job.begin(start, claims=True))
+    loader = files.enter_context(BatchLoader(training_source(config), device))
+    held_out = validation_source(config)
+    check_unchanged(config, job.data_identity)  # else other data than those that the checkpoints will name
+    writer = None
+    if topology.world.rank == 0:
+        writer = MetricsWriter(
+            job.status.folder, tensorboard=config.metrics.tensorboard, applied=start.progress.applied
+        )
+        files.enter_context(writer)
+    job.trainer = Trainer(
+        config,
+        build_passes(config, engine, model, stages),
+        loader,
+        None if held_out is None else files.enter_context(BatchLoader(held_out, device)),
+        IntervalReport(
             engine.clock,
             config.training.global_batch_size * config.model.seq_len,
             config.training.steps,
             mfu_per_token_rate(config, topology.world.size, device),
-        )
-        passes = build_passes(config, engine, model, stages)
-        trainer = Trainer(config, passes, loader, validation, report, console, writer, memory_line)
-        trainer.begin(start.progress, checkpoints)
-        status.update = lambda: trainer.plan.applied
-        watchdog.place = partial(_place, trainer)
-        valid_loss, early = None, None
-        try:
-            valid_loss = trainer.train(leave)
-        except EndedEarlyError as error:
-            early = error
-        with engine.clock.span("save"):
-            early = _save(trainer.progress(), checkpoints, early)
-        console.close()
-    if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
-        _write_results(config, model, engine, console, early)
-    if early is not None:
-        raise early
-    return valid_loss
-
-
-def _save(progress: Progress, checkpoints: RunCheckpoints, early: EndedEarlyError | None) -> EndedEarlyError | None:
-    """The last checkpoint of a run. Returns how the run ends, as far as that can still change it."""
-    try:
-        if isinstance(early, PreemptedError):
-            return PreemptedError(f"{early}; {checkpoints.save_leaving(progress)}")
-        checkpoints.save_last(progress)
-    except SaveFailedError as error:
-        return early if isinstance(early, GaveUpError) else error
-    return early
-
-
-def _write_results(
-    config: Config, model: Transformer, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None
-) -> None:
-    """What a run that finished or gave up leaves for use elsewhere. Every rank must call it."""
-    folder, topology = Path(config.checkpoint.folder), engine.topology
-    with engine.clock.span("weights"):
-        weights = engine.full_weights()
-        if topology.world.rank == 0:
-            path = folder / run_folder.WEIGHTS
-            with nullcontext() if gave_up is None else console.telling(path):  # a run that gave up ends as one
-                run_folder.write_weights(path, weights)
-                console.line(f"weights in FP32: {path}")
-    if gave_up is not None:
-        if topology.world.rank == 0:
-            with console.telling(folder / run_folder.GAVE_UP):
-                write_text(folder / run_folder.GAVE_UP, f"{gave_up}\n")
-    elif config.data.tokenizer is not None:
-        if (first := topology.world.rank == 0) and topology.pp.size > 1:  # no rank of a pipeline has the model whole
-            model = Transformer(config.model)
-            model.load_state_dict(weights)
-            model.to(engine.half_params.dtype)
-        if first or (topology.pp.size == 1 and topology.dp.rank == 0):  # those that divide layers compute together
-            _write_sample(config, model, config.data.tokenizer, console if first else None)
-
-
-def _write_sample(config: Config, model: Transformer, tokenizer: str, console: Console | None) -> None:
-    """`console`: the first rank's, which writes; the others' is None."""
-    path = Path(config.checkpoint.folder) / run_folder.SAMPLE
-    model.eval()  # else units would drop out
-    sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
-    text = sample_text(model, open_tokenizer(Path(tokenizer)), PROMPT, sampling)
-    if console is not None:
-        with console.telling(path):
-            write_text(path, text)
-        console.line(f"sample of text ({path}):\n{text}")
-
-
-def _place(trainer: Trainer) -> Place:
-    """Where the main thread stands, for any thread. A save beside training is not what it waits for."""
-    clock = trainer.engine.clock
-    doing = clock.doing()
-    written = trainer.checkpoints.written if doing == "save" else 0
-    return Place(clock.entered, doing, max(trainer.plan.launched - 1, 0), written)
+        ),
+        job.console,
+        writer,
+        RunCheckpoints(config, engine, start, job.together, job.console, job.leave),
+        start.progress,
+        memory_line,
+    )
+    return job.trainer
 
 
 def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:

@@ -1,13 +1,23 @@
 """What can be wrong with a job besides its configuration, found before any time is spent. No torch here."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 from megamix.checkpoint.folder import MANIFEST, checkpoints
-from megamix.config import Config, check_world_size
+from megamix.config import Config, ConfigError, check_world_size
 from megamix.data.tokenizer import open_tokenizer
 from megamix.train.build_data import data_problems
 from megamix.train.run_folder import checkpoint_folder, folder_problems
+
+
+def check(config: Config) -> None:
+    """Refuse what cannot be trained; write nothing.
+
+    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE), files and folder.
+    """
+    if problems := job_problems(config, int(os.environ.get("WORLD_SIZE", "1"))):
+        raise ConfigError(problems, "job")
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:

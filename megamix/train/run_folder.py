@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
 from megamix.config import Config, ConfigError, config_to_toml, load_config
-from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text, written_aside
+from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.profiler import profile
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
@@ -85,22 +84,6 @@ def claim(config: Config) -> None:
     for name in _WRITTEN_ASIDE:
         remove_asides(folder, name)
     write_text(folder / CONFIG, config_to_toml(config))
-
-
-def write_weights(path: Path, weights: "dict[str, Tensor]") -> None:
-    """FP32 weights as safetensors, each tensor once under its first name; whole or not there."""
-    from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
-
-    once: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in weights.items():
-        once.setdefault(id(tensor), (name, tensor))
-    tensors = dict(once.values())
-    # safetensors' save_file would make a file that only its owner may read, whatever the umask.
-    with written_aside(path) as file:
-        file.write(safetensors_header({name: tensor.shape for name, tensor in tensors.items()}, "F32", 4))
-        for tensor in tensors.values():
-            for chunk in tensor_chunks(tensor.reshape(-1)):
-                file.write(chunk)
 
 
 def write_trace(path: Path, profiler: "profile") -> None:

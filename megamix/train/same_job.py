@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError
 from megamix.supervise.console import say
-from megamix.supervise.started_with import Group, differences, names, started_with
+from megamix.supervise.started_with import RankGroup, differences, names, started_with
 from megamix.supervise.status import EndedEarlyError, State
 from megamix.train.build_data import data_fingerprints, data_identity
 
@@ -133,7 +133,7 @@ def _outcome(board: _Board, size: int) -> tuple[list[str], str]:
     try:
         for rank in range(size):
             ranks_of[board.read(f"digest {rank}", _DIGEST)].append(rank)
-        groups = [Group(ranks, board.read(f"record {digest}", _TEXTS)) for digest, ranks in ranks_of.items()]
+        groups = [RankGroup(ranks, board.read(f"record {digest}", _TEXTS)) for digest, ranks in ranks_of.items()]
     except NoAnswerError as error:
         return [], str(error)
     failed = [group for group in groups if _PROBLEM in group.started_with]

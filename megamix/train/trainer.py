@@ -28,7 +28,7 @@ from megamix.supervise.status import (
     SaveFailedError,
     reason_words,
 )
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
@@ -56,38 +56,32 @@ class Trainer:
         report: IntervalReport,
         console: Console,
         writer: MetricsWriter | None,  # None on all but the first rank
-        memory_line: MemoryLine | None = None,  # what the log says of memory
+        checkpoints: RunCheckpoints,
+        start: Progress,  # where the run takes up
+        memory_line: MemoryLine | None,  # what the log says of memory
     ):
         self.config, self.passes = config, passes
         engine = self.engine = passes.engine
         self.batches = RankBatches(loader, engine.topology, config.training.micro_batch_size)
         self.validation = None if validation is None else Validation(config, passes, validation)
-        self.report, self.console, self.writer = report, console, writer
+        self.report, self.console, self.writer, self.checkpoints = report, console, writer, checkpoints
         self.memory_line = memory_line if writer is not None else None
         self.device = engine.device
-        self.plan = self._plan(None)
+        training, precision = config.training, config.precision
+        self.plan = BatchPlan(
+            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start.plan()
+        )  # fmt: skip
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowLog(config, engine, console, writer)
+        self.overflows.count = start.skipped
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
-        self._validated = 0  # the update after which the last validation was
+        self._validated = start.validated  # the update after which the last validation was
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
         self._profiler: torch.profiler.profile | None = None
-
-    def _plan(self, state: PlanState | None) -> BatchPlan:
-        training, precision = self.config.training, self.config.precision
-        return BatchPlan(
-            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, state
-        )  # fmt: skip
-
-    def begin(self, progress: Progress, checkpoints: RunCheckpoints) -> None:
-        """Where the run takes up, and what saves it; before `train`."""
-        self.checkpoints = checkpoints
-        self.plan = self._plan(progress.plan())
-        self.overflows.count, self._validated = progress.skipped, progress.validated
-        self.report.go_on_from(progress.attempts, progress.losses())
-        self.console.advance(progress.applied)
+        report.go_on_from(start.attempts, start.losses())
+        console.advance(start.applied)
 
     def progress(self) -> Progress:
         """What a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is settled."""
@@ -129,6 +123,18 @@ class Trainer:
                 with self.engine.clock.span("save"):
                     self.checkpoints.save(self.progress())
         return valid_loss
+
+    def save_last(self, early: EndedEarlyError | None) -> EndedEarlyError | None:
+        """Save the last checkpoint of a run. Returns how the run ends, as far as that can still change it."""
+        with self.engine.clock.span("save"):
+            progress = self.progress()
+            try:
+                if isinstance(early, PreemptedError):
+                    return PreemptedError(f"{early}; {self.checkpoints.save_leaving(progress)}")
+                self.checkpoints.save_last(progress)
+            except SaveFailedError as error:
+                return early if isinstance(early, GaveUpError) else error
+        return early
 
     def _stops(self) -> list[int]:
         """The updates, from where the run takes up, after which to validate or save; the last one ends the run."""

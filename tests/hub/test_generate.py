@@ -13,7 +13,7 @@ from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.hub.export_model import export_model
 from megamix.hub.import_model import import_model
 from megamix.hub.source import open_source
-from megamix.train import generate
+from megamix.train import results
 from tests.hub.folders import LLAMA, write_hugging_face
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
@@ -128,7 +128,7 @@ def test_a_text_ends_at_the_end_token_of_a_tokenizer_of_any_name_and_kind(
     tokenizer = open_tokenizer(path)
     write_hugging_face(LLAMA.model_copy(update={"vocab_size": tokenizer.vocab_size}), tmp_path / "hf")
     seen: list[Sequence[int]] = []
-    monkeypatch.setattr(generate, "generate", lambda model, tokens, *rest: seen.append(rest[-1]) or tokens)
+    monkeypatch.setattr(results, "generate", lambda model, tokens, *rest: seen.append(rest[-1]) or tokens)
     _generated(capsys, str(tmp_path / "hf"), "--tokenizer", str(path), "--prompt", "a b")
     assert seen == [(tokenizer.end_of_text,)]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megamix.comm.topology import Topology
 from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
-from megamix.supervise.liveness import Place, RollCall, Sign, Verdict
+from megamix.supervise.liveness import Judgement, Position, RollCall, Sign
 from megamix.supervise.processes import process_start
 from megamix.supervise.status import LeaveRequest, RunStatus
 from megamix.supervise.watchdog import Watchdog
@@ -49,7 +49,7 @@ def _roll(size: int = 2) -> tuple[RollCall, dist.HashStore]:
 
 def test_what_a_rank_writes_is_what_the_others_read() -> None:
     roll, _ = _roll()
-    roll.beat(Place(3, "forward_backward", 2, 0), 0.5)
+    roll.beat(Position(3, "forward_backward", 2, 0), 0.5)
     (sign,) = roll.signs().values()
     assert sign[:6] == (1, 0.5, 3, "forward_backward", 2, 0)
     assert (sign.is_here, sign.runs) == (True, True)
@@ -69,13 +69,13 @@ def test_junk_is_no_verdict(missing: Any) -> None:
     roll, store = _roll()
     store.set("verdict", json.dumps(["the text", missing]))
     assert roll.verdict() is None
-    assert roll.decide(Verdict("mine", [1])) == Verdict("mine", [1])
+    assert roll.decide(Judgement("mine", [1])) == Judgement("mine", [1])
 
 
 def test_a_verdict_cannot_steer_a_terminal() -> None:
     roll, store = _roll()
     assert (
-        roll.decide(Verdict("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
+        roll.decide(Judgement("rank 1 died\n\x1b]0;owned\x07 \ud800", [1])).text
         == "rank 1 died\n\\x1b]0;owned\\x07 \\ud800"
     )
     store.set("verdict", json.dumps(["\x1b[2J" + "x" * 20_000, []]))
@@ -91,7 +91,7 @@ def test_a_forged_sign_does_not_get_a_stranger_killed() -> None:
         forged = Sign(1, 0.0, 0, "", 0, 0, socket.gethostname(), stranger.pid, process_start(stranger.pid))
         store.set("rank 1", json.dumps(forged))
         assert roll.signs()[1] == forged  # all of it is true
-        watchdog._end_missing(Verdict("rank 1 died", [1]), roll)
+        watchdog._end_missing(Judgement("rank 1 died", [1]), roll)
         alive = stranger.poll() is None
         stranger.kill()
     assert alive
@@ -147,9 +147,8 @@ def _run_whose_launcher_is_stopped(folder: Path) -> str:
     roll = RollCall(_StoppedStore(), Topology.current().world.rank, 2)  # type: ignore[arg-type]
     clock = iter(range(10**6))
     with mock.patch.object(watchdog, "_LAST_RESORT_S", 1.0):
-        watch = Watchdog(roll, 1.0, RunStatus(folder, 1), LeaveRequest(), None)
-        watch.place = lambda: Place(next(clock), "training", 0, 0)
-        with watch:
+        moving = lambda: Position(next(clock), "training", 0, 0)  # noqa: E731
+        with Watchdog(roll, 1.0, RunStatus(folder, 1), LeaveRequest(), None, moving):
             time.sleep(2.5)
     return "finished"
 

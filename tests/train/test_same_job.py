@@ -27,7 +27,7 @@ from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
 from megamix.ranks import DEADLINE_S
 from megamix.supervise import started_with
-from megamix.supervise.started_with import Group, differences, names
+from megamix.supervise.started_with import RankGroup, differences, names
 from megamix.train import same_job
 from megamix.train.same_job import NoAnswerError, check_same_job
 from tests.conftest import FULL
@@ -378,9 +378,9 @@ def test_a_rank_makes_a_handful_of_requests_and_the_first_one_two_more_for_each(
 def test_many_ranks_and_long_values_make_short_lines() -> None:
     long = ["x" * 5000 + end for end in ("one", "other")]
     groups = [
-        Group(list(range(0, 4096, 2)), {"a": "1", "b": long[0], "c": "1"}),
-        Group(list(range(1, 4095, 2)), {"a": "2", "b": long[1], "c": "1"}),
-        Group([4095], {"b": long[1], "c": "1"}),
+        RankGroup(list(range(0, 4096, 2)), {"a": "1", "b": long[0], "c": "1"}),
+        RankGroup(list(range(1, 4095, 2)), {"a": "2", "b": long[1], "c": "1"}),
+        RankGroup([4095], {"b": long[1], "c": "1"}),
     ]
     a, b = differences(groups)
     assert a == (
@@ -390,7 +390,7 @@ def test_many_ranks_and_long_values_make_short_lines() -> None:
     assert "xone on ranks 0" in b
     assert "xother on ranks 1" in b
     assert len(b) < 250
-    each_its_own = [Group([rank], {f"key{n:03d}": str(rank) for n in range(100)}) for rank in range(1000)]
+    each_its_own = [RankGroup([rank], {f"key{n:03d}": str(rank) for n in range(100)}) for rank in range(1000)]
     lines = differences(each_its_own)
     assert len(lines) == 41
     assert lines[0].endswith("; 3 on rank 3; other values on ranks 4 to 999; start all with one configuration")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megamix.checkpoint.folder import Files
 from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
-from megamix.supervise.liveness import Place, RollCall, Sign
+from megamix.supervise.liveness import Position, RollCall, Sign
 from megamix.supervise.processes import process_start
 from tests.conftest import FULL
 from tests.train.fresh_ranks import FreshRanks
@@ -170,7 +170,7 @@ def test_a_stopped_process_does_not_run() -> None:
 def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says(forged: str) -> None:
     store = dist.HashStore()
     roll = RollCall(store, 0, 2)
-    roll.beat(Place(1, "the start", 0, 0), 0.0)
+    roll.beat(Position(1, "the start", 0, 0), 0.0)
     sign = json.loads(store.get("rank 0"))
     sign[-1] = "1"  # another start: this process is another one
     for rank in (0, 1):
