@@ -155,7 +155,7 @@ class RankPool:
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: bool, new_interpreter: bool) -> None:
-    """What a rank does: answer calls until there are no more, or the parent is gone."""
+    """Answer calls until there are no more, or the parent is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

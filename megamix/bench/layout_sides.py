@@ -150,7 +150,7 @@ class TorchPipelineFsdp(TorchPipeline):
 
 
 def _mesh(name: str) -> Any:
-    """All ranks in one axis of that name, beside a data-parallel one of one rank."""
+    """Return a mesh of all ranks in one axis of that name, beside a data-parallel one of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", name))

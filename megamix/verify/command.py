@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Iterator[str]:
-    """What to print, as it becomes known; the layouts that differ or fail are added to `failed`.
+    """Yield what to print, as it becomes known; the layouts that differ or fail are added to `failed`.
 
     Raises: ConfigError for layouts that cannot be verified.
     """

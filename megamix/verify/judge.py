@@ -65,7 +65,7 @@ class Verdict:
             self.differences.append(Difference(attempt, check, where, error, bound))
 
     def equal(self, attempt: int, check: str, where: str, got: Tensor, want: Tensor) -> None:
-        """Bit for bit, in FP32."""
+        """Compare bit for bit, in FP32."""
         gap = 0.0 if equal_bits(got, want) else float((got.double() - want.double()).abs().max())
         self.note(attempt, check, where, gap, 0.0)
 
@@ -74,7 +74,9 @@ def judge(
     config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, updates: int,
     overflow_at: int | None,
 ) -> Verdict:  # fmt: skip
-    """`config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
+    """Compare a layout's run with one rank's, step by step.
+
+    `config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
     applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     verdict = Verdict(attempts=len(ranks[0].attempts))
@@ -119,7 +121,7 @@ def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
 def _copies(
     verdict: Verdict, number: int, ranks: Sequence[Sequence[Fragment]], whole: Whole, dtype: torch.dtype
 ) -> None:
-    """What every rank's next forward reads is the cast of the masters, bit for bit: else a gather is stale."""
+    """Check that every rank's next forward reads the cast of the masters, bit for bit: else a gather is stale."""
     for rank, fragments in enumerate(ranks):
         for part in fragments:
             block = tuple(slice(low, low + size) for low, size in zip(part.offset, part.shape, strict=True))
@@ -144,7 +146,7 @@ class _Judged:
         self.divisor = self.of["loss_scale"] * len(self.batches)
 
     def scalars(self, verdict: Verdict) -> None:
-        """Every rank has the same, and calls an overflow exactly what is one."""
+        """Check that every rank has the same numbers, and calls an overflow exactly what is one."""
         for rank, other in enumerate(self.by_rank):
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
@@ -158,7 +160,7 @@ class _Judged:
                 verdict.equal(self.number, f"{state} after an overflow", name, self.after.tensors[state, name], tensor)
 
     def overflow(self, verdict: Verdict, reference: Reference) -> None:
-        """Where a layout overflows, one rank's gradient at the same scale comes near the end of its dtype."""
+        """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
         native = reference.native_step(self._weights(), self.batches, self.of["loss_scale"])
         largest = max(float(grad.abs().max()) * self.divisor for grad in native.grads.values())
         near = not largest < 0.5 * torch.finfo(self.dtype).max
@@ -168,7 +170,7 @@ class _Judged:
         return {name: master.to(self.dtype) for name, master in self.before.of(MASTER).items()}
 
     def gradients(self, verdict: Verdict, reference: Reference) -> None:
-        """The gradient against FP64 at the same weights.
+        """Compare the gradient with FP64's at the same weights.
 
         Bound: NOISE times what rounding does on one rank, the largest over the parameter. And for the sums over
         micro-batches and ranks, which one rank does not round, a rounding of the gradient's dtype for each of them,
@@ -197,7 +199,7 @@ class _Judged:
         verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - want), bound)
 
     def norm(self, verdict: Verdict) -> None:
-        """The reported norm is that of the gathered gradient.
+        """Check that the reported norm is that of the gathered gradient.
 
         Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves
         a relative error; and the report is rounded once.
@@ -210,7 +212,7 @@ class _Judged:
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def update(self, verdict: Verdict) -> None:
-        """Masters and states are the optimizer's equation in FP64, of the gathered gradient and of those before.
+        """Check masters and states by the optimizer's equation in FP64, of the gathered gradient and of those before.
 
         Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
         unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most

@@ -27,7 +27,7 @@ class Layout:
         return dict(self.sizes).get(axis, 1)
 
     def apply(self, config: Config, accumulation: int) -> Config:
-        """The same training on this layout: `accumulation` micro-batches a step for each data-parallel rank."""
+        """Return the same training on this layout: `accumulation` micro-batches a step for each data-parallel rank."""
         settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
         settings["sequence_parallel"] = self.sequence_parallel
         batch = config.training.micro_batch_size * self.size("dp") * accumulation
@@ -40,7 +40,7 @@ class Layout:
 
 
 def parse_layout(name: str) -> Layout:
-    """Raises: ValueError for a name that is none."""
+    """Return the layout of that name. Raises: ValueError for a name that is none."""
     if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", name):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
     sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", name))

@@ -51,7 +51,7 @@ class Reference:
         self._exact = Transformer(plain, ExactOps(wide=False)).to(device).double()
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches) -> Step:
-        """With these weights, in FP64."""
+        """Take the step with these weights in FP64."""
 
         def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self._exact(tokens).flatten(0, -2), targets.flatten())
@@ -59,7 +59,7 @@ class Reference:
         return self._step(self._exact, loss_of, weights, batches, 1.0)
 
     def native_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, loss_scale: float) -> Step:
-        """With these weights, which have the layout's dtype, as any rank computes it."""
+        """Take the step with these weights, which have the layout's dtype, as any rank computes it."""
         return self._step(self._native, self._native, weights, batches, loss_scale)
 
     def _step(
@@ -88,7 +88,7 @@ class Reference:
 def exact_update(
     optimizer: Optimizer, name: str, grad: Tensor, before: Sequence[Tensor], lr: float, update: int
 ) -> list[Tensor]:
-    """Master and states after the optimizer's equation in FP64.
+    """Return master and states after the optimizer's equation in FP64.
 
     Shapes: grad FP64 and each of `before`, the master and the states, like the parameter.
     """
