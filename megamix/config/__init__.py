@@ -1,61 +1,31 @@
 """Configuration: TOML files and overrides in, typed frozen sections out. No torch here: a mistake shows at once."""
 
-from megamix.config.checks import check_world_size, grad_accum_steps
-from megamix.config.load import config_from_dict, config_schema, effective_tables, load_config, toml_tables
-from megamix.config.mesh_checks import stages_per_rank
-from megamix.config.model_and_data import (
-    DataConfig,
-    DataSource,
-    DataStage,
-    ModelConfig,
-    RopeScaling,
-    default_ffn_hidden_size,
-    whole_weights,
-)  # fmt: skip
-from megamix.config.problems import ConfigError
-from megamix.config.sections import (
-    CheckpointConfig,
-    Config,
-    LrScheduleConfig,
-    MetricsConfig,
-    OptimizerConfig,
-    OptimizerGroup,
-    ParallelismConfig,
-    PrecisionConfig,
-    ProfilingConfig,
-    TrainingConfig,
-    loss_scale_rule,
-)  # fmt: skip
-from megamix.config.toml_text import config_to_toml, section_to_toml
-
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "ConfigError",
-    "DataConfig",
-    "DataSource",
-    "DataStage",
-    "LrScheduleConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OptimizerGroup",
-    "ParallelismConfig",
-    "PrecisionConfig",
-    "ProfilingConfig",
-    "RopeScaling",
-    "TrainingConfig",
-    "check_world_size",
-    "config_from_dict",
-    "config_schema",
-    "config_to_toml",
-    "default_ffn_hidden_size",
-    "effective_tables",
-    "grad_accum_steps",
-    "load_config",
-    "loss_scale_rule",
-    "section_to_toml",
-    "stages_per_rank",
-    "toml_tables",
-    "whole_weights",
-]
+from megamix.config.checks import check_world_size as check_world_size
+from megamix.config.checks import grad_accum_steps as grad_accum_steps
+from megamix.config.load import config_from_dict as config_from_dict
+from megamix.config.load import config_schema as config_schema
+from megamix.config.load import effective_tables as effective_tables
+from megamix.config.load import load_config as load_config
+from megamix.config.load import toml_tables as toml_tables
+from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
+from megamix.config.model_and_data import DataConfig as DataConfig
+from megamix.config.model_and_data import DataSource as DataSource
+from megamix.config.model_and_data import DataStage as DataStage
+from megamix.config.model_and_data import ModelConfig as ModelConfig
+from megamix.config.model_and_data import RopeScaling as RopeScaling
+from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size
+from megamix.config.model_and_data import whole_weights as whole_weights
+from megamix.config.problems import ConfigError as ConfigError
+from megamix.config.sections import CheckpointConfig as CheckpointConfig
+from megamix.config.sections import Config as Config
+from megamix.config.sections import LrScheduleConfig as LrScheduleConfig
+from megamix.config.sections import MetricsConfig as MetricsConfig
+from megamix.config.sections import OptimizerConfig as OptimizerConfig
+from megamix.config.sections import OptimizerGroup as OptimizerGroup
+from megamix.config.sections import ParallelismConfig as ParallelismConfig
+from megamix.config.sections import PrecisionConfig as PrecisionConfig
+from megamix.config.sections import ProfilingConfig as ProfilingConfig
+from megamix.config.sections import TrainingConfig as TrainingConfig
+from megamix.config.sections import loss_scale_rule as loss_scale_rule
+from megamix.config.toml_text import config_to_toml as config_to_toml
+from megamix.config.toml_text import section_to_toml as section_to_toml

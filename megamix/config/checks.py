@@ -1,65 +1,44 @@
 """Checks over more than one field. Each proposes values that pass."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, cast
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import cast
 
 from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
-from megamix.config.sections import SCALE_RANGES, SECTIONS, Config, ScaleRange
+from megamix.config.sections import SCALE_RANGES, SECTIONS, Config
 from megamix.config.toml_text import value_text
 
 
-class _AlreadyReportedError(Exception):
-    """A check asked for a value that failed a check of its own."""
-
-
-class _Known:
-    """The usable values of one section; a check that asks for any other is left out."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._values:
-            raise _AlreadyReportedError(name)
-        return self._values[name]
-
-
-class _Draft:
-    """Stands in for a Config whose sections did not all pass."""
-
-    def __init__(self, tree: Mapping[str, object], bad: Collection[tuple[int | str, ...]]):
-        for section, model in SECTIONS.items():
-            given = tree[section]
-            values: dict[str, Any] = {}
-            if isinstance(given, Mapping):
-                values = {key: given.get(key, field.default) for key, field in model.model_fields.items()}
-            good = {key: value for key, value in values.items() if (section, key) not in bad}
-            setattr(self, section, _Known(good))
-
-
 def check_draft(tree: Mapping[str, object], bad: Collection[tuple[int | str, ...]]) -> list[str]:
-    """The problems that show although some fields, listed in `bad`, are unusable."""
-    return check_config(cast(Config, _Draft(tree, bad)))
-
-
-def check_config(config: Config) -> list[str]:
-    """The problems between fields, one line each."""
+    """Return the problems that show although some fields, listed in `bad`, are unusable, one line each."""
+    sections = {}
+    for section, model in SECTIONS.items():
+        values: dict[str, object] = {}
+        if isinstance(given := tree[section], Mapping):
+            values = {key: given.get(key, field.default) for key, field in model.model_fields.items()}
+        good = {key: value for key, value in values.items() if (section, key) not in bad}
+        sections[section] = SimpleNamespace(**good)
+    draft = cast(Config, SimpleNamespace(**sections))
     problems: list[str] = []
     for check in _CHECKS:
-        try:
-            problems.extend(check(config))
-        except _AlreadyReportedError:
-            continue
+        with suppress(AttributeError):  # it asks for an unusable value, which is reported already
+            problems += check(draft)
     return problems
 
 
+def check_config(config: Config) -> list[str]:
+    """Return the problems between fields, one line each."""
+    return [problem for check in _CHECKS for problem in check(config)]
+
+
 def check_world_size(config: Config, world_size: int) -> list[str]:
-    """The problems that show once the number of ranks is known, one line each."""
+    """Return the problems that show once the number of ranks is known, one line each."""
     return [*mesh_problems(config, world_size), *_batch_problems(config, data_parallel_size(config, world_size))]
 
 
 def grad_accum_steps(config: Config, dp_size: int) -> int:
-    """Micro-batches that each rank adds up in one step.
+    """Return the micro-batches that each rank adds up in one step.
 
     Raises: ValueError if the global batch does not divide.
     """
@@ -162,23 +141,15 @@ def _sums_suit_gradients(config: Config) -> Iterator[str]:
         )
 
 
-def _scale_range(config: Config) -> ScaleRange:
-    """What is set, and the rule's own value for what is not; without a rule as if it were dynamic."""
+def _scale_starts_in_range(config: Config) -> Iterator[str]:
     section = config.precision
+    # What is set, and the rule's own value for what is not; without a rule as if it were dynamic.
     own = SCALE_RANGES.get(str(section.loss_scale), SCALE_RANGES["dynamic"])
     given = {"init_scale": section.init_scale, "min_scale": section.min_scale, "max_scale": section.max_scale}
-    return own._replace(**{key: value for key, value in given.items() if value is not None})
-
-
-def _scale_has_room(config: Config) -> Iterator[str]:
-    _, low, high = _scale_range(config)
+    start, low, high = own._replace(**{key: value for key, value in given.items() if value is not None})
     if low > high:
         yield f"precision.min_scale: got {low:g}, must be at most max_scale {high:g}; write min_scale = {high:g}"
-
-
-def _scale_starts_in_room(config: Config) -> Iterator[str]:
-    start, low, high = _scale_range(config)
-    if low <= high and not low <= start <= high:
+    elif not low <= start <= high:
         yield (
             f"precision.init_scale: got {start}, must lie from min_scale {low} to max_scale {high}; "
             f"write init_scale = {low if start < low else high}"
@@ -250,8 +221,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _decay_fits,
     _fp16_is_scaled,
     _sums_suit_gradients,
-    _scale_has_room,
-    _scale_starts_in_room,
+    _scale_starts_in_range,
     _micro_batches_fill_batch,
     _ranks_fill_batch,
     *MESH_CHECKS,

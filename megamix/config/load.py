@@ -118,7 +118,8 @@ def _build(layers: Sequence[Layer], problems: list[str], source: str, say: Calla
     # A table that is left out has its defaults, or misses keys.
     tree: Tree = {name: {} for name in SECTIONS}
     for layer in layers:
-        tree = _merge(tree, layer.tree)
+        # Where a section is no table, that is a mistake which must not vanish under one.
+        tree = _over(tree, {name: keys for name, keys in layer.tree.items() if isinstance(tree.get(name, {}), dict)})
     config: Config | None = None
     wrong: list[tuple[int | str, ...]] = []
     try:
@@ -153,16 +154,8 @@ def _origin(key: str, layers: Sequence[Layer]) -> int:
     return max((number for number, layer in enumerate(layers) if is_set(layer.tree, key)), default=-1)
 
 
-def _merge(below: Tree, above: Tree) -> Tree:
-    """Both trees as one, table by table and key by key; `above` wins."""
-    return below | {
-        name: _over(below.get(name), value)
-        for name, value in above.items()
-        if isinstance(below.get(name, {}), dict)  # anything else is a mistake that must not vanish under a table
-    }
-
-
-def _over(below: object, above: object) -> object:
+def _over(below: Any, above: Any) -> Any:
+    """Both as one, table by table and key by key; `above` wins."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _over(below.get(key), value) for key, value in above.items()}
     return above

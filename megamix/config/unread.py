@@ -10,6 +10,7 @@ from pydantic_core import PydanticUndefined
 from megamix.config.sections import NESTED, SCALE_RANGES, SECTIONS, loss_scale_rule
 
 Tree = dict[str, Any]
+_MISSING = object()
 
 
 class Where(NamedTuple):
@@ -98,21 +99,21 @@ def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()
 
 
 def is_set(tree: Mapping[str, Any], key: str) -> bool:
-    """Whether a key, or a table, stands in a configuration."""
-    found: Any = tree
-    for name in key.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            return False
-        found = found[name]
-    return True
+    """Tell whether a key, or a table, stands in a configuration."""
+    return _found(tree, key) is not _MISSING
 
 
 def setting(tree: Mapping[str, Any], key: str) -> Any:
-    """A key's value, or its default."""
+    """Return a key's value, or its default."""
+    value = _found(tree, key)
+    return default(key) if value is _MISSING else value
+
+
+def _found(tree: Mapping[str, Any], key: str) -> Any:
     found: Any = tree
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if is_set(tree, key) else default(key)
+        found = found.get(name, _MISSING) if isinstance(found, Mapping) else _MISSING
+    return found
 
 
 def default(key: str) -> Any:

@@ -4,3 +4,23 @@
 that: `source` cuts its windows in the order of `sampler`, which mixes sources, too; `loader` fetches batches ahead of
 need. `steady_file` tells a file that changes while it is read.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> Any:
+    """Import a package that is no dependency, with its submodules; `what` it is for begins the message.
+
+    Raises: ValueError with the line that installs it.
+    """
+    try:
+        for name in submodules:
+            importlib.import_module(f"{package}.{name}")
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"{what}the Python package {package!r} is not installed; run: pip install 'megamix[{extra}]'"
+        ) from error

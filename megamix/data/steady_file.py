@@ -12,7 +12,7 @@ import socket
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,10 +83,6 @@ class FileArray:
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int | np.integer) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice | NDArray[np.integer]) -> NDArray[Any]: ...
     def __getitem__(self, index: int | np.integer | slice | NDArray[np.integer]) -> Any:
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
@@ -99,7 +95,7 @@ class FileArray:
         return self.stretches([place], [place + 1])[0][0]
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return self[:].astype(dtype or self.dtype)
+        return np.asarray(self[:], dtype or self.dtype)
 
     def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
         """`self[start:stop]` of each pair, all within the array, in one go."""

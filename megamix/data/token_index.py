@@ -10,7 +10,7 @@ import functools
 import shutil
 import struct
 from pathlib import Path
-from typing import IO, overload
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +42,7 @@ class DocumentOffsets:
     def __len__(self) -> int:
         return len(self._documents)
 
-    @overload
-    def __getitem__(self, index: int | np.integer) -> int: ...
-    @overload
-    def __getitem__(self, index: "slice | NDArray[np.integer]") -> NDArray[np.int64]: ...
-    def __getitem__(self, index: "int | np.integer | slice | NDArray[np.integer]") -> int | NDArray[np.int64]:
+    def __getitem__(self, index: "int | np.integer | slice | NDArray[np.integer]") -> Any:
         sequences = np.asarray(self._documents[index], dtype=np.int64)
         offsets = np.full(sequences.shape, self._num_tokens, dtype=np.int64)
         inside = sequences < len(self._starts)  # the border behind the last sequence has no start of its own
@@ -54,7 +50,7 @@ class DocumentOffsets:
         return offsets if sequences.ndim else int(offsets)
 
     def __array__(self, dtype: "np.dtype[np.generic] | None" = None, copy: bool | None = None) -> NDArray[np.generic]:
-        return self[:].astype(dtype or np.int64)
+        return np.asarray(self[:], dtype or np.int64)
 
     def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Of each place in the stream a document that begins there or before, by fewer than 64 documents."""

@@ -1,13 +1,15 @@
 """Tokenizers: text to token ids, one token ends each document. `open_tokenizer` opens what `megamix prepare` wrote."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.data import import_extra
 from megamix.data.tokenizer_bulk import BulkEncoder
 from megamix.durable import write_text
 
@@ -21,31 +23,37 @@ CONFIG_NAME = "tokenizer_config.json"  # beside a tokenizer.json, by Hugging Fac
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 
 
-class TextTokenizer(Protocol):
+class TextTokenizer(ABC):
     """What every kind of tokenizer can do."""
 
-    file_name: str  # in the folder of prepare
+    file_name = "tokenizer.json"  # in the folder of prepare
+    vocab_size: int
+    end_token: str  # ends a document
+    end_of_text: int  # its id
 
-    @property
-    def vocab_size(self) -> int: ...
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a piece of text, without an end."""
 
-    @property
-    def end_token(self) -> str: ...
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, those that mean nothing left out."""
 
-    @property
-    def end_of_text(self) -> int: ...
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write the tokenizer's file."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids of the beginning of a text, with what the tokenizer puts in front of one."""
+        return self.encode(text)
 
-    def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the token ids of each document, the end token last."""
+        return [np.array([*self.encode(text), self.end_of_text], dtype=np.int64) for text in texts]
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def save(self, path: Path) -> None: ...
-
-    def speed_up(self, sample: Sequence[str]) -> bool: ...
+    def speed_up(self, sample: Sequence[str]) -> bool:
+        """Encode by a faster library from now on, if one gives equal ids on the sample; tell whether that is so."""
+        return True
 
 
 def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
@@ -70,10 +78,8 @@ def save_tokenizer(tokenizer: TextTokenizer, folder: Path) -> None:
         write_text(folder / CONFIG_NAME, json.dumps(config, indent=1, ensure_ascii=False) + "\n")
 
 
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """A tokenizer.json together with the two rules that training needs: no special text, one end per document."""
-
-    file_name = "tokenizer.json"
 
     def __init__(self, tokenizer: "HuggingFaceTokenizer", end_token: str | None = None) -> None:
         # A document that spells the special token out must not end there: it is encoded as plain characters.
@@ -96,7 +102,7 @@ class Tokenizer:
         Raises: ValueError if `vocab_size` cannot hold every byte, or `tokenizers` is not installed.
         """
         check_vocab_size(vocab_size)
-        tokenizers = _import_tokenizers()
+        tokenizers = import_extra("tokenizers", "tokenizers")
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -115,7 +121,7 @@ class Tokenizer:
 
         Raises: ValueError if the file is missing or no tokenizer, or `tokenizers` is not installed.
         """
-        tokenizers = _import_tokenizers()
+        tokenizers = import_extra("tokenizers", "tokenizers")
         if not path.is_file():
             raise ValueError(f"tokenizer {str(path)!r} is missing; run `megamix prepare` or set data.tokenizer")
         try:
@@ -128,12 +134,12 @@ class Tokenizer:
         write_text(path, self._tokenizer.to_str(pretty=True))
 
     @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # type: ignore[override]  # read-only
         """The largest id and one: ids may be left out."""
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     @property
-    def end_token(self) -> str:
+    def end_token(self) -> str:  # type: ignore[override]  # read-only
         """The token that ends a document.
 
         Raises: ValueError if none is known, or the vocabulary lacks it.
@@ -151,7 +157,7 @@ class Tokenizer:
         return self._end_token
 
     @property
-    def end_of_text(self) -> int:
+    def end_of_text(self) -> int:  # type: ignore[override]  # read-only
         """Id of the token that ends a document. Raises: ValueError as `end_token`."""
         token_id = self._tokenizer.token_to_id(self.end_token)
         assert token_id is not None, "end_token has looked"
@@ -211,13 +217,3 @@ def _configured_end_token(path: Path) -> str | None:
         return str(token["content"] if isinstance(token, dict) else token) if token else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
-
-
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ValueError(
-            "the Python package 'tokenizers' is not installed; run: pip install 'megamix[tokenizers]'"
-        ) from error
-    return tokenizers

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.data import import_extra
+from megamix.data.tokenizer import TextTokenizer
 from megamix.data.tokenizer_bulk import byte_alphabet
 from megamix.durable import write_text, written_aside
 
 
-class ByteTokenizer:
+class ByteTokenizer(TextTokenizer):
     """UTF-8 byte b is token b, 256 ends a document: nothing to train, nothing to install.
 
     Its file is a tokenizer.json that other libraries read too.
     """
 
-    file_name = "tokenizer.json"
     vocab_size = 257
     end_token = "<|endoftext|>"
     end_of_text = 256
@@ -30,9 +31,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Token ids of each document, the end token last."""
@@ -48,9 +46,6 @@ class ByteTokenizer:
 
     def save(self, path: Path) -> None:
         write_text(path, self._file_text())
-
-    def speed_up(self, sample: Sequence[str]) -> bool:
-        return True
 
     @classmethod
     def _file_text(cls) -> str:
@@ -72,19 +67,14 @@ class ByteTokenizer:
         return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(TextTokenizer):
     """Encodes by the model's own rules: where it normalizes, the text does not come back unchanged."""
 
     file_name = "tokenizer.model"
 
     def __init__(self, path: Path, end_token: str | None = None) -> None:
         """Raises: ValueError if the file is no model, `sentencepiece` is not installed, or no token ends documents."""
-        try:
-            import sentencepiece
-        except ImportError as error:
-            raise ValueError(
-                "the Python package 'sentencepiece' is not installed; run: pip install 'megamix[sentencepiece]'"
-            ) from error
+        sentencepiece = import_extra("sentencepiece", "sentencepiece")
         try:
             self._content = path.read_bytes()
             self._model: Any = sentencepiece.SentencePieceProcessor(model_proto=self._content)
@@ -114,10 +104,6 @@ class SentencePieceTokenizer:
         begin = self._model.bos_id()
         return [*([begin] if begin >= 0 else []), *self.encode(text)]
 
-    def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each document, the end token last."""
-        return [np.array([*self._model.encode(text), self.end_of_text], dtype=np.int64) for text in texts]
-
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, those that mean nothing left out."""
         return str(self._model.decode([token for token in token_ids if token < self.vocab_size]))
@@ -125,6 +111,3 @@ class SentencePieceTokenizer:
     def save(self, path: Path) -> None:
         with written_aside(path) as file:
             file.write(self._content)
-
-    def speed_up(self, sample: Sequence[str]) -> bool:
-        return True

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megamix.data import import_extra
+
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
@@ -155,12 +157,7 @@ def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
 
 def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:
     """The files in which `datasets` keeps what it has loaded: they are read like any others, without `datasets`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(
-            f"--input {path}: the Python package 'datasets' is not installed; run: pip install 'megamix[datasets]'"
-        ) from error
+    datasets = import_extra("datasets", "datasets", what=f"--input {path}: ")
     try:
         dataset = datasets.load_dataset(path.removeprefix(_HUB), split=split)
     except (OSError, ValueError, RuntimeError) as error:  # what `datasets` raises for a wrong name or split

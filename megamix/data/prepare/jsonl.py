@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
+from megamix.data import import_extra
 from megamix.data.prepare.records import (
     LONGEST_DOCUMENT,
     BadRecord,
@@ -113,12 +114,7 @@ class DamagedZst(Exception):
 
 def _open_zst(path: str) -> IO[bytes]:
     """Raises: ValueError if `zstandard` is not installed. Reading raises DamagedZst."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: the Python package 'zstandard' is not installed; run: pip install 'megamix[data]'"
-        ) from error
+    zstandard = import_extra("zstandard", "data", what=f"{path}: ")
     return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megamix.data import import_extra
 from megamix.data.prepare.records import BadRecord, Blocks, Records, Stretch, decoded
 
 _ROWS = 64  # of Parquet, read in one go: a row of text may be long
@@ -80,15 +81,7 @@ def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
 
 
 def _import_pyarrow(path: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: the Python package 'pyarrow' is not installed; run: pip install 'megamix[data]'"
-        ) from error
-    return pyarrow
+    return import_extra("pyarrow", "data", "ipc", "parquet", what=f"{path}: ")
 
 
 def _check_column(path: str, schema: Any, text_key: str) -> None:
