@@ -35,11 +35,16 @@ fi
 if has_tool mypy; then
   "$PYTHON" -m mypy
 fi
+# Most tests wait for ranks or programs: two processes share the work, and what is left goes to who is done first.
+processes=()
+if has_tool xdist; then
+  processes=(-n 2 --dist worksteal)
+fi
 if ! has_tool coverage; then
-  exec "$PYTHON" -m pytest "$@"
+  exec "$PYTHON" -m pytest "${processes[@]}" "$@"
 fi
 "$PYTHON" -m coverage erase # what an earlier run left would count as covered
-"$PYTHON" -m coverage run -m pytest "$@"
+"$PYTHON" -m coverage run -m pytest "${processes[@]}" "$@"
 "$PYTHON" -m coverage combine --quiet
 if [[ $# == 0 ]]; then
   "$PYTHON" -m coverage report --fail-under=90

@@ -188,7 +188,7 @@ def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
         "ruff format --check .",
         "mypy",
         "coverage erase",
-        "coverage run -m pytest",
+        "coverage run -m pytest -n 2 --dist worksteal",
         "coverage combine --quiet",
         "coverage report --fail-under=90",
     ]
@@ -199,19 +199,19 @@ def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox)
     sandbox.program("python3")
     sandbox.run("test.sh", "-k", "two words")
     lines = sandbox.lines()
-    assert "python -m coverage run -m pytest -k two words" in lines
+    assert "python -m coverage run -m pytest -n 2 --dist worksteal -k two words" in lines
     assert lines[-1] == "python -m coverage report"
     assert set(sandbox.lines("full")) == {"FULL="}
 
 
 def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) -> None:
-    for name in ("ruff", "mypy", "coverage"):
+    for name in ("ruff", "mypy", "xdist", "coverage"):
         (sandbox.modules / f"{name}.py").write_text("raise ImportError('planted')\n")
     chosen = sandbox.program("chosen")
     done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr
     assert sandbox.lines() == ["chosen -m pytest"]
-    for name in ("ruff", "mypy", "coverage"):
+    for name in ("ruff", "mypy", "xdist", "coverage"):
         assert f"{name} is left out: {chosen} has none" in done.stderr
 
 
