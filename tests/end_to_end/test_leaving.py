@@ -23,6 +23,7 @@ from megamix.config import Config, config_to_toml
 from megamix.ranks import DEADLINE_S
 from megamix.supervise.processes import children_of, process_start
 from tests.conftest import FULL
+from tests.programs import untraced
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 
@@ -112,7 +113,7 @@ def _start(config: Config, nodes: int = 1, *, by_script: bool = False, before: S
             launchers.append(
                 subprocess.Popen(
                     [*before, *(SCRIPT if by_script else launch), str(folder / "job.toml")],
-                    cwd=ROOT, env=os.environ | {name: str(value) for name, value in settings.items()},
+                    cwd=ROOT, env=untraced(**settings),
                     stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 )
             )  # fmt: skip
@@ -149,6 +150,12 @@ def _signal(job: Job, who: int, number: int) -> dict[int, int]:
     return ranks
 
 
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        if process_start(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
 def _signal_each(jobs: dict[Case, Job]) -> dict[Case, dict[int, int]]:
     """Signal each job as soon as it trains, since another may take long to start. Returns their ranks' pids."""
     ranks: dict[Case, dict[int, int]] = {}
@@ -158,7 +165,12 @@ def _signal_each(jobs: dict[Case, Job]) -> dict[Case, dict[int, int]]:
         ranks.update({case: _signal(job, case.who, case.number) for case, job in trains.items()})
         return len(ranks) == len(jobs)
 
-    _until(all_signalled, f"training of {', '.join(str(job.folder) for job in jobs.values())}")
+    try:
+        _until(all_signalled, f"training of {', '.join(str(job.folder) for job in jobs.values())}")
+    except AssertionError:
+        for job in jobs.values():
+            _kill([*_ranks(job).values(), *(launcher.pid for launcher in job.launchers)])
+        raise
     return ranks
 
 
@@ -167,9 +179,7 @@ def _end(job: Job, ranks: dict[int, int]) -> Ended:
         _until(lambda: all(launcher.poll() is not None for launcher in job.launchers), "end of the launchers")
         _until(lambda: not any(process_start(pid) for pid in ranks.values()), "end of the ranks")
     finally:
-        for pid in (*(launcher.pid for launcher in job.launchers), *ranks.values()):
-            if process_start(pid):
-                os.kill(pid, signal.SIGKILL)
+        _kill([*(launcher.pid for launcher in job.launchers), *ranks.values()])
         for launcher in job.launchers:
             if launcher.stdout is not None:
                 launcher.stdout.close()

@@ -23,6 +23,7 @@ from megamix.ranks import CONTEXT, DEADLINE_S
 from megamix.supervise.processes import children_of
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
+from tests.programs import untraced
 from tests.train.jobs import write_data
 
 NOBODY = 65534
@@ -42,7 +43,7 @@ class Started(NamedTuple):
 
 
 def _start(command: list[str], folder: Path, not_elsewhere: str) -> Started:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = untraced(OMP_NUM_THREADS=1)
     whole = command if not_elsewhere else elsewhere(command)
     with (folder / "said.txt").open("w") as said:
         launcher = subprocess.Popen(whole, cwd=ROOT, env=environment, stdout=said, stderr=said, text=True)
@@ -63,9 +64,11 @@ def not_elsewhere() -> str:
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory, not_elsewhere) -> Iterator[Started]:
     started = _start(TORCHRUN, tmp_path_factory.mktemp("torchrun"), not_elsewhere)
-    _until(lambda: children_of(started.launcher.pid) != [], "a rank of torchrun")
-    yield started
-    started.end()
+    try:
+        _until(lambda: children_of(started.launcher.pid) != [], "a rank of torchrun")
+        yield started
+    finally:
+        started.end()
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +79,13 @@ def job(tmp_path_factory, not_elsewhere, torchrun) -> Iterator[Started]:
     (folder / "job.toml").write_text(config_to_toml(_config(folder, folder, steps=10**6)))
     job = _start([*LAUNCH, str(folder / "job.toml")], folder, not_elsewhere)
     metrics = folder / "run/metrics.jsonl"
-    _until(lambda: job.launcher.poll() is not None or (metrics.exists() and "\n" in metrics.read_text()), "training")
-    yield job
-    job.end()
+    try:
+        _until(
+            lambda: job.launcher.poll() is not None or (metrics.exists() and "\n" in metrics.read_text()), "training"
+        )
+        yield job
+    finally:
+        job.end()
 
 
 def test_a_one_node_job_listens_on_loopback_alone(job, not_elsewhere) -> None:

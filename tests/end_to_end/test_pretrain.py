@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from megamix.config import config_to_toml
+from tests.programs import untraced
 from tests.train.jobs import tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"MEGAMIX_PYTHON": sys.executable} | env
+    environment = untraced(MEGAMIX_PYTHON=sys.executable, **env)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

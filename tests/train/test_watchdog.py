@@ -87,14 +87,13 @@ class Ended(NamedTuple):
     folder: Path
 
 
-def _start(base: Path, fault: Callable[..., None], victim: int) -> FreshRanks:
-    folder = base / f"{fault.__name__}{victim}"
+def _start(folder: Path, data: Path, fault: Callable[..., None], victim: int, timeout_s: float) -> FreshRanks:
     folder.mkdir()
     config = tiny_job(
         folder,
-        data={"train": str(base / "data/train"), "valid": None},
+        data={"train": str(data / "train"), "valid": None},
         training={"steps": FAULT_AT + 2 if fault is _writes_slowly else 100_000, "eval_interval": 0},
-        parallelism={"timeout_s": TIMEOUT_S},
+        parallelism={"timeout_s": timeout_s},
         metrics={"tensorboard": False},
     )
     return FreshRanks(config, 2, partial(fault, folder, victim))
@@ -108,14 +107,28 @@ def _ended(ranks: FreshRanks) -> Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
-    """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting."""
+    """All cases: one after the other where their time counts, else at the same time, since nearly all is waiting.
+
+    Where the machine was so busy that ranks stood still for the time limit before their fault, the case is run once
+    more, alone and with four times the limit.
+    """
     base = tmp_path_factory.mktemp("faults")
     write_data(base / "data")
+
+    def start(case: tuple[Callable[..., None], int], name: str = "", timeout_s: float = TIMEOUT_S) -> FreshRanks:
+        fault, victim = case
+        return _start(base / f"{fault.__name__}{victim}{name}", base / "data", fault, victim, timeout_s)
+
     cases = [*CASES, SLOW]
     if FULL:
-        return {case: _ended(_start(base, *case)) for case in cases}
-    started = {case: _start(base, *case) for case in cases}
-    return {case: _ended(ranks) for case, ranks in started.items()}
+        return {case: _ended(start(case)) for case in cases}
+    started = {case: start(case) for case in cases}
+    results = {}
+    for case, ranks in started.items():
+        ranks.join(DEADLINE_S)
+        fair = (ranks.folder / "fault").exists()
+        results[case] = _ended(ranks if fair else start(case, "again", 4 * TIMEOUT_S))
+    return results
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
