@@ -47,7 +47,7 @@ fi
 "$PYTHON" -m coverage run -m pytest "${processes[@]}" "$@"
 "$PYTHON" -m coverage combine --quiet
 if [[ $# == 0 ]]; then
-  "$PYTHON" -m coverage report --fail-under=90
+  "$PYTHON" -m coverage report --fail-under=95
 else
   "$PYTHON" -m coverage report
 fi

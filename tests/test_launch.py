@@ -190,7 +190,7 @@ def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
         "coverage erase",
         "coverage run -m pytest -n 2 --dist worksteal",
         "coverage combine --quiet",
-        "coverage report --fail-under=90",
+        "coverage report --fail-under=95",
     ]
     assert set(sandbox.lines("full")) == {"FULL=1"}
 

@@ -18,7 +18,7 @@ from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, Sharding, 
 from megamix.comm.topology import Topology
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
-from tests.distributed.reference import train_reference
+from tests.distributed.reference import Reference, train_reference
 
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
 OPTIMIZERS = {
@@ -128,9 +128,21 @@ def run_engine(
     return engine, losses, grad_norms
 
 
-def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], grad_norms: list[float]) -> list[str]:
-    """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's."""
-    reference = train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
+def plain_loop(case: Case) -> Reference:
+    return train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
+
+
+def differences(
+    case: Case,
+    engine: ShardedEngine,
+    losses: list[list[float]],
+    grad_norms: list[float],
+    reference: Reference | None = None,
+) -> list[str]:
+    """What of this rank's shards, half parameters, losses and norms is not bitwise the reference's: the plain loop's,
+    run here unless given.
+    """
+    reference = reference or plain_loop(case)
     rank, dp_size = engine.topology.dp.rank, case.dp_size
     wrong = []
     for index, bucket in enumerate(engine.layout.buckets):
@@ -159,10 +171,16 @@ def differences(case: Case, engine: ShardedEngine, losses: list[list[float]], gr
 
 
 def _check_cases(cases: list[Case]) -> list[str]:
+    """Each rank trains some of the references and tells them to all: they are the same on each."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if cases[0].dp_size > 1 else (0, 1)
+    references = {number: plain_loop(case) for number, case in enumerate(cases) if number % size == rank}
+    if size > 1:
+        told: list[dict[int, Reference]] = [{}] * size
+        dist.all_gather_object(told, references)
+        references = {number: reference for some in told for number, reference in some.items()}
     wrong = []
-    for case in cases:
-        engine, losses, grad_norms = run_engine(case)
-        wrong += differences(case, engine, losses, grad_norms)
+    for number, case in enumerate(cases):
+        wrong += differences(case, *run_engine(case), references[number])
     return wrong
 
 
