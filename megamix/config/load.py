@@ -56,8 +56,8 @@ def load_config(
 
 
 def config_from_dict(*trees: Mapping[str, Any]) -> Config:
-    """A Config from nested plain values, as a file would give them; each further tree lies above the one before, as a
-    file above its base.
+    """Return a Config from nested plain values, as a file would give them; each further tree lies above the one before,
+    as a file above its base.
 
     Raises: ConfigError with everything that is wrong, as `load_config`.
     """
@@ -90,8 +90,8 @@ def _by_new_names(tree: Tree) -> Tree:
 
 
 def effective_tables(text: str) -> Tree:
-    """What an effective configuration says, for comparing two: the keys that are read, and for all others, which one
-    written earlier may list and another one need not know, their defaults.
+    """Return what an effective configuration says, for comparing two: the keys that are read, and for all others, which
+    one written earlier may list and another one need not know, their defaults.
 
     Raises: ValueError, as `toml_tables`.
     """
@@ -100,7 +100,7 @@ def effective_tables(text: str) -> Tree:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema of a configuration file, with a description for every key."""
+    """Return JSON Schema of a configuration file, with a description for every key."""
     schema = Config.model_json_schema()
     base = {
         "description": "Another file, relative to this one, whose keys hold where this one is silent.",

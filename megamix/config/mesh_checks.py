@@ -16,12 +16,12 @@ _STAGES = {
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
-    """The ranks that read different data: what tensor and pipeline parallelism leave, at least one."""
+    """Return the ranks that read different data: what tensor and pipeline parallelism leave, at least one."""
     return max(1, world_size // (config.parallelism.tp_size * config.parallelism.pp_size))
 
 
 def mesh_problems(config: Config, world_size: int) -> Iterator[str]:
-    """Why this number of ranks is no mesh of the configured sizes."""
+    """Yield why this number of ranks is no mesh of the configured sizes."""
     section = config.parallelism
     dp_size, tp_size, pp_size = section.dp_size, section.tp_size, section.pp_size
     model_size = tp_size * pp_size
@@ -70,12 +70,12 @@ def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
 
 
 def stages_per_rank(section: ParallelismConfig) -> int:
-    """Runs of neighbouring layers on each rank."""
+    """Return runs of neighbouring layers on each rank."""
     return section.pp_stages_per_rank or _STAGES[section.pp_schedule][2]
 
 
 def micro_batch_problems(config: Config, dp_size: int) -> Iterator[str]:
-    """Why the schedule cannot run the micro-batches into which the global batch divides."""
+    """Yield why the schedule cannot run the micro-batches into which the global batch divides."""
     section, training = config.parallelism, config.training
     schedule, pp_size = section.pp_schedule, section.pp_size
     if pp_size == 1:

@@ -130,7 +130,7 @@ class ModelConfig(Section):
 
 
 def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
-    """Where model.ffn_hidden_size is not set. SwiGLU's has as many weights as GELU's, three matrices for two."""
+    """Return model.ffn_hidden_size where it is not set. SwiGLU's has as many weights as GELU's, in three matrices."""
     if activation == "swiglu":
         return -(-8 * hidden_size // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
     return 4 * hidden_size
@@ -154,12 +154,12 @@ class DataSource(Section):
 
     @property
     def name(self) -> str | int:
-        """What it is, weight aside: equal for two spellings of one path."""
+        """Return what it is, weight aside: equal for two spellings of one path."""
         return os.path.normpath(self.path) if self.path is not None else cast(int, self.markov)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest whole numbers in the same proportions, of the weights as they are written: 0.1 is a tenth."""
+    """Return the smallest whole numbers in the same proportions, of the weights as they are written: 0.1 is a tenth."""
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = Fraction(math.gcd(*(weight.numerator for weight in exact)), math.lcm(*(w.denominator for w in exact)))
     # That unit divides all of them: the greatest common divisor of fractions in lowest terms.

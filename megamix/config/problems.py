@@ -45,13 +45,13 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant."""
+    """Return the known name that was probably meant."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return matches[0] if matches else None
 
 
 def explain(errors: Sequence[ErrorDetails]) -> list[str]:
-    """One line for each of pydantic's errors."""
+    """Return a line for each of pydantic's errors."""
     details, rest = errors[:_MOST_LINES], len(errors[_MOST_LINES:])
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     lines = [_explain_unknown(item["loc"], item["input"]) for item in unknown]
@@ -66,7 +66,7 @@ def explain(errors: Sequence[ErrorDetails]) -> list[str]:
 
 
 def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
-    """The line that refuses a key that is not read."""
+    """Return the line that refuses a key that is not read."""
     name = item.key.rpartition(".")[2]
     fixes = [f"{where.key} = {value_text(where.example)}" for where in READ_WHERE[item.key]]
     return (
@@ -76,7 +76,7 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
 
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
-    """The line that tells of a key that was meant for another setting than the one that holds."""
+    """Return the line that tells of a key that was meant for another setting than the one that holds."""
     return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {_decision(item, tree)}: dropped"
 
 
@@ -104,13 +104,13 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def short(value: object) -> str:
-    """A value as TOML spells it, or how that begins; what would steer a terminal is escaped."""
+    """Return a value as TOML spells it, or how that begins; what would steer a terminal is escaped."""
     text = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in value_text(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def one_line(text: str) -> str:
-    """A name or path as it is, unless it would break the line or fill a screen."""
+    """Return a name or path as it is, unless it would break the line or fill a screen."""
     return text if text.isprintable() and len(text) <= 300 else short(text)
 
 

@@ -100,7 +100,7 @@ SCALE_RANGES = {
 
 
 def loss_scale_rule(loss_scale: str | float, dtype: str) -> str | float:
-    """The rule that precision.loss_scale names, auto by the dtype; a number is a fixed scale."""
+    """Return the rule that precision.loss_scale names, auto by the dtype; a number is a fixed scale."""
     if loss_scale == "auto":
         return "dynamic" if dtype == "fp16" else "off"
     return loss_scale

@@ -24,7 +24,7 @@ class TooDeepError(ValueError):
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text.
+    """Return the tables of a TOML text.
 
     Raises: ValueError for what is no TOML; TooDeepError before time and memory go into it.
     """
@@ -40,7 +40,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> object:
-    """The TOML value that a text spells, or the text itself, so that dtype=bf16 needs no quotes."""
+    """Return the TOML value that a text spells, or the text itself, so that dtype=bf16 needs no quotes."""
     try:
         table = parse_toml(f"value = {text}")
     except ValueError:  # no TOML, or a number of thousands of digits
@@ -50,7 +50,7 @@ def parse_value(text: str) -> object:
 
 
 def value_text(value: object) -> str:
-    """A value as TOML spells it."""
+    """Return a value as TOML spells it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -69,7 +69,7 @@ def _key_text(key: str) -> str:
 
 
 def config_to_toml(config: Config) -> str:
-    """The effective configuration, every key that is read; reading it back gives an equal one.
+    """Return the effective configuration, every key that is read; reading it back gives an equal one.
 
     TOML has no null, so a key that is not set stands as a comment.
     """
@@ -77,7 +77,7 @@ def config_to_toml(config: Config) -> str:
 
 
 def section_to_toml(name: str, section: BaseModel) -> str:
-    """One table of it, whose keys no other section decides."""
+    """Return one table of it, whose keys no other section decides."""
     return _tables_text({name: section.model_dump()})
 
 

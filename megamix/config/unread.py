@@ -82,7 +82,7 @@ class Unread(NamedTuple):
 
 
 def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()) -> tuple[Tree, list[Unread]]:
-    """A configuration without the keys that its other keys make unread, and those keys.
+    """Return a configuration without the keys that its other keys make unread, and those keys.
 
     `bad`: the paths of unusable values; what they would decide is taken for read.
     """
@@ -117,20 +117,22 @@ def _found(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def default(key: str) -> Any:
-    """A key's default; None for one that is required, too."""
+    """Return a key's default; None for one that is required, too."""
     section, *tables, name = key.split(".")
     value = (NESTED[tables[-1]] if tables else SECTIONS[section]).model_fields[name].default
     return None if value is PydanticUndefined else value
 
 
 def is_default(key: str, value: object) -> bool:
-    """Whether a value is the key's default: lists of TOML are tuples there."""
+    """Tell whether a value is the key's default: lists of TOML are tuples there."""
     plain = tuple(value) if isinstance(value, list) else value
     return bool(plain == default(key))
 
 
 def with_defaults(tree: Mapping[str, Any]) -> Tree:
-    """The sections of a configuration, with the default of every key that is missing and has one, as TOML has it."""
+    """Return the sections of a configuration, with the default of every key that is missing and has one, as TOML has
+    it.
+    """
     whole = {}
     for section, model in SECTIONS.items():
         defaults = {name: default(f"{section}.{name}") for name in model.model_fields}

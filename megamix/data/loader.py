@@ -30,12 +30,12 @@ class Batch(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """The share of the targets that counts, for `ShardedEngine.backward`."""
+        """Return the share of the targets that counts, for `ShardedEngine.backward`."""
         return self.num_counted / self.targets.numel()
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the model takes for its loss."""
+        """Return what the model takes for its loss."""
         return self.tokens, self.targets, self.positions
 
     def to(self, device: torch.device) -> "Batch":
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Batches of one source as one."""
+    """Return batches of one source as one."""
     if len(batches) == 1:
         return batches[0]
     tokens, targets, positions, counted = zip(*batches, strict=True)
@@ -92,7 +92,7 @@ class BatchLoader:
                 self._changed.notify_all()
 
     def get(self, samples: range) -> Batch:
-        """The batch of these samples. Raises: whatever the source raises."""
+        """Return the batch of these samples. Raises: whatever the source raises."""
         assert samples.step == 1, samples
         with self._changed:
             assert not self._closed, "get after close"
@@ -107,7 +107,7 @@ class BatchLoader:
         return result if result is not None else self._read(samples)
 
     def load(self, samples: Samples) -> Batch:
-        """The batch of several ranges, on the device."""
+        """Return the batch of several ranges, on the device."""
         return joined([self.get(part) for part in samples]).to(self._device)
 
     def close(self) -> None:

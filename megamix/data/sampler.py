@@ -24,12 +24,14 @@ _ROUND_KEYS = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Windows of seq_len + 1 tokens that overlap by one: every token but the first is a target once an epoch."""
+    """Return how many windows of seq_len + 1 tokens, overlapping by one, there are: every token but the first is a
+    target once an epoch.
+    """
     return (num_tokens - 1) // seq_len
 
 
 def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: int) -> NDArray[np.int64]:
-    """The window of each sample, 0 <= window < windows; each window once per epoch of `windows` samples.
+    """Return the window of each sample, 0 <= window < windows; each window once per epoch of `windows` samples.
 
     Shapes: -> int64 (len(samples),).
     """
@@ -38,7 +40,8 @@ def windows_of_samples(samples: range | NDArray[np.int64], windows: int, seed: i
 
 
 def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """A pseudo-random permutation of 0 .. size - 1 for each key, evaluated at the positions; O(1) memory in `size`.
+    """Return a pseudo-random permutation of 0 .. size - 1 for each key, evaluated at the positions; O(1) memory in
+    `size`.
 
     A Feistel network permutes the next power of two, whatever its round function; what lands beyond `size` is
     sent through again until it lands inside (cycle walking), twice on average at most.
@@ -54,7 +57,7 @@ def permute(positions: NDArray[np.int64], size: int, keys: NDArray[np.uint64]) -
 
 
 def micro_batches(batch: Samples, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> list[Samples]:
-    """The samples of each micro-batch of one rank, in order.
+    """Return the samples of each micro-batch of one rank, in order.
 
     Rank r takes the r-th of dp_size equal blocks of a global batch and cuts it into micro-batches. So the ranks'
     samples one after the other are the global batch, for any dp_size.
@@ -78,7 +81,7 @@ def num_samples(samples: Samples) -> int:
 
 
 def cut(samples: Samples, start: int, stop: int) -> Samples:
-    """The samples at places start .. stop - 1 of the ranges laid end to end."""
+    """Return the samples at places start .. stop - 1 of the ranges laid end to end."""
     parts = []
     for part in samples:
         parts.append(part[max(start, 0) : max(stop, 0)])
@@ -114,7 +117,7 @@ def _finalise(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def blend_order(weights: Sequence[int]) -> NDArray[np.int32]:
-    """The sources of the first sum(weights) samples; the same again ever after.
+    """Return the sources of the first sum(weights) samples; the same again ever after.
 
     Tijdeman's rule (The chairman assignment problem, 1980): of the sources whose share is due, the one with the
     earliest deadline. After any n samples each source has given more than weight * n / sum - 1 and fewer than
@@ -165,7 +168,7 @@ class Blend:
             self._given[stage] = self._given[stage - 1] + periods * self._weights[stage - 1] + of_rest
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each sample's source, and its number there.
+        """Return each sample's source, and its number there.
 
         Shapes: INT64 (n,) -> INT64 (n,), INT64 (n,).
         """

@@ -44,7 +44,7 @@ class TokenSpan(NamedTuple):
         return TokenSpan(file, 0, file.num_tokens)
 
     def windows(self, seq_len: int, packed: bool) -> int:
-        """Packed, the last one may be short: what it lacks is no target."""
+        """Return how many windows it holds; packed, the last one may be short: what it lacks is no target."""
         num_tokens = self.stop - self.start
         return -(-(num_tokens - 1) // seq_len) if packed else num_windows(num_tokens, seq_len)
 

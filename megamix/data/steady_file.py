@@ -37,11 +37,11 @@ class SteadyFile:
         self._written_ns = opened.st_mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes start .. stop - 1. Raises: as `read_each`."""
+        """Return bytes start .. stop - 1. Raises: as `read_each`."""
         return self.read_each([start], [stop])[0]
 
     def read_each(self, starts: Sequence[int], stops: Sequence[int]) -> list[bytes]:
-        """The bytes of each stretch, as they were when the file was opened.
+        """Return the bytes of each stretch, as they were when the file was opened.
 
         Raises: DataError if the file has been written to since; OSError, with its name, if it cannot be read.
         """
@@ -98,7 +98,7 @@ class FileArray:
         return np.asarray(self[:], dtype or self.dtype)
 
     def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
-        """`self[start:stop]` of each pair, all within the array, in one go."""
+        """Return `self[start:stop]` of each pair, all within the array, in one go."""
         offset, size = self._offset, self.dtype.itemsize
         found = self._file.read_each([offset + n * size for n in starts], [offset + n * size for n in stops])
         return [np.frombuffer(content, self.dtype) for content in found]
@@ -123,13 +123,15 @@ def file_fingerprint(path: Path) -> str:
 
 
 def file_identity(path: Path) -> list[int]:
-    """What a running system knows a file by, and the moment when it was last written."""
+    """Return what a running system knows a file by, and the moment when it was last written."""
     found = path.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
 
 
 def machine_identity() -> str:
-    """Of the system that runs: containers of one machine share it, as they share what `file_identity` reads."""
+    """Return a name of the system that runs: containers of one machine share it, as they share what `file_identity`
+    reads.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux

@@ -27,13 +27,15 @@ def idx_path(prefix: Path) -> Path:
 
 
 def sampled_blocks(size: int) -> list[tuple[int, int]]:
-    """Start and stop in bytes of 64 MiB spread evenly over a .bin of so many; of a smaller one that is every byte."""
+    """Return start and stop in bytes of 64 MiB spread evenly over a .bin of so many; of a smaller one that is every
+    byte.
+    """
     starts = [number * max(_BLOCK, size // _SAMPLED) for number in range(_SAMPLED)]
     return [(start, min(start + _BLOCK, size)) for start in starts if start < size]
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[np.integer]":
-    """uint16 while the largest id, vocab_size - 1, fits; else int32."""
+    """Return uint16 while the largest id, vocab_size - 1, fits; else int32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
 
 
@@ -161,8 +163,8 @@ class TokenFile:
         self.tokens = FileArray(file, self.dtype, 0, self.num_tokens)  # on the disk
 
     def sampled_id_outside(self, vocab_size: int) -> int | None:
-        """`id_outside` of 64 MiB spread over the file: a start must not wait for all of it. A wrong vocabulary nearly
-        always shows in the first block; what does not is found where it is read.
+        """Return `id_outside` of 64 MiB spread over the file: a start must not wait for all of it. A wrong vocabulary
+        nearly always shows in the first block; what does not is found where it is read.
         """
         for start, stop in sampled_blocks(self.num_tokens * self.dtype.itemsize):
             block = self.tokens[start // self.dtype.itemsize : stop // self.dtype.itemsize]
@@ -172,14 +174,14 @@ class TokenFile:
 
 
 def id_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """The largest id, or else the smallest, if it does not fit the vocabulary; None if all fit."""
+    """Return the largest id, or else the smallest, if it does not fit the vocabulary; None if all fit."""
     return next(
         (token_id for token_id in (int(tokens.max()), int(tokens.min())) if not 0 <= token_id < vocab_size), None
     )
 
 
 def id_problem(token_id: int, vocab_size: int) -> str:
-    """What to say of a file that holds an id outside the vocabulary."""
+    """Return what to say of a file that holds an id outside the vocabulary."""
     return (
         f"holds token id {token_id}, but model.vocab_size = {vocab_size} allows 0 to {vocab_size - 1}; set "
         "model.vocab_size to the size of the vocabulary that wrote the file"
@@ -188,7 +190,7 @@ def id_problem(token_id: int, vocab_size: int) -> str:
 
 
 def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: int) -> list[str]:
-    """Why a job must not start on this prefix, a line each; empty if nothing is wrong. Needs no torch.
+    """Return why a job must not start on this prefix, a line each; empty if nothing is wrong. Needs no torch.
 
     `field` is the key that the prefix came from, such as "data.train".
     """
@@ -211,8 +213,8 @@ def token_file_problems(field: str, prefix: str, *, vocab_size: int, seq_len: in
 
 
 def token_file_fingerprint(prefix: Path) -> str:
-    """Of the whole index, and of the tokens' size and 64 MiB: every document added, removed or moved changes it, but
-    single tokens changed in place in a larger file may not.
+    """Hash the whole index, and the tokens' size and 64 MiB of them: every document added, removed or moved changes it,
+    but single tokens changed in place in a larger file may not.
     """
     digest = hashlib.sha256()
     add_file(digest, idx_path(prefix))

@@ -53,7 +53,7 @@ class DocumentOffsets:
         return np.asarray(self[:], dtype or np.int64)
 
     def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of each place in the stream a document that begins there or before, by fewer than 64 documents."""
+        """Return for each place in the stream a document that begins there or before, by fewer than 64 documents."""
         nearest: NDArray[np.int64] = np.searchsorted(self._some, places, side="right") - 1
         return nearest * _STRIDE
 

@@ -57,7 +57,7 @@ class TextTokenizer(ABC):
 
 
 def open_tokenizer(path: Path, end_token: str | None = None) -> TextTokenizer:
-    """A tokenizer.json of any kind, or SentencePiece's .model. `end_token`: not the one that the files name.
+    """Open a tokenizer.json of any kind, or SentencePiece's .model. `end_token`: not the one that the files name.
 
     Raises: ValueError if the file is missing or no tokenizer, or the package that reads it is not installed.
     """
@@ -135,12 +135,12 @@ class Tokenizer(TextTokenizer):
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]  # read-only
-        """The largest id and one: ids may be left out."""
+        """Return the largest id and one: ids may be left out."""
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     @property
     def end_token(self) -> str:  # type: ignore[override]  # read-only
-        """The token that ends a document.
+        """Return the token that ends a document.
 
         Raises: ValueError if none is known, or the vocabulary lacks it.
         """
@@ -158,7 +158,7 @@ class Tokenizer(TextTokenizer):
 
     @property
     def end_of_text(self) -> int:  # type: ignore[override]  # read-only
-        """Id of the token that ends a document. Raises: ValueError as `end_token`."""
+        """Return id of the token that ends a document. Raises: ValueError as `end_token`."""
         token_id = self._tokenizer.token_to_id(self.end_token)
         assert token_id is not None, "end_token has looked"
         return int(token_id)
@@ -172,15 +172,17 @@ class Tokenizer(TextTokenizer):
         return True
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, without an end."""
+        """Return token ids of a piece of text, without an end."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of the beginning of a text, with what the tokenizer puts in front of one, as Llama's does."""
+        """Return token ids of the beginning of a text, with what the tokenizer puts in front, as Llama's does."""
         return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each document, the end token last; without `speed_up` all of the machine's cores take part."""
+        """Return token ids of each document, the end token last; without `speed_up` all of the machine's cores take
+        part.
+        """
         end_of_text = self.end_of_text
         if self._bulk is None:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
@@ -195,12 +197,12 @@ class Tokenizer(TextTokenizer):
         return documents
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, the end token shown; a character cut in two shows as the replacement character."""
+        """Return text of token ids, the end token shown; a character cut in two shows as the replacement character."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raises: ValueError if the vocabulary cannot hold every byte."""
+    """Check the size. Raises: ValueError if the vocabulary cannot hold every byte."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "

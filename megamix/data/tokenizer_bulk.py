@@ -12,8 +12,8 @@ _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: itself where it can be printed in Latin-1,
-    else the next free character from 256 on (bytes_to_unicode of GPT-2's encoder.py).
+    """Return the byte that each character of a byte-level vocabulary stands for: itself where it can be printed in
+    Latin-1, else the next free character from 256 on (bytes_to_unicode of GPT-2's encoder.py).
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -32,7 +32,7 @@ class BulkEncoder:
 
     @classmethod
     def of(cls, tokenizer: Mapping[str, Any]) -> "BulkEncoder | None":
-        """From the content of a tokenizer.json. None if tiktoken cannot express it, or is not installed."""
+        """Make one from the content of a tokenizer.json; None if tiktoken cannot express it, or is not installed."""
         pattern, ranks = _pattern(tokenizer["pre_tokenizer"]), _ranks(tokenizer)
         words = _words(tokenizer["added_tokens"])
         normalizer = tokenizer["normalizer"]
@@ -44,8 +44,8 @@ class BulkEncoder:
             return None
 
     def encode(self, text: str) -> list[int] | None:
-        """Token ids. None for a text that tiktoken breaks down on: its regular expressions overflow their stack at
-        some hundred thousand white spaces in a row.
+        """Return token ids. None for a text that tiktoken breaks down on: its regular expressions overflow their stack
+        at some hundred thousand white spaces in a row.
         """
         if self._normalize and not text.isascii():
             text = self._normalize(text)

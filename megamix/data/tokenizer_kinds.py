@@ -26,20 +26,20 @@ class ByteTokenizer(TextTokenizer):
 
     @classmethod
     def wrote(cls, path: Path) -> bool:
-        """Whether the file is one of `save`'s."""
+        """Tell whether the file is one of `save`'s."""
         return path.is_file() and path.read_text(encoding="utf-8", errors="replace") == cls._file_text()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Token ids of each document, the end token last."""
+        """Return token ids of each document, the end token last."""
         end = np.array([self.end_of_text])
         return [np.concatenate([np.frombuffer(text.encode(), np.uint8), end]) for text in texts]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, the end token shown, ids that mean nothing left out; a character cut in two shows as the
-        replacement character.
+        """Return text of token ids, the end token shown, ids that mean nothing left out; a character cut in two shows
+        as the replacement character.
         """
         pieces = [*(bytes([byte]) for byte in range(256)), self.end_token.encode()]
         return b"".join(pieces[token] for token in token_ids if token < len(pieces)).decode(errors="replace")
@@ -96,16 +96,16 @@ class SentencePieceTokenizer(TextTokenizer):
         return end
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, without an end."""
+        """Return token ids of a piece of text, without an end."""
         return list(self._model.encode(text))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of the beginning of a text, with the token in front that begins one, if the model has it."""
+        """Return token ids of the beginning of a text, with the token in front that begins one, if the model has it."""
         begin = self._model.bos_id()
         return [*([begin] if begin >= 0 else []), *self.encode(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, those that mean nothing left out."""
+        """Return text of token ids, those that mean nothing left out."""
         return str(self._model.decode([token for token in token_ids if token < self.vocab_size]))
 
     def save(self, path: Path) -> None:

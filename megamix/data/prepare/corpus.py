@@ -45,7 +45,9 @@ class Corpus:
     files: tuple[CorpusFile, ...]
 
     def outside(self, *folders: Path) -> "Corpus":
-        """Without files in these folders: what prepare writes into a folder that it reads is no text of the user's."""
+        """Return the corpus without files in these folders: what prepare writes into a folder that it reads is no text
+        of the user's.
+        """
         inside = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
         return Corpus(
             self.flag, tuple(file for file in self.files if not os.path.realpath(file.path).startswith(inside))
@@ -53,7 +55,7 @@ class Corpus:
 
 
 def named_corpus(name: str) -> Corpus:
-    """The corpus of `--corpus NAME`: "stdlib" (about 11 MB of Python) or "torch" (about 46 MB).
+    """Return the corpus of `--corpus NAME`: "stdlib" (about 11 MB of Python) or "torch" (about 46 MB).
 
     Raises: ValueError for another name.
     """
@@ -70,7 +72,8 @@ def named_corpus(name: str) -> Corpus:
 
 
 def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
-    """The corpus of `--input PATH...`: files, folders, datasets saved by `datasets`, or hf:NAME for `load_dataset`.
+    """Return the corpus of `--input PATH...`: files, folders, datasets saved by `datasets`, or hf:NAME for
+    `load_dataset`.
 
     Raises: ValueError for a path that is none of these, or holds no file.
     """
@@ -91,7 +94,7 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
-    """Files below a folder, sorted by name as strings: the same on every file system.
+    """Return files below a folder, sorted by name as strings: the same on every file system.
 
     Hidden files, hidden directories and `left_out` directories are not read. Links to directories are followed behind
     the others, so that no directory is read twice and the one that is no link gives the name.

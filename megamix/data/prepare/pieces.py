@@ -74,20 +74,21 @@ class EncodingJob:
     max_bad_records: int
 
     def prefix(self, number: int, part: str) -> Path:
-        """Of a piece's token files."""
+        """Return the prefix of a piece's token files."""
         return self.folder / f"{number:06}.{part}"
 
     def report_path(self, number: int) -> Path:
         return self.folder / f"{number:06}.json"
 
     def checksums(self, number: int) -> list[int]:
-        """Of a piece's token files."""
+        """Return the CRC-32 of each of a piece's token files."""
         prefixes = [self.prefix(number, part) for part in PARTS]
         return [_crc32(path) for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
 
     def finished_report(self, number: int) -> "PieceReport | None":
-        """None if the piece is not whole. Pieces are not synced to the disk, which would cost a fifth of the time and
-        more: after a power cut their checksums tell."""
+        """Return the piece's report, or None if it is not whole. Pieces are not synced to the disk, which would cost a
+        fifth of the time and more: after a power cut their checksums tell.
+        """
         try:
             report = PieceReport(**json.loads(self.report_path(number).read_text(encoding="utf-8")))
             return report if report.checksums == self.checksums(number) else None
@@ -140,7 +141,10 @@ class PieceEncoder:
 def documents_of(
     piece: CorpusPiece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
 ) -> Iterator[DocumentInPart]:
-    """The documents of a piece; they and what is none are counted in the report. Raises: TooManyBadRecordsError."""
+    """Yield the documents of a piece; they and what is none are counted in the report.
+
+    Raises: TooManyBadRecordsError.
+    """
     for file, record in read_piece(piece, text_key):
         if isinstance(record, BadRecord):
             report.bad_records.append(_side_line(file, record))

@@ -62,12 +62,12 @@ class Plan:
         return sum(file.num_bytes for file in self.files)
 
     def listing(self) -> list[dict[str, Any]]:
-        """What the manifest says of every file that was read."""
+        """Return what the manifest says of every file that was read."""
         return [{"path": file.file.name, "num_bytes": file.num_bytes, "sha256": file.sha256} for file in self.files]
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -102,7 +102,7 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
 
 
 def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
-    """Its records in order; the memory of one at a time, about.
+    """Yield its records in order; holds the memory of one at a time, about.
 
     Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
     """

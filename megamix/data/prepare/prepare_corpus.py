@@ -81,7 +81,7 @@ class Prepared:
     manifest: dict[str, Any]
 
     def summary(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         counts = [
             f"{name} {part['num_documents']} documents, {part['num_tokens']:,} tokens"
             for name, part in self.manifest["parts"].items()

@@ -55,7 +55,7 @@ class Blocks:
             yield block
 
     def sha256(self) -> str:
-        """Of the whole file, which is at its end then and closed."""
+        """Return the hash of the whole file, in hexadecimal; the file is at its end then, and closed."""
         with self._file:
             for _ in self:
                 pass
@@ -63,7 +63,7 @@ class Blocks:
 
 
 def checked(number: int, value: object, name: str) -> Document | BadRecord:
-    """The document, if the value is text that UTF-8 can hold and not too long; `name` is what the user calls it."""
+    """Return the document, if the value is text that UTF-8 can hold, not too long; `name`: what the user calls it."""
     if not isinstance(value, str):
         return BadRecord(number, f"{name} is {_TYPES.get(type(value), type(value).__name__)}, not a string")
     if not value.isascii():
@@ -81,7 +81,7 @@ def too_long(number: int, size: int) -> BadRecord | None:
 
 
 def decoded(number: int, content: bytes) -> Document | BadRecord:
-    """The document, if the bytes are UTF-8 and not too many."""
+    """Return the document, if the bytes are UTF-8 and not too many."""
     if bad := too_long(number, len(content)):
         return bad
     try:

@@ -62,13 +62,13 @@ class TokenizerChoice:
             self.open_file()
 
     def open_file(self) -> TextTokenizer:
-        """Raises: ValueError also if it has no token that ends a document."""
+        """Open the file. Raises: ValueError also if it has no token that ends a document."""
         tokenizer = open_tokenizer(Path(self.what), self.end_token)
         assert tokenizer.end_of_text >= 0
         return tokenizer
 
     def is_sampled(self, plan: Plan) -> bool:
-        """Whether it is trained on a part of the corpus."""
+        """Tell whether it is trained on a part of the corpus."""
         return self.what == TRAIN and plan.num_bytes > TRAIN_BYTES
 
     def manifest(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Sp
 
 
 def sample_texts(plan: Plan, text_key: str) -> list[str]:
-    """Some text from all over the corpus, and a short one that has seen more of the world."""
+    """Return some text from all over the corpus, and a short one that has seen more of the world."""
     texts = [_PROBE]
     for piece in _spread(plan.pieces, _SAMPLED_PIECES):
         left = _SAMPLED_CHARACTERS

@@ -61,7 +61,7 @@ def encode_pieces(
 
 
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
-    """What a function returns that is called in a process of its own, with which the memory it took ends too.
+    """Return what a function returns that is called in a process of its own, with which the memory it took ends too.
 
     Raises: what the function raises; WorkerDiedError.
     """
