@@ -90,10 +90,11 @@ def _in_row(row: int, start: int, end: int, shape: tuple[int, ...]) -> Iterator[
         yield Box((row, *box.offset), (1, *box.size))
 
 
-def pieces(box: Box) -> Iterator[Box]:
-    """Cut a box into boxes of at most 4 Mi elements, in order."""
-    for start in range(0, box.numel, _LARGEST_PIECE):
-        yield from boxes_of_range(start, min(start + _LARGEST_PIECE, box.numel), box)
+def pieces(box: Box, largest: int | None = None) -> Iterator[Box]:
+    """Cut a box into boxes of at most `largest` elements (4 Mi), in order."""
+    largest = largest or _LARGEST_PIECE
+    for start in range(0, box.numel, largest):
+        yield from boxes_of_range(start, min(start + largest, box.numel), box)
 
 
 def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:

@@ -9,12 +9,18 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megamix.checkpoint.diff import differences
+import torch
+
+from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.record import printable
-from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, check_size, verify_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, PieceReader, check_size, verify_checkpoint
+from megamix.config import effective_tables
+
+_ABSENT = "(none)"
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
@@ -112,3 +118,61 @@ def _written(path: Path) -> str:
 def _size(path: Path) -> str:
     size = sum(entry.stat().st_size for entry in path.iterdir() if entry.is_file())
     return f"{size / 2**20:,.1f} MiB"
+
+
+def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
+    """A line for each; none if a run resumed from either is the same run. Holds one piece of each at a time.
+
+    By which ranks a state was saved is no difference.
+    Raises: ValueError if a checkpoint's configuration is no TOML.
+    """
+    yield from changes(_facts(old), _facts(new))
+    shapes = {param.name: param.shape for param in new.manifest.params}
+    old_reader, new_reader = PieceReader(old), PieceReader(new)
+    for param in old.manifest.params:
+        for state in old.manifest.states:
+            in_both = shapes.get(param.name) == param.shape and state in new.manifest.states
+            if in_both and (gap := _gap(old_reader, new_reader, param.name, state, Box.whole(param.shape))):
+                yield printable(f"{state} of {param.name}: {gap}")
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """A line for each value of two trees that is not the same in both."""
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield printable(f"{prefix}{name}: {before} -> {after}")
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All that the manifest says of the state, as a tree."""
+    manifest = checkpoint.manifest
+    run = manifest.run.model_dump()
+    try:
+        run["config"] = effective_tables(manifest.run.config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.path}: its configuration {error}") from None
+    kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
+    counters = manifest.model_dump(include=kept, exclude_none=True)
+    return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}
+
+
+def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box) -> str | None:
+    """How far two versions of one state are apart, in words; None where all bits are the same."""
+    differing = 0  # elements
+    largest = torch.zeros((), dtype=torch.float64)  # absolute difference; NaN if one of the two is NaN
+    # Pieces of the parameter, not of the boxes that two savers cut: those may be in each other's way.
+    for piece in pieces(whole):
+        before, after = old.gather(param, state, piece), new.gather(param, state, piece)
+        # By bits, as a resumed run must be equal: a NaN is equal to itself, and 0 is not to -0.
+        other = before.view(torch.int32) != after.view(torch.int32)
+        if count := int(other.count_nonzero()):
+            differing += count
+            gaps = (before[other].double() - after[other].double()).abs()
+            largest = torch.maximum(largest, gaps.max())  # which keeps a NaN, as Python's may not
+    if not differing:
+        return None
+    share = f"{differing / whole.numel:.2%}"
+    return f"{differing:,} of {whole.numel:,} elements ({share}), by at most {float(largest):.3e}"

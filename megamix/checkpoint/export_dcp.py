@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.folder import new_folder
 from megamix.checkpoint.manifest import MASTER, ParamRecord
 from megamix.checkpoint.verify import Checkpoint, PieceReader
-from megamix.durable import folder_aside
 
 _Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
 
@@ -34,16 +34,13 @@ def export_dcp(checkpoint: Checkpoint, output: Path) -> None:
 
     Raises: ValueError if there is something at `output`; OSError.
     """
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"OUT: {output} is there already; give a new name")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        # The warning is that this is one process.
-        with folder_aside(output) as aside, warnings.catch_warnings(category=UserWarning, action="ignore"):
-            save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
-    except CheckpointException as error:  # no Exception to Python
-        reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
-        raise OSError(f"{output} cannot be written: {reasons}") from None
+    with new_folder(output, "OUT:") as aside:
+        try:
+            with warnings.catch_warnings(category=UserWarning, action="ignore"):  # that this is one process
+                save({}, storage_writer=FileSystemWriter(aside), planner=_Planner(checkpoint), no_dist=True)
+        except CheckpointException as error:  # no Exception to Python
+            reasons = "; ".join(str(reason) for reason, _ in error.failures.values())
+            raise OSError(f"{output} cannot be written: {reasons}") from None
 
 
 class _Planner(DefaultSavePlanner):

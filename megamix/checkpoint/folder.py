@@ -11,11 +11,12 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.durable import ASIDE, sync_directory, sync_file
+from megamix.durable import ASIDE, folder_aside, sync_directory, sync_file
 
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
@@ -65,6 +66,17 @@ def _number(name: str) -> tuple[int, int]:
 
 def damaged_name(name: str) -> str:
     return name + _DAMAGED + secrets.token_hex(4)
+
+
+def new_folder(output: Path, setting: str) -> AbstractContextManager[Path]:
+    """Give a folder that becomes `output`, the value of `setting`, whole, once the block has ended; or nothing does.
+
+    Raises: ValueError if there is something of that name; OSError.
+    """
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"{setting} {output} is there already; give a new name")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return folder_aside(output)
 
 
 class Written(NamedTuple):

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
@@ -21,10 +20,20 @@ from megamix.checkpoint.folder import Files, checkpoints, damaged_name
 from megamix.checkpoint.manifest import FileRecord, Manifest
 from megamix.checkpoint.snapshot import Part, owned_parts, state_names
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, Stored, read_checkpoint, verified_chunks
+from megamix.checkpoint.verify import (
+    Check,
+    Checkpoint,
+    DamagedCheckpoint,
+    PieceReader,
+    Stored,
+    read_checkpoint,
+    verified_chunks,
+)
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
+
+_Wanted = dict[Stored, list[Part]]  # of one file: which parts have something of what lies where
 
 
 def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
@@ -172,9 +181,6 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
         log.warning("the loss scale goes on at %.10g, as the settings ask; the checkpoint has %.10g", now, before)
 
 
-_Wanted = dict[Stored, list[Part]]  # of one file: which parts have something of what lies where
-
-
 def fill(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int = 1) -> list[str]:
     """Fill the parts' memory, and verify one file in `size`: it is read whole, of the others what lies in the parts.
 
@@ -185,7 +191,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int
         for stored in checkpoint.stored[part.param, part.state]:
             if part.box.intersection(stored.box):
                 wanted[stored.file].setdefault(stored, []).append(part)
-    problems = []
+    problems, reader = [], PieceReader(checkpoint)
     for number, record in enumerate(checkpoint.manifest.files):
         path = checkpoint.path / record.name
         try:
@@ -193,7 +199,7 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int
             if number % size == rank:
                 _fill_and_verify(path, record, wanted[record.name])
             elif wanted[record.name]:
-                _fill_beside(path, wanted[record.name])
+                _fill_beside(reader, wanted[record.name])
         except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems
@@ -213,6 +219,14 @@ def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted) -> None:
         position += len(chunk)
 
 
+def _fill_beside(reader: PieceReader, wanted: _Wanted) -> None:
+    """Read only what lies in the parts, of a file that another rank verifies. Raises: ValueError, OSError."""
+    for stored, parts in wanted.items():
+        for part in parts:
+            if common := part.box.intersection(stored.box):
+                _copy_common(reader.read(stored, common), common, part)
+
+
 def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: list[Part]) -> None:
     """Copy what of a stored box lies in the chunk, of which `position` is the place in the file: bytes."""
     start, end = max(position, stored.start), min(position + len(chunk), stored.end)
@@ -229,16 +243,3 @@ def _copy_common(values: Tensor, box: Box, part: Part) -> None:
     """Copy what lies in the part as well. Shapes: values FP32 (*box.size)."""
     if common := part.box.intersection(box):
         part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(values[common.slices_in(box)])
-
-
-def _fill_beside(path: Path, wanted: _Wanted) -> None:
-    """Read only what lies in the parts, of a file that another rank verifies. Raises: ValueError, OSError."""
-    try:
-        with safe_open(path, "pt") as tensors:
-            for stored, parts in wanted.items():
-                for part in parts:
-                    if common := part.box.intersection(stored.box):
-                        piece = tensors.get_slice(stored.key)[common.slices_in(stored.box)]
-                        _copy_common(piece, common, part)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: {error}") from None

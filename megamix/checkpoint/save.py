@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megamix.checkpoint import tensor_file
 from megamix.checkpoint.folder import MANIFEST, Files, checkpoints, name_for, unfinished
 from megamix.checkpoint.manifest import FileRecord, Manifest, RunRecord, manifest_text
-from megamix.checkpoint.snapshot import HostCopy, Part, Snapshot, take_snapshot
+from megamix.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
+from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.together import FailedTogether, Together
 from megamix.durable import aside_name
 from megamix.mixed_precision.engine import ShardedEngine
@@ -37,7 +37,7 @@ def save(folder: Path, snapshot: Snapshot, together: Together, files: Files | No
     files = files or Files()
     begun = folder / together.first(lambda: begin(folder, snapshot, files))
     try:
-        written = together.every(lambda: write_parts(begun, together.rank, snapshot.parts, files))
+        written = together.every(lambda: write_rank(begun, together.rank, chunks(snapshot.parts), files))
         saved: Path = folder / together.first(lambda: commit(begun, snapshot.manifest, written, files))
     except FailedTogether:
         if together.rank == 0:
@@ -62,10 +62,10 @@ def begin(folder: Path, snapshot: Snapshot, files: Files) -> str:
     return name
 
 
-def write_parts(begun: Path, rank: int, parts: Sequence[Part], files: Files) -> dict[str, str | int]:
-    """Write one rank's file: a FileRecord's fields."""
+def write_rank(begun: Path, rank: int, chunks: Iterable[memoryview], files: Files) -> dict[str, str | int]:
+    """Write one rank's file, and return a FileRecord's fields."""
     name = f"rank_{rank:05d}.safetensors"
-    size, crc32 = files.write_file(begun / name, tensor_file.chunks(parts))
+    size, crc32 = files.write_file(begun / name, chunks)
     return {"name": name, "size": size, "crc32": crc32}
 
 
@@ -127,16 +127,16 @@ class Saver:
     def save(self, engine: ShardedEngine, run: RunRecord) -> None:
         """Save the state as it is now, between two steps, and return when that has ended."""
         self.finish()
-        if saved := self._write(take_snapshot(engine, run)):
-            self._begin(lambda: self._remove_old(saved))
+        saved = self._write(take_snapshot(engine, run))
+        self._begin(lambda: self._remove_old(saved))
 
     def start(self, engine: ShardedEngine, run: RunRecord) -> None:
-        """The same beside training: return as soon as the state is copied. Waits for the save before it, if that is
+        """Save it beside training: return as soon as the state is copied. Waits for the save before it, if that is
         still under way.
         """
         self.finish()
         snapshot = self._copy.take(take_snapshot(engine, run))
-        self._begin(lambda: self._write_and_remove(snapshot))
+        self._begin(lambda: self._remove_old(self._write(snapshot)))
 
     def finish(self) -> None:
         """Return when no save is under way, and what it has replaced is gone."""
@@ -149,12 +149,8 @@ class Saver:
         self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write_and_remove(self, snapshot: Snapshot) -> None:
-        if saved := self._write(snapshot):
-            self._remove_old(saved)
-
-    def _remove_old(self, saved: Path) -> None:
-        if self._together.rank == 0:
+    def _remove_old(self, saved: Path | None) -> None:
+        if saved is not None and self._together.rank == 0:
             remove_old(self.folder, self._keep, saved, self._files)
 
     def _write(self, snapshot: Snapshot) -> Path | None:

@@ -29,7 +29,7 @@ class StateBox:
 
 @dataclass(frozen=True, slots=True)
 class Part(StateBox):
-    """The same with the memory that holds it: FP32 (box.numel,), contiguous."""
+    """A box with the memory that holds it: FP32 (box.numel,), contiguous."""
 
     tensor: Tensor
 

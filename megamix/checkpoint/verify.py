@@ -149,14 +149,21 @@ class PieceReader:
 
     def __init__(self, checkpoint: Checkpoint):
         self._folder, self._stored = checkpoint.path, checkpoint.stored
-        self._name: str | None = None
+        self._path: Path | None = None
         self._file: Any = None
 
     def read(self, stored: Stored, piece: Box) -> Tensor:
-        """A part of a stored box: FP32, the piece's shape, a view of the mapped file."""
-        if stored.file != self._name:
-            self._file, self._name = safe_open(self._folder / stored.file, "pt"), stored.file
-        part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
+        """Read a part of a stored box: FP32, the piece's shape, a view of the mapped file.
+
+        Raises: ValueError naming the file; OSError.
+        """
+        path = self._folder / stored.file
+        try:
+            if path != self._path:
+                self._file, self._path = safe_open(path, "pt"), path
+            part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
+        except SafetensorError as error:
+            raise ValueError(f"{path}: {error}") from None
         return part
 
     def gather(self, param: str, state: str, box: Box) -> Tensor:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import Files
+from megamix.checkpoint.folder import Files, new_folder
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
-from megamix.durable import folder_aside, write_text
+from megamix.durable import write_text
 from megamix.hub.families import Link, family_of, their_shapes
+from megamix.hub.family_configs import write_config
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS
 from megamix.hub.source import DTYPES, Source, Weights
 from megamix.hub.tokenizer_files import copy_generation, copy_tokenizer
@@ -36,21 +37,17 @@ def export_model(
     or beyond `dtype`;
     OSError.
     """
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"OUT: {output} is there already; give a new name")
     tokenizer = tokenizer or source.tokenizer
     if tokenizer is not None and not tokenizer.is_file():
         raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
     family = family_of(source.config)
-    links = family.links(source.config)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with folder_aside(output) as aside:
-        size = _write_shards(aside, source.weights, links, dtype, shard_size)
+    with new_folder(output, "OUT:") as aside:
+        size = _write_shards(aside, source.weights, family.links(source.config), dtype, shard_size)
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
             "architectures": [family.architecture], "model_type": family.model_type,
-            "vocab_size": source.config.vocab_size, **family.write_config(source.config),
+            "vocab_size": source.config.vocab_size, **write_config(family.model_type, source.config),
             "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
         }  # fmt: skip
@@ -66,10 +63,9 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
         by_tensor[link.theirs].append(link)
     shards = list(_shards(shapes, shard_size // itemsize))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    files = Files()
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
         head = safetensors_header(shard, _FORMAT[dtype], itemsize, {"format": "pt"})
-        files.write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype]))
+        Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype]))
     size = itemsize * sum(map(math.prod, shapes.values()))
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

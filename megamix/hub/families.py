@@ -6,9 +6,9 @@ The names are those of transformers' modeling_*.py of the same families, `family
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megamix.checkpoint.boxes import Box
 from megamix.config import ModelConfig
@@ -69,16 +69,13 @@ class Family:
     base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
     places: Mapping[str, Location]  # by our module's name, `blocks` without its number
     size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
-    read_config: Callable[[configs.Json], ModelConfig]
-    write_config: Callable[[ModelConfig], dict[str, Any]]
-    allowed: Callable[[ModelConfig], dict[str, tuple[Any, ...]]]  # values by key of the section [model]
 
     def misfits(self, config: ModelConfig) -> list[str]:
         """Why this family has no such model; empty if it has."""
         given = configs.effective(config)
         return [
             f"model.{key} is {given[key]}, {self.model_type} has {' or '.join(map(str, values))}"
-            for key, values in self.allowed(config).items()
+            for key, values in configs.allowed(self.model_type, config).items()
             if given[key] not in values
         ]
 
@@ -147,24 +144,12 @@ _LLAMA = {
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family(
-            "gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, configs.GPT2_SIZES,
-            configs.read_gpt2, configs.write_gpt2, configs.gpt2_allows,
-        ),
-        Family(
-            "llama", "LlamaForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
-            configs.read_llama, configs.write_llama, configs.llama_allows,
-        ),
-        Family(
-            "qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
-            configs.read_qwen2, configs.write_qwen, configs.qwen2_allows,
-        ),
-        Family(
-            "qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES,
-            configs.read_qwen3, configs.write_qwen, configs.qwen3_allows,
-        ),
+        Family("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, configs.GPT2_SIZES),
+        Family("llama", "LlamaForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
     )
-}  # fmt: skip
+}
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -41,8 +41,36 @@ def effective(config: ModelConfig) -> dict[str, Any]:
     return {**{key: getattr(config, key) for key in type(config).model_fields}, **filled}
 
 
-def read_gpt2(json: Json) -> ModelConfig:
-    """Raises: ValueError naming all that our transformer does not do, or the keys that are missing."""
+def read_config(model_type: str, json: Json) -> ModelConfig:
+    """Read a config.json. Raises: ValueError naming what our transformer does not do, or the keys that are missing."""
+    return _read_gpt2(json) if model_type == "gpt2" else _read_rotary(model_type, json)
+
+
+def write_config(model_type: str, config: ModelConfig) -> dict[str, Any]:
+    """Return the keys that families write in different ways."""
+    return _write_gpt2(config) if model_type == "gpt2" else _write_rotary(model_type, config)
+
+
+def allowed(model_type: str, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the values that a family has, by key of the section [model]."""
+    if model_type == "gpt2":
+        return {
+            "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
+            "qkv_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
+            "head_dim": (config.hidden_size // config.num_heads,),
+        }  # fmt: skip
+    bias, qkv_bias, qk_norm = {
+        "llama": (config.bias, config.bias, False),
+        "qwen2": (False, True, False),
+        "qwen3": (False, False, True),
+    }[model_type]
+    return {
+        "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
+        "bias": (bias,), "qkv_bias": (qkv_bias,), "qk_norm": (qk_norm,),
+    }  # fmt: skip
+
+
+def _read_gpt2(json: Json) -> ModelConfig:
     activation = json.get("activation_function", "gelu_new")
     problems = _unlike(json, "scale_attn_weights", True, (True,))
     problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
@@ -59,7 +87,7 @@ def read_gpt2(json: Json) -> ModelConfig:
     )  # fmt: skip
 
 
-def write_gpt2(config: ModelConfig) -> dict[str, Any]:
+def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
     return {
         "n_positions": config.seq_len, "n_embd": config.hidden_size, "n_layer": config.num_layers,
@@ -69,58 +97,19 @@ def write_gpt2(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gpt2_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    return {
-        "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
-        "qkv_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
-        "head_dim": (config.hidden_size // config.num_heads,),
-    }  # fmt: skip
-
-
-def read_llama(json: Json) -> ModelConfig:
-    """Raises: ValueError naming all that our transformer does not do, or the keys that are missing."""
-    bias = json.get("attention_bias", False)
-    # Ours has a bias in all linear layers, in query, key and value alone, or in none.
-    return _read_rotary(json, _unlike(json, "mlp_bias", False, (bias,)), 2048, bias=bias)
-
-
-def read_qwen2(json: Json) -> ModelConfig:
-    """Raises: as read_llama."""
-    return _read_rotary(json, _slides(json), 32768, qkv_bias=True)
-
-
-def read_qwen3(json: Json) -> ModelConfig:
-    """Raises: as read_llama."""
-    problems = _slides(json) + _unlike(json, "attention_bias", False, (False,))
-    return _read_rotary({"head_dim": 128, **json}, problems, 32768, qk_norm=True)
-
-
-def write_llama(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_rotary(config), "attention_bias": config.bias, "mlp_bias": config.bias}
-
-
-def write_qwen(config: ModelConfig) -> dict[str, Any]:
-    return {**_write_rotary(config), "use_sliding_window": False}
-
-
-def llama_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    return {**_rotary_allows(), "qkv_bias": (config.bias,), "qk_norm": (False,)}
-
-
-def qwen2_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    return {**_rotary_allows(), "bias": (False,), "qkv_bias": (True,), "qk_norm": (False,)}
-
-
-def qwen3_allows(config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    return {**_rotary_allows(), "bias": (False,), "qkv_bias": (False,), "qk_norm": (True,)}
-
-
-def _rotary_allows() -> dict[str, tuple[Any, ...]]:
-    return {"norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",)}
-
-
-def _read_rotary(json: Json, problems: list[str], seq_len: int, **given: Any) -> ModelConfig:
-    problems = problems + _unlike(json, "hidden_act", "silu", ("silu", "swish"))
+def _read_rotary(model_type: str, json: Json) -> ModelConfig:
+    seq_len, given, problems = 32768, dict[str, Any](), list[str]()
+    match model_type:
+        case "llama":
+            seq_len, given["bias"] = 2048, json.get("attention_bias", False)
+            # Ours has a bias in all linear layers, in query, key and value alone, or in none.
+            problems = _unlike(json, "mlp_bias", False, (given["bias"],))
+        case "qwen2":
+            given["qkv_bias"], problems = True, _slides(json)
+        case "qwen3":
+            given["qk_norm"], problems = True, _slides(json) + _unlike(json, "attention_bias", False, (False,))
+            json = {"head_dim": 128, **json}
+    problems += _unlike(json, "hidden_act", "silu", ("silu", "swish"))
     theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
     _refuse(json, problems + rope_problems)
     return _model(
@@ -134,7 +123,7 @@ def _read_rotary(json: Json, problems: list[str], seq_len: int, **given: Any) ->
     )  # fmt: skip
 
 
-def _write_rotary(config: ModelConfig) -> dict[str, Any]:
+def _write_rotary(model_type: str, config: ModelConfig) -> dict[str, Any]:
     scaling: dict[str, Any] | None = None
     if config.rope_scaling is not None:
         scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
@@ -142,6 +131,7 @@ def _write_rotary(config: ModelConfig) -> dict[str, Any]:
             scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
             scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
             scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
+    biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
     return {
         "hidden_size": config.hidden_size, "intermediate_size": sizes.ffn_hidden_size(config),
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
@@ -149,6 +139,7 @@ def _write_rotary(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps,
         # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
         "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
+        **(biases if model_type == "llama" else {"use_sliding_window": False}),
     }  # fmt: skip
 
 
@@ -172,8 +163,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
         return theta, None, problems
     if kind not in ("linear", "llama3"):
         return theta, None, [*problems, f"rope_type is {shown(kind)}, ours are 'default', 'linear' and 'llama3'"]
-    keys = {"factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor"}
-    given = {ours: rope[theirs] for theirs, ours in keys.items() if theirs in rope}
+    given = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in rope}
     if kind == "llama3":
         given["original_seq_len"] = rope.get("original_max_position_embeddings", seq_len)
         if isinstance(given["original_seq_len"], int) and given["original_seq_len"] >= 2**63:

@@ -21,7 +21,7 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.record import printable
 from megamix.config import ModelConfig
 from megamix.hub.families import FAMILIES, Family, Link, their_shapes
-from megamix.hub.family_configs import effective, shown
+from megamix.hub.family_configs import effective, read_config, shown
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
@@ -45,7 +45,7 @@ class HuggingFaceWeights:
         self.json = read_json(folder / CONFIG)
         self.family = _family(self.json, folder)
         with _naming(folder):
-            self.config = self.family.read_config(self.json)
+            self.config = read_config(self.family.model_type, self.json)
         self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
         # An open file is no mapping: it has keys() and cannot be iterated.
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118

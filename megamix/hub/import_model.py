@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megamix.checkpoint.boxes import Box, boxes_of_range, pieces
-from megamix.checkpoint.folder import CHECKPOINTS, Files
+from megamix.checkpoint.boxes import Box, pieces
+from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
 from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
-from megamix.checkpoint.save import begin, commit
+from megamix.checkpoint.save import begin, commit, write_rank
 from megamix.checkpoint.snapshot import Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, tensor_chunks
 from megamix.config import ModelConfig, section_to_toml
 from megamix.config.toml_text import value_text
-from megamix.durable import folder_aside, write_text
+from megamix.durable import write_text
 from megamix.hub.families import param_shapes
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import WatchedWeights, Weights
@@ -31,11 +31,8 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
     Raises: ValueError if the folder does not hold a model that ours can be, a weight is not finite and may not be, or
     `output` is there; OSError.
     """
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"--output {output} is there already; give a new name")
     weights = HuggingFaceWeights(folder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with folder_aside(output) as aside:
+    with new_folder(output, "--output") as aside:
         copy_tokenizer(folder, aside)
         copy_generation(folder, aside, tokenizer_in(folder))
         config = section_to_toml("model", weights.config)
@@ -63,11 +60,10 @@ def _write_checkpoint(folder: Path, model: ModelConfig, weights: Weights, config
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
-    written: list[dict[str, str | int]] = []
-    for number, boxes in enumerate(_files_of(shapes, file_size)):
-        name = f"rank_{number:05d}.safetensors"
-        size, crc32 = files.write_file(begun / name, _chunks(boxes, weights))
-        written.append({"name": name, "size": size, "crc32": crc32})
+    written = [
+        write_rank(begun, number, _chunks(boxes, weights), files)
+        for number, boxes in enumerate(_files_of(shapes, file_size))
+    ]
     return commit(begun, manifest, written, files)
 
 
@@ -76,14 +72,12 @@ def _files_of(shapes: dict[str, tuple[int, ...]], file_size: int) -> Iterator[li
     held: list[StateBox] = []
     room = most = file_size // 4  # elements
     for name, shape in shapes.items():
-        whole = Box.whole(shape)
-        for start in range(0, whole.numel, most):
-            for box in boxes_of_range(start, min(start + most, whole.numel), whole):
-                if held and box.numel > room:
-                    yield held
-                    held, room = [], most
-                held.append(StateBox(name, MASTER, box))
-                room -= box.numel
+        for box in pieces(Box.whole(shape), most):
+            if held and box.numel > room:
+                yield held
+                held, room = [], most
+            held.append(StateBox(name, MASTER, box))
+            room -= box.numel
     yield held
 
 

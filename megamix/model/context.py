@@ -14,7 +14,7 @@ class Documents:
     """The documents of a batch in one of two forms."""
 
     lengths: tuple[int, ...] = ()
-    """Of all pieces of documents, one sequence after the other; they add up to B * T."""
+    """Those of all pieces of documents, one sequence after the other; they add up to B * T."""
     mask: Tensor | None = None
     """BOOL (B, 1, T, T): whether a row's token sees a column's."""
 

@@ -6,21 +6,12 @@ input is kept anyway. Korthikanti et al. 2022 recompute the attention core; here
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], Tensor]
-
-
-def cheap(enabled: bool, operation: Callable[..., Tensor], *inputs: object) -> tuple[Tensor, Recipe]:
-    """operation(*inputs) and how to compute it again; compiled code is told here, and needs no computed_again."""
-    recipe = partial(operation, *inputs)
-    if enabled and torch.compiler.is_compiling():
-        return checkpoint(recipe, use_reentrant=False), recipe
-    return recipe(), recipe
 
 
 class _Again:
@@ -44,13 +35,20 @@ class _Again:
 
 
 @contextmanager
-def computed_again(enabled: bool, *results: tuple[Tensor, Recipe]) -> Iterator[None]:
-    """Inside, autograd keeps each tensor's recipe in its place, if enabled; a recipe must give the same bits again."""
-    if not enabled or torch.compiler.is_compiling():
-        yield
+def recomputed(enabled: bool, *recipes: Recipe) -> Iterator[tuple[Tensor, ...]]:
+    """Give what the recipes compute; inside, autograd keeps each one in its result's place, if enabled.
+
+    A recipe must give the same bits again.
+    """
+    if enabled and torch.compiler.is_compiling():  # compiled code is told, and decides by itself
+        yield tuple(checkpoint(recipe, use_reentrant=False) for recipe in recipes)
         return
-    # By the storage itself and not its data's address, which tensors without memory do not have (activations.py).
-    again = {result.untyped_storage()._cdata: _Again(recipe) for result, recipe in results}
+    results = tuple(recipe() for recipe in recipes)
+    if not enabled:
+        yield results
+        return
+    # By the storage itself and not its data's address, which tensors without memory do not have (plan/activations.py).
+    again = {result.untyped_storage()._cdata: _Again(recipe) for result, recipe in zip(results, recipes, strict=True)}
 
     def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
         stand_in = again.get(x.untyped_storage()._cdata)
@@ -64,4 +62,4 @@ def computed_again(enabled: bool, *results: tuple[Tensor, Recipe]) -> Iterator[N
         return kept if isinstance(kept, Tensor) else kept()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+        yield results

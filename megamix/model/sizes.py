@@ -12,25 +12,17 @@ from megamix.config import ModelConfig, default_ffn_hidden_size
 
 
 def head_dim(config: ModelConfig) -> int:
-    if config.head_dim is not None:
-        if config.position == "rotary" and config.head_dim % 2:
-            raise ValueError(
-                f"model.head_dim {config.head_dim} is odd, but rotary positions turn pairs: write "
-                f'{config.head_dim + 1} or position = "learned"'
-            )
-        return config.head_dim
+    """Return what one head has of the width."""
     size, rest = divmod(config.hidden_size, config.num_heads)
-    if rest:
-        fix = size * config.num_heads
-        raise ValueError(
-            f"model.hidden_size {config.hidden_size} must divide by num_heads {config.num_heads}: "
-            f"write {fix} or {fix + config.num_heads}"
-        )
+    what, fix = f"model.hidden_size {config.hidden_size}", size * config.num_heads
+    if config.head_dim is not None:
+        size, odd, even = config.head_dim, f"model.head_dim {config.head_dim} is odd", config.head_dim + 1
+    elif rest:
+        raise ValueError(f"{what} must divide by num_heads {config.num_heads}: write {fix} or {fix + config.num_heads}")
+    else:
+        odd, even = f"{what} over num_heads {config.num_heads} is a head of {size}", fix + config.num_heads
     if config.position == "rotary" and size % 2:
-        raise ValueError(
-            f"model.hidden_size {config.hidden_size} over num_heads {config.num_heads} is a head of {size}, but rotary "
-            f'positions turn pairs: write {(size + 1) * config.num_heads} or position = "learned"'
-        )
+        raise ValueError(f'{odd}, but rotary positions turn pairs: write {even} or position = "learned"')
     return size
 
 
@@ -99,12 +91,8 @@ def _linear_biases(config: ModelConfig) -> int:
 def flops_per_token(config: ModelConfig) -> int:
     """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and 12 L H Q T for
     attention (layers, heads, head_dim, seq_len); the causal half is not subtracted, recompute is never counted."""
-    return 6 * matmul_weights(config) + 2 * _causal_attention(config)
-
-
-def halved_flops_per_token(config: ModelConfig) -> int:
-    """The same with attention's masked half left out: the operations that have to be done."""
-    return 6 * matmul_weights(config) + _causal_attention(config)
+    attention = 12 * config.num_layers * config.num_heads * head_dim(config) * config.seq_len
+    return 6 * matmul_weights(config) + attention
 
 
 def hardware_flops_per_token(config: ModelConfig) -> int:
@@ -114,10 +102,6 @@ def hardware_flops_per_token(config: ModelConfig) -> int:
         return flops_per_token(config)
     blocks = flops_per_token(config) - 6 * config.vocab_size * config.hidden_size
     return flops_per_token(config) + blocks // 3
-
-
-def _causal_attention(config: ModelConfig) -> int:
-    return 6 * config.num_layers * config.num_heads * head_dim(config) * config.seq_len
 
 
 def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:

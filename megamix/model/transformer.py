@@ -1,6 +1,7 @@
 """A decoder-only transformer as a plain module: tokens in, logits or loss out."""
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from megamix.model.context import BlockCache, Documents, KeyValueCache, find_doc
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables
 from megamix.model.ops import Ops
-from megamix.model.recompute import cheap, computed_again
+from megamix.model.recompute import recomputed
 
 
 class Attention(nn.Module):
@@ -42,12 +43,12 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
         )
         again = self.selective and self.query_norm is not None  # without a norm nobody keeps what was projected
-        query, place_query = cheap(again, self._place, projected_query, self.query_norm, rotary)
-        key, place_key = cheap(again, self._place, projected_key, self.key_norm, rotary)
-        if cache is not None:
-            key, value = cache.extend(key, value)
-        # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
-        with computed_again(again, (query, place_query), (key, place_key)):
+        place_query = partial(self._place, projected_query, self.query_norm, rotary)
+        place_key = partial(self._place, projected_key, self.key_norm, rotary)
+        with recomputed(again, place_query, place_key) as (query, key):
+            if cache is not None:
+                key, value = cache.extend(key, value)
+            # Transposed views on both sides: the attention kernels read and write strided heads, so no copy is made.
             out = self.ops.attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), documents)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
@@ -72,10 +73,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            inner, activate = cheap(self.selective, self.ops.gelu, self.up(x), self.approximate)
+            activate = partial(self.ops.gelu, self.up(x), self.approximate)
         else:
-            inner, activate = cheap(self.selective, self.ops.swiglu, self.gate(x), self.up(x))
-        with computed_again(self.selective, (inner, activate)):
+            activate = partial(self.ops.swiglu, self.gate(x), self.up(x))
+        with recomputed(self.selective, activate) as (inner,):
             down: Tensor = self.down(inner)
         return down
 
@@ -99,11 +100,9 @@ class Block(nn.Module):
         documents: Documents | None = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
-        normed, norm = cheap(self.selective, self.attention_norm, x)
-        with computed_again(self.selective, (normed, norm)):
+        with recomputed(self.selective, partial(self.attention_norm, x)) as (normed,):
             x = x + self._drop(self.attention(normed, rotary, documents, cache))
-        normed, norm = cheap(self.selective, self.feed_forward_norm, x)
-        with computed_again(self.selective, (normed, norm)):
+        with recomputed(self.selective, partial(self.feed_forward_norm, x)) as (normed,):
             return x + self._drop(self.feed_forward(normed))
 
     def _drop(self, branch: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Border:
         self._divides = sequence
 
     def begin(self, num_positions: int) -> None:
-        """Of each forward. Positions are divided where activations are kept for backward; a prompt has any length.
+        """Begin a forward. Positions are divided where activations are kept for backward; a prompt has any length.
 
         Raises: ValueError if they must be and cannot.
         """

@@ -62,7 +62,7 @@ def divided_dim(name: str) -> int | None:
 
 
 def block_shape(name: str, full_shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Of the part that one of `tp_size` ranks holds."""
+    """Return the shape of the part that one of `tp_size` ranks holds."""
     divided = divided_dim(name)
     return tuple(size // tp_size if dim == divided else size for dim, size in enumerate(full_shape))
 
@@ -148,7 +148,7 @@ def _divide_positions(model: Transformer, border: Border) -> None:
 
 
 def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:
-    """Of what a model is called with; a pipeline's later stages have hidden states for tokens, and targets always."""
+    """Count what a model is called with; later stages of a pipeline have hidden states for tokens, and targets."""
     return (tokens if targets is None else targets).shape[-1]
 
 

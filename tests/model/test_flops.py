@@ -11,7 +11,6 @@ from megamix.config import ModelConfig, check_world_size, load_config
 from megamix.model.sizes import (
     dense_peak,
     flops_per_token,
-    halved_flops_per_token,
     hardware_flops_per_token,
     matmul_weights,
     parameter_count,
@@ -60,7 +59,6 @@ def test_the_12_m_gpt_counted_by_hand() -> None:
     assert matmul_weights(config) == 6 * 1_769_472 + 1_572_864 == 12_189_696
     assert parameter_count(config) == 12_189_696 + 13 * 384
     assert flops_per_token(config) == 6 * 12_189_696 + 12 * 6 * 6 * 64 * 256
-    assert halved_flops_per_token(config) == 6 * 12_189_696 + 6 * 6 * 6 * 64 * 256
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
