@@ -47,7 +47,7 @@ def export_model(
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
             "architectures": [family.architecture], "model_type": family.model_type,
-            "vocab_size": source.config.vocab_size, **write_config(family.model_type, source.config),
+            **write_config(family.model_type, source.config),
             "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
         }  # fmt: skip

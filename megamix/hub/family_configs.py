@@ -78,20 +78,16 @@ def _read_gpt2(json: Json) -> ModelConfig:
     problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
     _refuse(json, problems)
     return _model(
-        GPT2_SIZES, vocab_size=_size(json, "vocab_size"), seq_len=_size(json, "n_positions"),
-        hidden_size=_size(json, "n_embd"), num_layers=_size(json, "n_layer"), num_heads=_size(json, "n_head"),
-        ffn_hidden_size=json.get("n_inner"),
-        norm="layernorm", norm_eps=json.get("layer_norm_epsilon", 1e-5), position="learned",
-        activation=_GELU[activation], bias=True, tie_embeddings=json.get("tie_word_embeddings", True),
-        init_std=json.get("initializer_range", 0.02),
+        json, GPT2_SIZES, {"n_inner": None}, norm="layernorm", norm_eps=json.get("layer_norm_epsilon", 1e-5),
+        position="learned", activation=_GELU[activation], bias=True, init_std=json.get("initializer_range", 0.02),
+        tie_embeddings=json.get("tie_word_embeddings", True),
     )  # fmt: skip
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
     return {
-        "n_positions": config.seq_len, "n_embd": config.hidden_size, "n_layer": config.num_layers,
-        "n_head": config.num_heads, "n_inner": sizes.ffn_hidden_size(config),
+        **_sizes(config, GPT2_SIZES),
         "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
     }  # fmt: skip
@@ -112,14 +108,11 @@ def _read_rotary(model_type: str, json: Json) -> ModelConfig:
     problems += _unlike(json, "hidden_act", "silu", ("silu", "swish"))
     theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
     _refuse(json, problems + rope_problems)
+    defaults = {"max_position_embeddings": seq_len, "num_key_value_heads": None, "head_dim": None}
     return _model(
-        ROTARY_SIZES, vocab_size=_size(json, "vocab_size"), seq_len=json.get("max_position_embeddings", seq_len),
-        hidden_size=_size(json, "hidden_size"), num_layers=_size(json, "num_hidden_layers"),
-        num_heads=_size(json, "num_attention_heads"), num_kv_heads=json.get("num_key_value_heads"),
-        head_dim=json.get("head_dim"), ffn_hidden_size=_size(json, "intermediate_size"), norm="rmsnorm",
-        norm_eps=json.get("rms_norm_eps", 1e-6), position="rotary", rope_theta=theta, rope_scaling=scaling,
-        activation="swiglu", tie_embeddings=json.get("tie_word_embeddings", False),
-        init_std=json.get("initializer_range", 0.02), scaled_init=False, **given,
+        json, ROTARY_SIZES, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6), position="rotary",
+        rope_theta=theta, rope_scaling=scaling, activation="swiglu", init_std=json.get("initializer_range", 0.02),
+        tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
     )  # fmt: skip
 
 
@@ -133,10 +126,7 @@ def _write_rotary(model_type: str, config: ModelConfig) -> dict[str, Any]:
             scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
     return {
-        "hidden_size": config.hidden_size, "intermediate_size": sizes.ffn_hidden_size(config),
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads(config), "head_dim": sizes.head_dim(config), "hidden_act": "silu",
-        "max_position_embeddings": config.seq_len, "rms_norm_eps": config.norm_eps,
+        **_sizes(config, ROTARY_SIZES), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
         # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
         "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
         **(biases if model_type == "llama" else {"use_sliding_window": False}),
@@ -200,16 +190,18 @@ def _refuse(json: Json, problems: list[str]) -> None:
         raise ValueError("config.json: our transformer does not do this: " + "; ".join(problems))
 
 
-def _size(json: Json, key: str) -> int:
-    if key not in json:
-        raise ValueError(f"config.json has no {key}")
-    size: int = json[key]
-    return size
+def _sizes(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+    values = effective(config)
+    return {theirs: values[ours] for ours, theirs in keys.items()}
 
 
-def _model(keys: Mapping[str, str], **values: Any) -> ModelConfig:
+def _model(json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -> ModelConfig:
+    """The model of these values and the sizes in config.json. Raises: ValueError naming a key."""
     for ours, theirs in keys.items():
-        if isinstance(values.get(ours), int) and values[ours] >= 2**63:
+        if theirs not in json and theirs not in defaults:
+            raise ValueError(f"config.json has no {theirs}")
+        values[ours] = json.get(theirs, defaults.get(theirs))
+        if isinstance(values[ours], int) and values[ours] >= 2**63:
             raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
     try:
         return ModelConfig(**values)

@@ -34,6 +34,7 @@ from megamix.checkpoint.load import load, newest_checkpoint
 from megamix.checkpoint.manifest import LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit, save, write_rank
 from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_snapshot
+from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.mixed_precision.flat_layout import ParamSpec
 from tests.checkpoint.state import (
@@ -165,7 +166,7 @@ def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
     for parts in ranks:
         for part in parts:
             part.tensor.copy_(_want(part))
-    written = [write_rank(begun, rank, tensor_file.chunks(parts), files) for rank, parts in enumerate(ranks)]
+    written = [write_rank(begun, rank, chunks(parts), files) for rank, parts in enumerate(ranks)]
     return folder / commit(begun, manifest, written, files)
 
 
