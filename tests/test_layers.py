@@ -3,6 +3,7 @@ that unpickles.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,3 +179,48 @@ def test_config_and_cli_load_no_torch_and_no_numpy() -> None:
 def test_files_stay_short() -> None:
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {file: lines for file, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def later_stages(stages: list[str], folder: Path) -> list[str]:
+    """Which file of the step imports one that stands below it in the list."""
+    found = []
+    for number, stage in enumerate(stages):
+        tree = ast.parse((folder / f"{stage}.py").read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                there = name.removeprefix("megamix.mixed_precision.").partition(".")[0]
+                if name.startswith("megamix.mixed_precision.") and there in stages[number:]:
+                    found.append(f"{stage} imports {there}")
+    return sorted(set(found))
+
+
+def listed_stages() -> list[str]:
+    listed = ast.get_docstring(ast.parse((PACKAGE / "mixed_precision/__init__.py").read_text())) or ""
+    return re.findall(r"^(\w+)  ", listed, flags=re.MULTILINE)
+
+
+def test_a_stage_imports_no_later_one() -> None:
+    assert len(listed_stages()) >= 15
+    assert later_stages(listed_stages(), PACKAGE / "mixed_precision") == []
+
+
+def test_what_a_step_tells_imports_no_stage() -> None:
+    tree = ast.parse((PACKAGE / "mixed_precision/step.py").read_text())
+    assert [*imported_rooms(tree, ["megamix", "mixed_precision"])] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from megamix.mixed_precision.b import x",
+        "from megamix.mixed_precision import b",
+        "def f():\n    import megamix.mixed_precision.b",
+    ],
+)
+def test_planted_import_of_a_later_stage_is_found(tmp_path: Path, line: str) -> None:
+    (tmp_path / "a.py").write_text(f"{line}\n")
+    (tmp_path / "b.py").write_text("from megamix.mixed_precision.a import y\n")
+    assert later_stages(["a", "b"], tmp_path) == ["a imports b"]

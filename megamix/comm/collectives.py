@@ -7,6 +7,7 @@ that issue equal buckets in opposite order get each other's sums without an erro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -58,23 +59,18 @@ class Collectives:
     def __init__(self, axis: Axis):
         self.axis = axis
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
+    def reduce_scatter(
+        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
+    ) -> Pending:
         """Start summing `half_grads` over the ranks into this rank's part.
 
+        `use(parts)` does so itself, where the sum is to have another dtype; it is called once, by the first `wait` or
+        by the next reduction. `parts`: this rank's part as each rank has it, in rank order. They lie in a
+        scratch buffer that the next reduction fills anew; `half_grads` has been sent by then and may be overwritten.
         Shapes: half_grads (padded_numel,), grad_shard (padded_numel / size,), a view of half_grads at this rank's
-        place.
+        place; parts (size, padded_numel / size).
         """
-        return Pending()
-
-    def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
-        """Start sending every rank its part of `half_grads`; `use(parts)` is called once, by the first `wait` or by the
-        next exchange.
-
-        `parts`: this rank's part as each rank has it, in rank order. They lie in a scratch buffer that the next
-        exchange fills anew; `half_grads` has been sent by then and may be overwritten.
-        Shapes: half_grads (padded_numel,) -> parts (size, padded_numel / size), same dtype.
-        """
-        return Pending(then=lambda: use(half_grads.unsqueeze(0)))
+        return Pending(then=None if use is None else lambda: use(half_grads.unsqueeze(0)))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
@@ -111,14 +107,17 @@ class _ManyRanks(Collectives):
         self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
         self._exchanging: Pending = Pending()
 
-    def exchange(self, half_grads: Tensor, use: Callable[[Tensor], None]) -> Pending:
-        self._exchanging.wait()  # its parts are used before these come into their place
+    def reduce_scatter(
+        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
+    ) -> Pending:
+        self._exchanging.wait()  # its parts are summed before these come into their place
         parts = self.scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
         by_rank = parts.view(self.axis.size, -1)
-        # On a GPU `wait` orders the current stream behind the exchange, and `use` works on that stream; the next
+        add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
+        # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
         # exchange starts behind it.
-        self._exchanging = Pending(work, then=lambda: use(by_rank))
+        self._exchanging = Pending(work, then=lambda: add(by_rank))
         return self._exchanging
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -138,7 +137,11 @@ class _ManyRanks(Collectives):
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
+    def reduce_scatter(
+        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
+    ) -> Pending:
+        if use is not None:
+            return super().reduce_scatter(half_grads, grad_shard, use)
         return Pending(_reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
@@ -157,9 +160,6 @@ class GlooCollectives(_ManyRanks):
     one scratch buffer as large as the largest bucket, so a reduction is completed before the next one starts to fill
     it.
     """
-
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor) -> Pending:
-        return self.exchange(half_grads, lambda parts: sum_in_rank_order(parts, grad_shard))
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         if (
@@ -242,7 +242,7 @@ def make_collectives(
 ) -> Collectives:
     """Return the collectives of this axis's backend.
 
-    `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `exchange` will be called.
+    `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `use` will be given.
     """
     if axis.group is None:
         return Collectives(axis)

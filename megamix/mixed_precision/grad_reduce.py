@@ -85,13 +85,10 @@ class GradReduce:
             )
             # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
-                if grad_shard.dtype == half_grads.dtype:
-                    pending = among.reduce_scatter(half_grads, grad_shard)
-                else:
-                    pending = among.exchange(half_grads, partial(self._sum, bucket))
-                self._pending.append(pending)
+                use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
+                self._pending.append(among.reduce_scatter(half_grads, grad_shard, use))
                 if not self._overlap:
-                    pending.wait()
+                    self._pending[-1].wait()
 
     def wait(self, bucket: int) -> Tensor:
         """Return this rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""

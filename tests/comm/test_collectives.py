@@ -85,7 +85,7 @@ def _exchange() -> bool:
         received.append(parts.clone())
         flat.fill_(float("nan"))
 
-    pending = [ours.exchange(flat, lambda parts, flat=flat: use(parts, flat)) for flat in flats]
+    pending = [ours.reduce_scatter(flat, flat, lambda parts, flat=flat: use(parts, flat)) for flat in flats]
     for work in (*pending, *pending):
         work.wait()
     want = [torch.stack([sent(index, other).view(size, -1)[rank] for other in range(size)]) for index in range(2)]
@@ -139,7 +139,7 @@ def test_a_rank_alone_is_the_identity() -> None:
     flat = torch.arange(4.0)
     alone.reduce_scatter(flat, flat).wait()
     received: list[Tensor] = []
-    alone.exchange(flat, received.append).wait()
+    alone.reduce_scatter(flat, flat, received.append).wait()
     alone.all_gather(flat, flat).wait()
     alone.broadcast(flat)
     assert flat.tolist() == [0, 1, 2, 3]

@@ -50,9 +50,9 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     launch = among.reduce_scatter
     buckets = {flat.data_ptr(): index for index, flat in enumerate(engine.half_grads.flat)}
 
-    def record(half_grads, grad_shard):
+    def record(half_grads, grad_shard, use):
         events.append(f"launch {buckets[half_grads.data_ptr()]}")
-        return launch(half_grads, grad_shard)
+        return launch(half_grads, grad_shard, use)
 
     among.reduce_scatter = record
     last_of = engine.layout.buckets[-1].slots[0].spec.name

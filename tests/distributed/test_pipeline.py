@@ -194,7 +194,7 @@ def _order(schedule: str) -> list[str]:
     case = Case(schedule=schedule, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, Topology.connect(pp_size=2))
     ends = next(own for own in engine.bucket_collectives if own.axis.size > 1)
-    send_and_receive, exchange = schedules._batch_p2p, ends.exchange
+    send_and_receive, reduce_scatter = schedules._batch_p2p, ends.reduce_scatter
 
     def sent(ops: list[Any], desc: str | None = None) -> Any:
         issued.extend("message" for _ in ops)
@@ -202,9 +202,9 @@ def _order(schedule: str) -> list[str]:
 
     def summed(*args: Any) -> Any:
         issued.append("sum")
-        return exchange(*args)
+        return reduce_scatter(*args)
 
-    with mock.patch.object(schedules, "_batch_p2p", sent), mock.patch.object(ends, "exchange", summed):
+    with mock.patch.object(schedules, "_batch_p2p", sent), mock.patch.object(ends, "reduce_scatter", summed):
         pipeline.backward(micro_batches(case, 0, 0))
         engine.step()
     return issued

@@ -77,9 +77,9 @@ def gradients_not_reduced() -> Iterator[None]:
     """One bucket's reduction is left out: every rank keeps its own gradient."""
     whole = GlooCollectives.reduce_scatter
 
-    def forgets(self, half_grads, grad_shard):
+    def forgets(self, half_grads, grad_shard, use):
         small = half_grads.numel() == min_numel[0]
-        return whole(self, half_grads, grad_shard) if not small else self.exchange(half_grads, lambda parts: None)
+        return whole(self, half_grads, grad_shard, (lambda parts: None) if small else use)
 
     min_numel = [0]
     built = ShardedEngine.__init__
