@@ -193,9 +193,7 @@ class TorchLossScale(DynamicLossScale):
         min_scale: float = 0.0,
         max_scale: float = LARGEST,
     ):
-        super().__init__(
-            init_scale, growth_factor, backoff_factor, growth_interval, min_scale=min_scale, max_scale=max_scale
-        )
+        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, 1, min_scale, max_scale)
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)

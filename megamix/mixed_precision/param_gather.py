@@ -138,12 +138,11 @@ def _buckets_by_unit(
     model: nn.Module, units: Sequence[nn.Module], layout: FlatLayout
 ) -> list[tuple[nn.Module, list[int]]]:
     """(module, buckets that must be there before it runs): the root first, then the units in registration order."""
-    bucket_of = {slot.spec.name: index for index, bucket in enumerate(layout.buckets) for slot in bucket.slots}
-    bucket_of |= {
-        alias: index
+    bucket_of = {
+        name: index
         for index, bucket in enumerate(layout.buckets)
         for slot in bucket.slots
-        for alias in slot.spec.aliases
+        for name in (slot.spec.name, *slot.spec.aliases)
     }
     paths = {id(module): path for path, module in model.named_modules()}
     for unit in units:
