@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
+import platform
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,7 +135,7 @@ def machine_identity() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # not Linux
-        return socket.gethostname()
+        return platform.node()
 
 
 def add_file(digest: hashlib._Hash, path: Path) -> None:
