@@ -165,7 +165,7 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
     )
-    from megamix.train.preflight import check
+    from megamix.train.run_folder import check
 
     check(config)  # before the seconds that importing torch takes
     if not arguments.check:
@@ -177,7 +177,7 @@ def _train(arguments: argparse.Namespace) -> None:
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
     """Planned against measured: a job says it, and goes without where the planner cannot be imported."""
     try:
-        from megamix.plan.memory_check import memory_line
+        from megamix.plan.memory_plan import memory_line
     except ImportError as error:
         return f"memory | NOT compared with what was planned: {error}"
     return memory_line(config, engine)

@@ -74,11 +74,11 @@ def test_only_rank_0_speaks_and_every_rank_fails(
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Config] = []
     checked: list[Config] = []
-    job, preflight = ModuleType("megamix.train.job"), ModuleType("megamix.train.preflight")
+    job, preflight = ModuleType("megamix.train.job"), ModuleType("megamix.train.run_folder")
     monkeypatch.setattr(job, "run_job", lambda config, memory_line: ran.append(config), raising=False)
     monkeypatch.setattr(preflight, "check", checked.append, raising=False)
     monkeypatch.setitem(sys.modules, "megamix.train.job", job)
-    monkeypatch.setitem(sys.modules, "megamix.train.preflight", preflight)
+    monkeypatch.setitem(sys.modules, "megamix.train.run_folder", preflight)
     assert main(["train", QUICKSTART, "training.steps=90", "--check"]) == 0
     assert ([config.training.steps for config in checked], ran) == ([90], [])
     assert main(["train", QUICKSTART, "training.steps=100"]) == 0

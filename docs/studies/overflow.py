@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import study
 
 from megamix.config import Config, load_config
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from megamix.model.sizes import parameter_count
 from megamix.train.batch_plan import Fate
 from megamix.train.job import run_job

@@ -64,16 +64,16 @@ def trace_activations(
 
 
 @dataclass(slots=True)
-class _Trace:
+class _ModelPeaks:
     kept: int = 0
     forward: int = 0
     backward: int = 0
     backward_end: int = 0
 
 
-def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _Trace:
+def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _ModelPeaks:
     device = torch.device("cpu" if machine == "cpu" else "meta")
-    found = _Trace()
+    found = _ModelPeaks()
     with without_memory(machine):
         place(part, dtype, device)
         if machine == "gpu":

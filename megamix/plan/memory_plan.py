@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, ModelConfig, grad_accum_steps
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.model.transformer import Transformer
@@ -71,7 +74,7 @@ class MemoryPlan:
 
 
 def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
-    """Of the job that `config` describes on `dp_size` ranks for each part of the model.
+    """Plan the job that `config` describes on `dp_size` ranks for each part of the model.
 
     Raises: ValueError if the global batch does not divide.
     """
@@ -80,10 +83,9 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 
 
 def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
-    """The same of this one of a pipeline's ranks."""
+    """Plan this one of a pipeline's ranks; see `plan_memory`."""
     section = config.parallelism
-    topology = _place(config, dp_size, pp_rank * dp_size * section.tp_size)
-    part = _plan_part(config, topology, machine)
+    topology, part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine)
     activations = _trace(config, part, topology, machine)
     evaluates = config.data.valid is not None or config.data.split is not None
     if part.pipeline is not None and evaluates:
@@ -106,20 +108,14 @@ def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> M
 
 
 def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """`held` and `host` of one rank of any mesh, which take no look at forward and backward; before an evaluation.
-
+    """Return `held` and `host` of one rank of any mesh, before an evaluation and without a look at forward and backward.
     Nothing is asked of other ranks: one alone may call it while they train.
     """
-    part = _plan_part(config, _place(config, dp_size, rank), machine)
+    _, part = _plan_part(config, dp_size, rank, machine)
     return part.held, _host(config, part)
 
 
-def _place(config: Config, dp_size: int, rank: int) -> Topology:
-    section = config.parallelism
-    return Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
-
-
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """A rank's part of the model, and the engine that will train it."""
 
     facts: EngineFacts
@@ -131,14 +127,15 @@ class _Part(NamedTuple):
     pipeline: PipelineFacts | None
 
 
-def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
+def _plan_part(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[Topology, _RankPart]:
+    section = config.parallelism
+    topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
     stages = plan_pipeline(config)
-    module, placements = outline(
-        _plain(config), topology, stages, sequence_parallel=config.parallelism.sequence_parallel
-    )
+    plain = config.model.model_copy(update={"compile": False})
+    module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
     specs, _, axes, _ = describe_params(module, optimizer, topology, placements)
-    layout = build_layout(specs, [axis.size for axis in axes], config.parallelism.bucket_size)
+    layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     facts = EngineFacts(
         dtype=precision.dtype,
         grad_dtype=precision.own_grad_dtype,
@@ -162,7 +159,7 @@ def _plan_part(config: Config, topology: Topology, machine: Machine) -> _Part:
     if pipeline is not None:
         held[PIPELINE] = held_buffers(stages, topology.pp.rank, pipeline)
     weights = FP32 * sum(spec.numel for spec in specs)
-    return _Part(facts, engine, len(layout.buckets), weights, held, stages, pipeline)
+    return topology, _RankPart(facts, engine, len(layout.buckets), weights, held, stages, pipeline)
 
 
 def _pipeline_facts(config: Config, topology: Topology, dtype: torch.dtype, machine: Machine) -> PipelineFacts:
@@ -179,12 +176,7 @@ def _pipeline_facts(config: Config, topology: Topology, dtype: torch.dtype, mach
     )
 
 
-def _plain(config: Config) -> ModelConfig:
-    return config.model.model_copy(update={"compile": False})
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _TracedWork(NamedTuple):
     """All that decides what forward and backward of a micro-batch take, a pipeline's stages aside."""
 
     model: ModelConfig
@@ -204,9 +196,11 @@ class _Work:
         return part(*batch), batch
 
 
-def _trace(config: Config, part: _Part, topology: Topology, machine: Machine) -> Activations:
+def _trace(config: Config, part: _RankPart, topology: Topology, machine: Machine) -> Activations:
     shape = (config.training.micro_batch_size, config.model.seq_len)
-    work = _Work(config.model, topology.tp.size, config.parallelism.sequence_parallel, shape, part.facts.dtype, machine)
+    work = _TracedWork(
+        config.model, topology.tp.size, config.parallelism.sequence_parallel, shape, part.facts.dtype, machine
+    )
     if part.pipeline is None:
         return _trace_model(work)
     traced = _trace_stages(work, tuple(part.stages), part.pipeline)
@@ -215,28 +209,25 @@ def _trace(config: Config, part: _Part, topology: Topology, machine: Machine) ->
 
 # Most of the time of a plan; advice plans the same work for many ranks.
 @cache
-def _trace_model(work: _Work) -> Activations:
+def _trace_model(work: _TracedWork) -> Activations:
     return trace_activations(
         work.build, work.run, work.model.num_layers, work.dtype, work.machine, compiled=work.model.compile
     )
 
 
 @cache
-def _trace_stages(work: _Work, stages: tuple[StagePlan, ...], facts: PipelineFacts) -> list[StageMemory]:
+def _trace_stages(work: _TracedWork, stages: tuple[StagePlan, ...], facts: PipelineFacts) -> list[StageMemory]:
     return trace_stages(work.build, stages, facts)
 
 
 def _in_step(activations: Activations) -> dict[str, int]:
-    kept = activations.blocks + activations.others
-    peak = max(activations.forward, activations.backward, activations.backward_end)
-    return {
-        "activations of the blocks": activations.blocks,
-        "of embedding, norm, head and loss": activations.others,
-        "scratch of single operations": max(0, peak - kept),
-    }
+    blocks, others, *peaks = dataclasses.astuple(activations)
+    scratch = max(0, max(peaks) - blocks - others)
+    names = "activations of the blocks", "of embedding, norm, head and loss", "scratch of single operations"
+    return dict(zip(names, (blocks, others, scratch), strict=True))
 
 
-def _phases(part: _Part, activations: Activations) -> dict[str, int]:
+def _phases(part: _RankPart, activations: Activations) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
     later = sum(size for name, size in part.held.items() if name in LATER)
@@ -251,7 +242,7 @@ def _phases(part: _Part, activations: Activations) -> dict[str, int]:
     }
 
 
-def _host(config: Config, part: _Part) -> dict[str, int]:
+def _host(config: Config, part: _RankPart) -> dict[str, int]:
     """Beside the device; where that is a CPU, in the same memory."""
     saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
     batch = 2 * INT64 * config.training.micro_batch_size * config.model.seq_len
@@ -265,3 +256,42 @@ def _host(config: Config, part: _Part) -> dict[str, int]:
 def amount(size: int) -> str:
     """Bytes in the unit that leaves them readable."""
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
+
+
+TOLERANCE = 0.10  # from here on the log line warns
+
+
+def memory_line(config: Config, engine: ShardedEngine) -> str:
+    """Return a line for the log, between two steps: planned beside measured memory.
+
+    On a GPU the peak so far is compared, as its allocator counts it. torch keeps no such count for a CPU: there all
+    tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
+    """
+    topology, on_gpu, spare = engine.topology, engine.device.type == "cuda", 0
+    if on_gpu:  # pragma: CUDA only
+        plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
+        planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
+        what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()
+    else:
+        held, host = held_memory(config, topology.dp.size, topology.world.rank, "cpu")
+        what, planned = "held between steps", sum(held.values())
+        measured = _live_bytes()
+        spare = host["batches read ahead"]  # as many as there are by now
+    off = measured - planned
+    line = f"memory | {what}: planned {amount(planned)}, measured {amount(measured)} ({off / planned:+.1%})"
+    if abs(off) > TOLERANCE * planned + spare:
+        line += f" | WARNING: more than {TOLERANCE:.0%} apart; `megamix plan` says what each part should take"
+    return line
+
+
+def _live_bytes() -> int:
+    """Return the bytes of the storages that some tensor on the host refers to."""
+    found: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # By its type and not isinstance(), which asks objects of other libraries what they pretend to be; and no
+        # subclass, for a compiler leaves tensors that have no memory, some of sizes that are symbols.
+        if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            if isinstance(size := storage.nbytes(), int):
+                found[storage._cdata] = size
+    return sum(found.values())

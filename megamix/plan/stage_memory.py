@@ -150,7 +150,7 @@ def _is_sent(stages: Sequence[StagePlan], index: int) -> bool:
 
 def trace_stages(build: Build, stages: Sequence[StagePlan], facts: PipelineFacts) -> list[StageMemory]:
     """One micro-batch in each of the stages."""
-    traces: dict[tuple[bool, bool], tuple[_Trace, _Trace]] = {}
+    traces: dict[tuple[bool, bool], tuple[_StagePeaks, _StagePeaks]] = {}
     found = []
     for index, plan in enumerate(stages):
         ends = index == 0, index == len(stages) - 1
@@ -161,7 +161,7 @@ def trace_stages(build: Build, stages: Sequence[StagePlan], facts: PipelineFacts
 
 
 @dataclass(slots=True)
-class _Trace:
+class _StagePeaks:
     kept: int = 0
     forward: int = 0
     backward: int = 0
@@ -171,7 +171,7 @@ class _Trace:
     weight: int = 0
 
 
-def _with_blocks(one: _Trace, two: _Trace, num_blocks: int) -> StageMemory:
+def _with_blocks(one: _StagePeaks, two: _StagePeaks, num_blocks: int) -> StageMemory:
     """Every block is alike: what the second one adds, each further one does."""
     block, further = two.kept - one.kept, num_blocks - 1
     return StageMemory(
@@ -185,7 +185,7 @@ def _with_blocks(one: _Trace, two: _Trace, num_blocks: int) -> StageMemory:
     )
 
 
-def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: PipelineFacts) -> _Trace:
+def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: PipelineFacts) -> _StagePeaks:
     is_first, is_last = ends
     device = torch.device("cpu" if facts.machine == "cpu" else "meta")
     with without_memory(facts.machine):
@@ -204,16 +204,16 @@ def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: Pipeli
             grads = None if is_last else [came_back]
             # The first stage's second half is all of it.
             halves = facts.schedule.endswith("zero_bubble") and not is_first
-            found = _halves(stage, x, targets, grads, meter) if halves else _Trace()
+            found = _halves(stage, x, targets, grads, meter) if halves else _StagePeaks()
             _whole(model, stage, (x, targets), grads, meter, found)
     if not halves:
         found.input, found.between, found.weight = found.kept, found.kept, max(found.backward, found.backward_end)
     return found
 
 
-def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter) -> _Trace:
+def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter) -> _StagePeaks:
     """A backward in halves, by what torch's stages call."""
-    out, found = stage(x, targets), _Trace()
+    out, found = stage(x, targets), _StagePeaks()
     meter.peak()
     passed, groups = stage_backward_input([out], grads, [x], stage.parameters())
     found.input = meter.peak()
@@ -229,7 +229,7 @@ def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None
 
 def _whole(
     model: Transformer, stage: Stage, inputs: tuple[Tensor, Tensor], grads: list[Tensor] | None, meter: Meter,
-    found: _Trace,
+    found: _StagePeaks,
 ) -> None:  # fmt: skip
     def blocks_are_done() -> None:
         found.backward = max(found.backward, meter.peak())

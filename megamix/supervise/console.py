@@ -1,6 +1,7 @@
 """Lines on the console; on a terminal a progress bar below them, in a log file nothing but the lines."""
 
 import io
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -85,3 +86,11 @@ def _progress_bar(steps: int) -> Any:
     except ImportError:  # an extra; the lines say it all
         return None
     return tqdm(total=steps, unit="step", leave=False)
+
+
+def format_scale(loss_scale: float | None) -> str:
+    """Return a loss scale as its log line has it."""
+    if loss_scale is None:
+        return "off"
+    exponent = math.log2(loss_scale)
+    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{loss_scale:g}"

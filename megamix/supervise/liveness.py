@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import socket
-from typing import Annotated, Literal, NamedTuple
+import time
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megamix.checkpoint.record import printable
 from megamix.supervise.processes import Siblings, process, process_start
+from megamix.supervise.status import NoAnswerError
 
+LARGEST = 64 << 20  # bytes: what is larger, no rank has written
+_SHOWN_RUNS = 8  # of ranks that are neighbours
+_T = TypeVar("_T")
 _LONGEST = 10_000  # characters of a verdict
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Words = Annotated[str, Field(max_length=256, pattern="^[ -~]*$")]  # a terminal shows these as they are
+
+
+def read_strictly(form: TypeAdapter[_T], content: bytes) -> _T | None:
+    """Return what a rank has written as JSON; None for anything else, for others can write to the store, too."""
+    with contextlib.suppress(ValueError):
+        if len(content) <= LARGEST:
+            return form.validate_json(content, strict=True)
+    return None
 
 
 class Position(NamedTuple):
@@ -43,10 +58,7 @@ class Sign(NamedTuple):
 
     @staticmethod
     def read(value: bytes) -> Sign | None:
-        """What a rank has written; None for anything else, for others can write to the store, too."""
-        with contextlib.suppress(ValidationError):
-            return _SIGN.validate_json(value, strict=True)
-        return None
+        return read_strictly(_SIGN, value)
 
     def __str__(self) -> str:
         return f"{self.doing}, attempt {self.attempt} (pid {self.pid} on {self.host})"
@@ -73,11 +85,8 @@ class Judgement(NamedTuple):
     @staticmethod
     def read(value: bytes, size: int) -> Judgement | None:
         """As a rank has written it; None for what none of `size` ranks writes."""
-        with contextlib.suppress(ValidationError):
-            verdict = _VERDICT.validate_json(value, strict=True)
-            if set(verdict.missing) < set(range(size)):
-                return verdict.fit()
-        return None
+        verdict = read_strictly(_VERDICT, value)
+        return verdict.fit() if verdict is not None and set(verdict.missing) < set(range(size)) else None
 
     def fit(self) -> Judgement:
         """For a terminal: the words of an error, or of somebody else's store, may hold anything."""
@@ -85,7 +94,7 @@ class Judgement(NamedTuple):
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
 
-_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Judgement)
+_RANK, _SIGN, _VERDICT = TypeAdapter(Annotated[int, Field(ge=0)]), TypeAdapter(Sign), TypeAdapter(Judgement)
 
 
 class RollCall:
@@ -124,3 +133,67 @@ class RollCall:
         """Kill a rank of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""
         if sign.is_here:
             self.siblings.end(sign.pid)
+
+
+def names(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 2, 4 to 9`; of many runs of neighbours the first, and how many ranks are left."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown, left = runs[:_SHOWN_RUNS], sum(map(len, runs[_SHOWN_RUNS:]))
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in shown]
+    plural = "s" if sum(map(len, runs)) > 1 else ""
+    return f"rank{plural} {', '.join(words)}" + (f" and {left} more" if left else "")
+
+
+class Board:
+    """JSON in a store, until the time is over. Raises: NoAnswerError for what no rank has written."""
+
+    grace_s = 2.0  # in which the first rank's outcome reaches the others, and they have read it
+
+    def __init__(self, store: Store, timeout_s: float):
+        self._store, self._end_s = store, time.monotonic() + timeout_s
+        self.limit = f"within {timeout_s:g} s (parallelism.timeout_s)"
+
+    def put(self, key: str, value: Any) -> None:
+        self._store.set(key, json.dumps(value))
+
+    def claim(self, key: str, rank: int) -> int:
+        """Which rank was the first to claim this."""
+        return self._checked(key, self._store.compare_set(key, "", json.dumps(rank)), TypeAdapter(_Count))
+
+    def has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def wait(self, keys: Sequence[str], grace_s: float = 0.0) -> bool:
+        """Whether all of them came in time."""
+        end_s = self._end_s + grace_s
+        try:
+            self._store.wait(list(keys), datetime.timedelta(seconds=max(0.1, end_s - time.monotonic())))
+        except RuntimeError as error:
+            if time.monotonic() < end_s - 0.1:  # a store is early by what it rounds
+                first_line = str(error).partition("\n")[0]
+                raise NoAnswerError(f"the store in which the ranks have met is gone: {first_line}") from None
+            return False
+        return True
+
+    def read(self, key: str, form: TypeAdapter[_T]) -> _T:
+        """What is there already."""
+        return self._checked(key, self._store.get(key), form)
+
+    def leave(self, rank: int, size: int) -> None:
+        """Where the first rank holds the store, it would take the outcome with it before the others have read it."""
+        if self._store.add("have read", 1) == size:
+            self._store.set("all have read", "")
+        elif rank == 0:
+            with contextlib.suppress(RuntimeError):
+                self._store.wait(["all have read"], datetime.timedelta(seconds=Board.grace_s))
+
+    def _checked(self, key: str, content: bytes, form: TypeAdapter[_T]) -> _T:
+        found = read_strictly(form, content)
+        if found is None:
+            raise NoAnswerError(f"{key!r} in the store of the ranks is nothing that a rank of this job has written")
+        return found

@@ -67,6 +67,12 @@ class WrongDataError(EndedEarlyError):
         return WRONG_INPUT  # started again it would meet the same
 
 
+class NoAnswerError(EndedEarlyError):
+    """A rank died or hung before all had agreed, or the store holds what no rank has written."""
+
+    state: State = "failed"
+
+
 class StuckError(EndedEarlyError):
     """The run was started again and again, and fails before it gets any further."""
 

@@ -30,9 +30,8 @@ from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
-from megamix.supervise.liveness import Judgement, Position, RollCall, Sign
+from megamix.supervise.liveness import Judgement, Position, RollCall, Sign, names
 from megamix.supervise.processes import Siblings
-from megamix.supervise.started_with import names
 from megamix.supervise.status import PARENT_DIED, WRONG_INPUT, EndedEarlyError, LeaveRequest, RunStatus, WrongDataError
 
 _SHOWN = 8  # ranks of which a verdict has the last places

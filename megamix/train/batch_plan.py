@@ -35,6 +35,9 @@ class GlobalBatch:
     tries: int = 0
     counted_tries: int = 0  # those that count against max_retries
 
+    def __str__(self) -> str:
+        return ", ".join(f"{part.start}..{part.stop - 1}" for part in self.samples)
+
 
 class Attempt(NamedTuple):
     number: int  # 0 for the first of the run

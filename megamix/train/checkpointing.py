@@ -14,9 +14,9 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.supervise.console import Console
 from megamix.supervise.status import SAVE_FAILED, LeaveRequest, SaveFailedError
-from megamix.train.progress import Progress
 from megamix.train.resume import Start
 from megamix.train.run_folder import checkpoint_folder
+from megamix.train.saved_run import Progress
 
 
 class RunCheckpoints:

@@ -18,7 +18,7 @@ from megamix.comm.topology import Topology, local_device, side_store, start_rank
 from megamix.config import Config, ConfigError, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.sizes import parameter_count
 from megamix.parallel.build import build_model

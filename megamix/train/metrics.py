@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megamix.durable import read_own
+from megamix.supervise.console import format_scale
 from megamix.train.log_file import EventFile, LogFile, cut_log
 from megamix.train.run_folder import METRICS, SET_ASIDE
 
 if TYPE_CHECKING:  # who draws a run's history needs no torch
-    from megamix.train.progress import Progress
+    from megamix.train.saved_run import Progress
 
 # The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
 TAGS = {
@@ -231,13 +232,6 @@ def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:
         "bucket_limits": [exponent + 1 for exponent in range(FIRST_EXPONENT, LAST_EXPONENT + 1)],
         "bucket_counts": list(exponents),
     }
-
-
-def format_scale(loss_scale: float | None) -> str:
-    if loss_scale is None:
-        return "off"
-    exponent = math.log2(loss_scale)
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{loss_scale:g}"
 
 
 def _format_duration(seconds: float) -> str:

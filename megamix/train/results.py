@@ -13,7 +13,7 @@ from torch import Tensor
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
 from megamix.config import Config
 from megamix.data.tokenizer import TextTokenizer, open_tokenizer
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from megamix.durable import write_text, written_aside
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.generation import check_sampling, generate

@@ -22,10 +22,9 @@ from megamix.config import (
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model import sizes
-from megamix.supervise.started_with import flat
-from megamix.train.progress import Progress
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
-from megamix.train.saved_run import check_run
+from megamix.train.same_job import flat
+from megamix.train.saved_run import Progress, check_run
 
 RNG_RULE = (
     "training.seed and the number of the sample and of its source, of the parameter for initial weights, of the try "

@@ -9,43 +9,35 @@ What comes from the store is JSON of a known form; anything else was not written
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import hashlib
+import importlib.metadata
 import json
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
-from megamix.config import Config, ConfigError
+from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
+from megamix.config.toml_text import value_text
+from megamix.config.unread import part_read
 from megamix.supervise.console import say
-from megamix.supervise.started_with import RankGroup, differences, names, started_with
-from megamix.supervise.status import EndedEarlyError, State
+from megamix.supervise.liveness import Board, names
+from megamix.supervise.status import NoAnswerError
 from megamix.train.build_data import data_fingerprints, data_identity
 
-LARGEST = 64 << 20  # bytes: what is larger, no rank has written
 _LONGEST = 2000  # characters of a line out of the store, to which others may write, too
-_GRACE_S = 2.0  # in which the first rank's outcome reaches the others, and they have read it
 _PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
 
-_T = TypeVar("_T")
-_RANK = TypeAdapter(Annotated[int, Field(ge=0)])
 _DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
 _TEXTS = TypeAdapter(dict[str, str])
 _OUTCOME = TypeAdapter(tuple[list[str], str])  # what differs; why nothing could be compared
-
-
-class NoAnswerError(EndedEarlyError):
-    """A rank died or hung before all had agreed, or the store holds what no rank has written."""
-
-    state: State = "failed"
 
 
 class KnownData(NamedTuple):
@@ -77,7 +69,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
     Raises: ConfigError on every rank, with everything that differs; NoAnswerError on every rank that lives, naming one
     that does not answer, within `parallelism.timeout_s` and a moment.
     """
-    board = _Board(store, config.parallelism.timeout_s)
+    board = Board(store, config.parallelism.timeout_s)
     data, problem = _shared_data(config, board, rank)
     record = {_PROBLEM: problem} if problem else started_with(config, data.fingerprints)
     digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
@@ -85,7 +77,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
     board.put(f"digest {rank}", digest)
     if rank == 0:
         board.put("outcome", _outcome(board, size))
-    if not board.wait(["outcome"], _GRACE_S):
+    if not board.wait(["outcome"], Board.grace_s):
         silence = f"no sign of life from rank 0 {board.limit}, before it had said whether all were started alike"
         if rank == 1:  # it is the first rank that speaks, else
             say(f"megamix train: {silence}", sys.stderr)
@@ -99,7 +91,7 @@ def check_same_job(config: Config, store: Store, rank: int, size: int) -> KnownD
     return data
 
 
-def _shared_data(config: Config, board: _Board, rank: int) -> tuple[KnownData, str]:
+def _shared_data(config: Config, board: Board, rank: int) -> tuple[KnownData, str]:
     """What the data are, and why that is not known, if it is not. One rank reads for its machine."""
     nothing = KnownData({}, "")
     try:
@@ -125,7 +117,7 @@ def _read_fingerprints(config: Config) -> dict[str, str]:
         return {_PROBLEM: str(error)}
 
 
-def _outcome(board: _Board, size: int) -> tuple[list[str], str]:
+def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     """What all ranks are told: what differs, or why that cannot be known."""
     if not board.wait([f"digest {rank}" for rank in range(size)]):
         return [], _silence(board, size)
@@ -141,57 +133,140 @@ def _outcome(board: _Board, size: int) -> tuple[list[str], str]:
     return [*problems, *differences([group for group in groups if group not in failed])], ""
 
 
-def _silence(board: _Board, size: int) -> str:
+def _silence(board: Board, size: int) -> str:
     silent = [rank for rank in range(size) if not board.has(f"digest {rank}")]
     to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
     return f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
 
 
-class _Board:
-    """JSON in a store, until the time is over. Raises: NoAnswerError for what no rank has written."""
+# How long a rank waits is its own affair. What a path leads to may lie elsewhere on each node: of data and tokenizer
+# the fingerprints count, and the run's folder is looked at once it is taken.
+MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
+PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which of them are one
+# A path in place of these words: the first rank's is everybody's.
+RESUME_WORDS = ("auto", "never")
 
-    def __init__(self, store: Store, timeout_s: float):
-        self._store, self._end_s = store, time.monotonic() + timeout_s
-        self.limit = f"within {timeout_s:g} s (parallelism.timeout_s)"
+NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
+PACKAGE = Path(__file__).parents[1]
+_LONGEST_TOLD = 1000  # characters of a value; of a longer one the rest is told by a hash
+_DIGITS = 16  # of a hash, in hexadecimal: enough against chance
 
-    def put(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
 
-    def claim(self, key: str, rank: int) -> int:
-        """Which rank was the first to claim this."""
-        return self._checked(key, self._store.compare_set(key, "", json.dumps(rank)), _RANK)
+def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
+    """Every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names it."""
+    found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
+    found |= {item.key: NOT_READ for item in part_read(config.model_dump())[1]}
+    found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
+    versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
+    return found | versions | {"source code of megamix (SHA-256)": _sources()}
 
-    def has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
 
-    def wait(self, keys: Sequence[str], grace_s: float = 0.0) -> bool:
-        """Whether all of them came in time."""
-        end_s = self._end_s + grace_s
-        try:
-            self._store.wait(list(keys), datetime.timedelta(seconds=max(0.1, end_s - time.monotonic())))
-        except RuntimeError as error:
-            if time.monotonic() < end_s - 0.1:  # a store is early by what it rounds
-                first_line = str(error).partition("\n")[0]
-                raise NoAnswerError(f"the store in which the ranks have met is gone: {first_line}") from None
-            return False
-        return True
+def flat(config: str) -> dict[str, Any]:
+    """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
+    has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
+    """
+    tables = effective_tables(config)
+    return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
-    def read(self, key: str, form: TypeAdapter[_T]) -> _T:
-        """What is there already."""
-        return self._checked(key, self._store.get(key), form)
 
-    def leave(self, rank: int, size: int) -> None:
-        """Where the first rank holds the store, it would take the outcome with it before the others have read it."""
-        if self._store.add("have read", 1) == size:
-            self._store.set("all have read", "")
-        elif rank == 0:
-            with contextlib.suppress(RuntimeError):
-                self._store.wait(["all have read"], datetime.timedelta(seconds=_GRACE_S))
+def _settings(config: Config) -> dict[str, Any]:
+    settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
+    if settings["checkpoint.resume"] not in RESUME_WORDS:
+        settings["checkpoint.resume"] = "a path"
+    numbers: dict[str | int, int] = {}
+    for key in PATHS_MAY_DIFFER:
+        if key in settings:
+            settings[key] = _without_paths(settings[key], numbers)
+    return settings
 
-    def _checked(self, key: str, content: bytes, form: TypeAdapter[_T]) -> _T:
-        try:
-            if len(content) <= LARGEST:
-                return form.validate_json(content, strict=True)
-        except ValueError:
-            pass
-        raise NoAnswerError(f"{key!r} in the store of the ranks is nothing that a rank of this job has written")
+
+def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
+    """Each path as the number of its file, in the order in which files first come: a file that comes again goes on
+    where it was, so which ones are the same must be alike.
+    """
+    if isinstance(value, list):
+        return [_without_paths(item, numbers) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {key: _without_paths(item, numbers) for key, item in value.items()}
+    if "path" in named:
+        name = DataSource(path=named.pop("path")).name
+        named = {"file": numbers.setdefault(name, len(numbers) + 1)} | named
+    return named
+
+
+def _bounded(text: str) -> str:
+    if len(text) <= _LONGEST_TOLD:
+        return text
+    return f"{text[:_LONGEST_TOLD]} and more (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]})"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "not installed"
+
+
+def _sources() -> str:
+    """Two nodes may have one version and other code."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:_DIGITS]
+
+
+_SHOWN_KEYS, _SHOWN_VALUES = 40, 4
+_LONGEST_SHOWN = 60  # characters of a value
+_UNSET = "not set"
+
+
+class RankGroup(NamedTuple):
+    """Ranks that were started alike."""
+
+    ranks: list[int]  # ascending
+    started_with: dict[str, str]  # value by key
+
+
+def differences(groups: Sequence[RankGroup]) -> list[str]:
+    """A line for each key of which the groups that read it have several values. Where one does not, the key that makes
+    it so differs, too.
+    """
+    lines = []
+    for key in sorted({key for group in groups for key in group.started_with}):
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for group in groups:
+            ranks_of[group.started_with.get(key, _UNSET)] += group.ranks
+        ranks_of.pop(NOT_READ, None)
+        if len(ranks_of) > 1:
+            lines.append(_line(key, ranks_of))
+    more = len(lines) - _SHOWN_KEYS
+    return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
+
+
+def _line(key: str, ranks_of: dict[str, list[int]]) -> str:
+    by_size = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), min(item[1])))
+    # What long values have in common at their beginning says nothing, and would hide where they differ.
+    common = next(place for place, letters in enumerate(zip_longest(*ranks_of)) if len(set(letters)) > 1)
+    skipped = max(0, common - _LONGEST_SHOWN // 3) if max(map(len, ranks_of)) > _LONGEST_SHOWN else 0
+    parts = [f"{_shown(value, skipped)} on {names(ranks)}" for value, ranks in by_size[:_SHOWN_VALUES]]
+    if rest := [rank for _, ranks in by_size[_SHOWN_VALUES:] for rank in ranks]:
+        parts.append(f"other values on {names(rest)}")
+    return f"{key}: {'; '.join(parts)}; {_fix(key)}"
+
+
+def _shown(value: str, skipped: int) -> str:
+    if value == _UNSET:
+        return value
+    text = f"...{value[skipped:]}" if skipped else value
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."
+
+
+def _fix(key: str) -> str:
+    if key.startswith("content of "):
+        return "give all ranks the same files"
+    if key.startswith(("version of ", "source code of ")):
+        return "install one version on all nodes"
+    return "start all with one configuration"

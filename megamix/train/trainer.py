@@ -14,12 +14,12 @@ import torch
 from megamix.config import Config
 from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, mix64
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError, OverflowHistory
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.mixed_precision.step import Examination
 from megamix.parallel.passes import MicroBatch, Passes
-from megamix.supervise.console import Console
+from megamix.supervise.console import Console, format_scale
 from megamix.supervise.status import (
     SAVE_FAILED,
     EndedEarlyError,
@@ -33,11 +33,10 @@ from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.overflow_log import OverflowLog
 from megamix.train.precision_report import gather_precision
-from megamix.train.progress import Progress
 from megamix.train.report import IntervalReport, Outcome, Readout
 from megamix.train.run_folder import write_trace
+from megamix.train.saved_run import Progress
 
 MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
 
@@ -72,8 +71,7 @@ class Trainer:
             training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start.plan()
         )  # fmt: skip
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
-        self.overflows = OverflowLog(config, engine, console, writer)
-        self.overflows.count = start.skipped
+        self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
         self._validated = start.validated  # the update after which the last validation was
@@ -180,7 +178,11 @@ class Trainer:
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
             self.console.advance()
-        self.overflows.note(attempt, outcome, fate, self.plan.applied, examination)
+        found_inf, loss = outcome.found_inf, outcome.loss
+        words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
+        if words:
+            self._tell_overflow(attempt, outcome.loss_scale, fate, words)
+        self.overflows.spend(found_inf, loss, attempt.number + 1, self.plan.applied)
         if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
             self._log(self.plan.applied, outcome)
         if fate is Fate.APPLIED and self.plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
@@ -189,6 +191,25 @@ class Trainer:
             layers = gather_precision(self.engine, examination, outcome.by_piece, outcome.loss_scale)
             if self.writer is not None:
                 self.writer.write_precision(self.plan.applied, layers)
+
+    def _tell_overflow(self, attempt: Attempt, loss_scale: float, fate: Fate, words: str) -> None:
+        """Say what overflowed and what becomes of the batch, and keep what is set aside."""
+        step, skipped = self.plan.applied + 1, self.overflows.count
+        self.console.line(
+            f"step {step}/{self.config.training.steps} | overflow at loss_scale {format_scale(loss_scale)}, nothing "
+            f"changed: {words} | samples {attempt.batch} {fate.value} | skipped {skipped}"
+        )
+        if self.writer is not None:
+            self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped})
+        if fate is Fate.SET_ASIDE:
+            for line in self.overflows.origins:
+                self.console.line(f"  {line}")
+            if self.writer is not None:
+                row: dict[str, object] = {"step": step, "attempt": attempt.number}
+                row["samples"] = [[part.start, len(part)] for part in attempt.batch.samples]
+                row |= {"tries": attempt.batch.tries + 1, "loss_scale": loss_scale}
+                row["parameters"] = self.overflows.faults()
+                self.writer.write_set_aside(row)
 
     def _leaves(self) -> EndedEarlyError:
         if self._stop_reason == SAVE_FAILED:

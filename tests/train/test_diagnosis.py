@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megamix.diagnosis.overflow_words import cause, culprit_table, origin_lines, overflow_words
+from megamix.diagnosis.overflows import cause, culprit_table, origin_lines, overflow_words
 from megamix.mixed_precision.culprits import Fault, Origin, Origins, ParamPeak
 
 INF, NAN = math.inf, math.nan

@@ -11,7 +11,7 @@ import pytest
 
 from megamix.cli import main
 from megamix.config import config_to_toml
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from tests.train.jobs import run_on_ranks, run_recorded, tiny_job, write_data
 
 READ_OR_CONTINUED = ["config.toml", "status.json", "run.lock", "metrics.jsonl", "set_aside.jsonl"]

@@ -11,8 +11,8 @@ from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
-from megamix.plan import memory_check
-from megamix.plan.memory_check import memory_line
+from megamix.plan import memory_plan
+from megamix.plan.memory_plan import memory_line
 from megamix.train.build import build_engine, plan_pipeline
 from tests.train.test_memory_plan import SCALARS, _config
 from tests.verify.jobs import make_config
@@ -28,22 +28,22 @@ def others() -> Iterator[int]:
     """Bytes that other tests and libraries hold; they stay, or what is let go meanwhile would hide what is new."""
     gc.collect()
     kept = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-    yield memory_check._live_bytes()
+    yield memory_plan._live_bytes()
     del kept
 
 
 def test_what_an_engine_holds_is_what_was_planned(others: int) -> None:
     engine = _engine()
     gc.collect()
-    held = memory_check._live_bytes() - others
-    assert held == pytest.approx(sum(memory_check.held_memory(_config(), 1, 0, "cpu")[0].values()), abs=SCALARS)
+    held = memory_plan._live_bytes() - others
+    assert held == pytest.approx(sum(memory_plan.held_memory(_config(), 1, 0, "cpu")[0].values()), abs=SCALARS)
     assert memory_line(_config(), engine).startswith("memory | held between steps: planned 10.78 MiB, measured ")
 
 
 @pytest.mark.parametrize(("extra", "warns"), [(0.08, False), (-0.08, False), (0.12, True), (-0.12, True)])
 def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, extra: float, warns: bool) -> None:
-    planned = sum(memory_check.held_memory(_config(), 1, 0, "cpu")[0].values())
-    monkeypatch.setattr(memory_check, "_live_bytes", lambda: int(planned * (1 + extra)))
+    planned = sum(memory_plan.held_memory(_config(), 1, 0, "cpu")[0].values())
+    monkeypatch.setattr(memory_plan, "_live_bytes", lambda: int(planned * (1 + extra)))
     line = memory_line(_config(), _engine())
     assert f"({extra:+.1%})" in line
     assert ("WARNING" in line) == warns
@@ -52,11 +52,11 @@ def test_more_than_a_tenth_apart_is_a_warning(monkeypatch: pytest.MonkeyPatch, e
 def test_every_storage_counts_once_while_a_tensor_refers_to_it(others: int) -> None:
     tensor = torch.zeros(1 << 18)
     view = tensor[1:]
-    assert memory_check._live_bytes() - others == 1 << 20
+    assert memory_plan._live_bytes() - others == 1 << 20
     del tensor
-    assert memory_check._live_bytes() - others == 1 << 20
+    assert memory_plan._live_bytes() - others == 1 << 20
     del view
-    assert memory_check._live_bytes() - others == 0
+    assert memory_plan._live_bytes() - others == 0
 
 
 def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
@@ -76,7 +76,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
         "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
     }
     held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
-    planned, _ = memory_check.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
+    planned, _ = memory_plan.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
     return {name: planned[name] for name in held}, held
 
 

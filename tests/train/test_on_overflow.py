@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from megamix.config import Config
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.train import trainer
 from megamix.train.batch_plan import Attempt, BatchPlan

@@ -21,7 +21,7 @@ from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
-from megamix.diagnosis.overflow_budget import GaveUpError
+from megamix.diagnosis.overflows import GaveUpError
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan

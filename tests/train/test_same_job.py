@@ -26,10 +26,10 @@ import torch.distributed as dist
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
 from megamix.ranks import DEADLINE_S
-from megamix.supervise import started_with
-from megamix.supervise.started_with import RankGroup, differences, names
+from megamix.supervise.liveness import Board, names
+from megamix.supervise.status import NoAnswerError
 from megamix.train import same_job
-from megamix.train.same_job import NoAnswerError, check_same_job
+from megamix.train.same_job import RankGroup, check_same_job, differences
 from tests.conftest import FULL
 from tests.programs import untraced
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
@@ -121,10 +121,10 @@ def _other_code(name: str, folder: Path) -> Iterator[None]:
         ):
             yield
     elif name == "source":
-        copy = shutil.copytree(started_with.PACKAGE, folder / "megamix")
+        copy = shutil.copytree(same_job.PACKAGE, folder / "megamix")
         with (copy / "model/ops.py").open("a") as file:
             file.write("\n")
-        with mock.patch.object(started_with, "PACKAGE", copy):
+        with mock.patch.object(same_job, "PACKAGE", copy):
             yield
     else:
         yield
@@ -179,12 +179,12 @@ def test_what_may_differ_is_not_held_against_ranks(tmp_path, data, run_ranks) ->
 def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data) -> None:
     def stages(later: str) -> dict[str, str]:
         usual = _job(data, data, {"data": {"stages": [{"from_sample": 8, "train": later}]}})
-        return started_with.started_with(usual, {})
+        return same_job.started_with(usual, {})
 
     again, a_copy = stages(str(data / "one/train")), stages(str(data / "same/train"))
     assert again["data.stages"] != a_copy["data.stages"]  # the first goes on where it was, the other begins anew
     assert not any(str(data) in value for value in again.values())
-    assert set(started_with.MAY_DIFFER) & set(again) == set()
+    assert set(same_job.MAY_DIFFER) & set(again) == set()
 
 
 def _count_reads(config: Config) -> int:
@@ -266,7 +266,7 @@ def test_a_rank_that_dies_before_it_reports_ends_the_others_in_time_and_is_named
     assert capsys.readouterr().err.count("no sign of life") == (
         silent == 0
     )  # else the first rank's command line says it
-    assert ranks.took_s < TIMEOUT_S + 2 * same_job._GRACE_S + (1 if FULL else 10)  # another job's load is no hang
+    assert ranks.took_s < TIMEOUT_S + 2 * Board.grace_s + (1 if FULL else 10)  # another job's load is no hang
 
 
 def test_a_rank_that_dies_while_it_reads_the_data_for_others_is_named(tmp_path, data) -> None:

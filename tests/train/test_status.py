@@ -21,7 +21,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.supervise.status import STATUS, RunStatus, State, StuckError
 from megamix.train import run_folder
-from megamix.train.progress import Progress
+from megamix.train.saved_run import Progress
 from megamix.train.trainer import Trainer
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
