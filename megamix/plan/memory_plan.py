@@ -108,7 +108,7 @@ def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> M
 
 
 def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tuple[dict[str, int], dict[str, int]]:
-    """Return `held` and `host` of one rank of any mesh, before an evaluation and without a look at forward and backward.
+    """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are not looked at.
     Nothing is asked of other ranks: one alone may call it while they train.
     """
     _, part = _plan_part(config, dp_size, rank, machine)
