@@ -14,7 +14,7 @@ from megamix.parallel.build import build_model
 from megamix.plan import memory_plan
 from megamix.plan.memory_plan import memory_line
 from megamix.train.build import build_engine, plan_pipeline
-from tests.train.test_memory_plan import SCALARS, _config
+from tests.plan.test_memory_plan import SCALARS, _config
 from tests.verify.jobs import make_config
 
 
