@@ -21,7 +21,7 @@ from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
-from megamix.train.precision_report import gather_precision
+from megamix.train.report import gather_precision
 
 GPT_12M = ModelConfig(vocab_size=4096, seq_len=256, hidden_size=384, num_layers=6, num_heads=6)
 

@@ -196,7 +196,7 @@ def _ranks(config: Config, dp_size: int) -> Changes:
 
 
 def _meshes(config: Config, plan: MemoryPlan, sizes: list[tuple[int, int]]) -> Changes:
-    """The same ranks, with these for `tp_size` and `pp_size`."""
+    """Yield the same ranks, with these for `tp_size` and `pp_size`."""
     world = plan.dp_size * plan.tp_size * plan.pp_size
     for tp_size, pp_size in sizes:
         dp_size = world // (tp_size * pp_size)

@@ -34,7 +34,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Of one rank. First what lives between steps, then what a stage has beside it while it runs."""
+    """Holds the bytes of one rank: first what lives between steps, then what a stage has beside it while it runs."""
 
     half_params: int
     half_grads: int
@@ -54,7 +54,7 @@ class EngineMemory:
 
 
 def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
-    """Of the rank with the most pieces: all ranks hold the same, but for the tables."""
+    """Count for the rank with the most pieces: all ranks hold the same, but for the tables."""
     half, grad = facts.dtype.itemsize, facts.grad_dtype.itemsize
     shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)

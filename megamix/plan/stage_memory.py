@@ -101,7 +101,7 @@ def evaluation_buffers(stages: Sequence[StagePlan], pp_rank: int, facts: Pipelin
 def pipeline_activations(
     stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts, traced: Sequence[StageMemory]
 ) -> Activations:
-    """Of a step on this rank, beside what it holds. `traced`: all stages."""
+    """Return those of a step on this rank, beside what it holds. `traced`: all stages."""
     hidden, looped, last = facts.hidden_bytes, facts.schedule != "1f1b", len(stages) - 1
     # The step's batches, one by one and joined; the gradients that the step before has left are forgotten as it begins.
     live = 2 * _batch_bytes(facts) - _left_gradients(stages, pp_rank, facts) * hidden

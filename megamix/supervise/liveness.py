@@ -70,7 +70,7 @@ class Sign(NamedTuple):
 
     @property
     def runs(self) -> bool:
-        """Of a rank of this host: its process is neither dead nor stopped."""
+        """Tell of a rank of this host whether its process is neither dead nor stopped."""
         found = process(self.pid)
         return found is not None and found.start == self.start and found.state not in "ZXT"
 

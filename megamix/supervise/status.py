@@ -1,4 +1,5 @@
-"""How a run ended, for whoever decides whether to start it again: `status.json`, and the process's exit status.
+"""How a run is asked to leave, and how it ended, for whoever decides whether to start it again: signals that are only
+noted, `status.json`, and the process's exit status.
 
 torchrun ends with 1 whatever its ranks ended with, and a killed process with no status of its own; the file says what
 happened, also to those who were not there. No torch here.
@@ -207,7 +208,9 @@ def noted_signals() -> list[signal.Signals]:
 
 @contextmanager
 def signals_noted(shutdown_s: float = math.inf) -> Iterator[LeaveRequest]:
-    """Until the end of the block signals only fill in the request; a third SIGINT raises KeyboardInterrupt.
+    """Note signals until the end of the block: they only fill in the request, and training ends at its next update. A
+    handler must not do more: it may run in the middle of anything, a save included. A third SIGINT raises
+    KeyboardInterrupt.
 
     Only the main thread may call it.
     """

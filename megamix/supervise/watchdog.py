@@ -261,14 +261,14 @@ class _Suspicion:
         return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:
-        """Of this host's ranks; the system knows, at any time and under any load. This one is not, whatever the store
-        says of it.
+        """Return those of this host's ranks; the system knows, at any time and under any load. This one is not,
+        whatever the store says of it.
         """
         here = [rank for rank, sign in self._before.items() if sign.is_here and not sign.runs]
         return [rank for rank in here if rank != self._roll.rank]
 
     def missing(self) -> list[int]:
-        """Of all, and so only after a while: on another host a rank that has given no sign since."""
+        """Return those of all, and so only after a while: on another host a rank that has given no sign since."""
         after = self._roll.signs()
         elsewhere = [
             rank

@@ -40,7 +40,7 @@ class RankBatches:
 
 
 class Validation:
-    """The same batches at every call. Every rank has one."""
+    """Computes the loss of the same batches at every call. Every rank has one."""
 
     def __init__(self, config: Config, passes: Passes, loader: BatchLoader):
         self._passes = passes

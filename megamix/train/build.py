@@ -139,7 +139,11 @@ def lr_table(
     decay_steps: int | None,
     steps: int,
 ) -> list[float]:
-    """The learning rate of updates 0 .. steps - 1, FP64. The keys are those of the configuration.
+    """Return the learning rate of updates 0 .. steps - 1, FP64: a pure function of the updates applied before, so
+    skipped steps do not count. The keys are those of the configuration.
+
+    The warm-up ends at update warmup_steps - 1 with the full lr and begins above 0, so no update is spent on nothing;
+    for the same reason the decay begins at the full lr and would reach min_lr with the update after its last one.
 
     `decay_steps` counts from the end of the warm-up, for wsd back from the end of the run; None: all that is left
     after the warm-up. inverse_sqrt and constant have no end and do not use it.
@@ -154,34 +158,18 @@ def lr_table(
         if update < warmup_steps:
             return optimizer_lr * (update + 1) / warmup_steps
         if decay_style == "inverse_sqrt":
-            return max(min_lr, optimizer_lr * inverse_sqrt(update, warmup_steps))
+            # 1 at the last update of the warm-up; without one, at update 0.
+            return max(min_lr, optimizer_lr * math.sqrt(max(warmup_steps, 1) / (update + 1)))
         progress = min(max(update - decay_start, 0) / decay_length, 1.0)
         return min_lr + (optimizer_lr - min_lr) * _DECAYS[decay_style](progress)
 
     return [lr_at(update) for update in range(steps)]
 
 
-def linear(progress: float) -> float:
-    return 1.0 - progress
-
-
-def cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def constant(progress: float) -> float:
-    return 1.0
-
-
-def inverse_sqrt(update: int, warmup_steps: int) -> float:
-    """sqrt(w / (u + 1)): 1 at the last update of the warm-up; without one, 1 at update 0."""
-    return math.sqrt(max(warmup_steps, 1) / (update + 1))
-
-
 # Decay styles as factors of lr - min_lr over the progress of the decay, 0 to 1.
 _DECAYS: dict[str, Callable[[float], float]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "wsd": linear,
-    "constant": constant,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "wsd": lambda progress: 1.0 - progress,
+    "constant": lambda progress: 1.0,
 }

@@ -24,7 +24,9 @@ class _Seeds(NamedTuple):
     made_up: int  # of a chain's samples
 
     def of(self, number: int) -> _Seeds:
-        """Of a mixture's source of that number. By one seed, files of one length would be read in one order."""
+        """Return those of a mixture's source of that number. By one seed, files of one length would be read in one
+        order.
+        """
         if not number:
             return self
         return _Seeds(*(int(mix64(np.uint64(seed), np.array([number], np.uint64))[0]) for seed in self))
@@ -36,7 +38,7 @@ _VALIDATION_SEEDS = _Seeds(0, 2**64 - 1)
 
 
 def training_source(config: Config) -> SampleSource:
-    """What a run trains on, from its first sample to its last.
+    """Return what a run trains on, from its first sample to its last.
 
     Raises: ValueError if a file cannot be read, or a part of one has no window.
     """
@@ -45,7 +47,7 @@ def training_source(config: Config) -> SampleSource:
 
 
 def validation_source(config: Config) -> SampleSource | None:
-    """None where the run has no validation.
+    """Return what a run is validated on; None where it has no validation.
 
     Raises: ValueError, as `training_source`.
     """
@@ -57,12 +59,12 @@ def validation_source(config: Config) -> SampleSource | None:
 
 
 def token_prefixes(config: Config) -> dict[str, str]:
-    """Every token file of the run: the key that names it, and its prefix."""
+    """Return every token file of the run: the key that names it, and its prefix."""
     return {field: source.path for field, source in _entries(config) if source.path is not None}
 
 
 def data_fingerprints(config: Config) -> dict[str, str]:
-    """Of every file of data and of the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
+    """Fingerprint every file of data and the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
     found = {field: token_file_fingerprint(Path(prefix)) for field, prefix in token_prefixes(config).items()}
     if config.data.tokenizer is not None:
         found["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
@@ -70,7 +72,9 @@ def data_fingerprints(config: Config) -> dict[str, str]:
 
 
 def data_identity(config: Config) -> str:
-    """Equal where the same files are meant, on one machine: then their fingerprints need be taken only once."""
+    """Return a text that is equal where the same files are meant, on one machine: then their fingerprints need be
+    taken only once.
+    """
     files = {field: [bin_path(Path(path)), idx_path(Path(path))] for field, path in token_prefixes(config).items()}
     if config.data.tokenizer is not None:
         files["data.tokenizer"] = [Path(config.data.tokenizer)]
@@ -79,7 +83,7 @@ def data_identity(config: Config) -> str:
 
 
 def check_unchanged(config: Config, identity: str) -> None:
-    """That the files opened by now are those of `data_identity` before their fingerprints were taken.
+    """Check that the files opened by now are those of `data_identity` before their fingerprints were taken.
 
     Raises: DataError naming the key of one that is not; OSError for one that is no more.
     """
@@ -90,7 +94,7 @@ def check_unchanged(config: Config, identity: str) -> None:
 
 
 def data_problems(config: Config) -> list[str]:
-    """Why a job must not start on this data, a line each; empty if nothing is wrong."""
+    """Return why a job must not start on this data, a line each; empty if nothing is wrong."""
     fields: dict[str, str] = {}  # each file once
     for field, prefix in token_prefixes(config).items():
         fields.setdefault(prefix, field)
@@ -161,7 +165,7 @@ def _mixed(config: Config, stages: list[tuple[int, Sources]], seeds: _Seeds, par
 
 
 def shares(sources: Sources) -> list[tuple[Sources, int]]:
-    """What is mixed, and in which whole numbers. Files without weights are one corpus."""
+    """Return what is mixed, and in which whole numbers. Files without weights are one corpus."""
     if sources[0].weight is None:
         return [(sources, 1)]
     weights = whole_weights([source.weight for source in sources if source.weight is not None])

@@ -151,7 +151,9 @@ def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
 
 
 class EventFile:
-    """Appends to a new event file in `folder`.
+    """Appends to a new event file of TensorBoard's in `folder`: each scalar and histogram as a record, framed by
+    TensorBoard's own code. torch's SummaryWriter would write them in a thread, which dies of a disk that is full for a
+    moment, and would open its file by name again for each record.
 
     Raises: ValueError if TensorBoard is not installed.
     """

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -61,7 +61,7 @@ class LayerPrecision:
     exponents: tuple[int, ...]  # elements, neither zero nor inf nor NaN, by exponent, unscaled
 
     def scalars(self) -> dict[str, float | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "exponents"}
+        return {name: value for name, value in asdict(self).items() if name != "exponents"}
 
 
 def precision_tag(name: str, layer: str) -> str:
@@ -89,7 +89,7 @@ class StepMetrics:
     eta_s: float
 
     def values(self) -> dict[str, float | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 def format_line(step: int, steps: int, metrics: StepMetrics) -> str:

@@ -148,11 +148,7 @@ class Progress(Record):
     @staticmethod
     def of(plan: PlanState, losses: list[float], skipped: int, validated: int, log_sizes: dict[str, int]) -> Progress:
         return Progress(
-            applied=plan.applied,
-            attempts=plan.attempts,
-            cursor=plan.cursor,
-            waiting=tuple(_to_record(waiting) for waiting in plan.waiting),
-            last_applied_scale=plan.last_applied_scale,
+            **plan._replace(waiting=())._asdict() | {"waiting": tuple(map(_to_record, plan.waiting))},
             skipped=skipped,
             interval_losses=tuple(loss.hex() for loss in losses),
             validated=validated,
@@ -160,7 +156,7 @@ class Progress(Record):
         )
 
     def plan(self) -> PlanState:
-        waiting = tuple(_from_record(record) for record in self.waiting)
+        waiting = tuple(map(_from_record, self.waiting))
         return PlanState(self.applied, self.cursor, waiting, self.last_applied_scale, self.attempts)
 
     def losses(self) -> list[float]:

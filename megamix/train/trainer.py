@@ -33,8 +33,7 @@ from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.precision_report import gather_precision
-from megamix.train.report import IntervalReport, Outcome, Readout
+from megamix.train.report import IntervalReport, Outcome, Readout, gather_precision
 from megamix.train.run_folder import write_trace
 from megamix.train.saved_run import Progress
 
@@ -252,8 +251,8 @@ class Trainer:
             raise self._leaves()
 
     def _seed_of_dropout(self, samples: Samples, tries: int) -> int | None:
-        """The same units drop out on any number of data-parallel ranks, after any restart, and others at another
-        try. None: none does.
+        """Return a seed by which the same units drop out on any number of data-parallel ranks, after any restart, and
+        others at another try. None: none does.
         """
         if not self.config.model.dropout:
             return None

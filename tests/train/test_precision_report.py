@@ -14,7 +14,7 @@ from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.mixed_precision.examination import layer_of
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision
-from megamix.train.precision_report import gather_precision
+from megamix.train.report import gather_precision
 from tests.distributed.models import loss_of, make_batch, make_model
 
 ACCUM, SCALE = 2, 2.0**8
