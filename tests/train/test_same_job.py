@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
 from megamix.ranks import DEADLINE_S
+from megamix.supervise import liveness
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.train import same_job
@@ -351,7 +352,7 @@ def test_an_answer_without_bounds_is_refused_and_control_characters_are_not_prin
     outcome = json.dumps([["\x1b[2Jseed"], ""]).encode()
     ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", outcome))
     assert [list(error.problems) for error in ranks.ended.values()] == [[r"\x1b[2Jseed"]] * 2
-    monkeypatch.setattr(same_job, "LARGEST", 100)
+    monkeypatch.setattr(liveness, "LARGEST", 100)
     ranks = _Ranks(2, _limited(tmp_path, data), store=_PlantedStore("outcome", json.dumps([["a" * 100], ""]).encode()))
     assert all(isinstance(error, NoAnswerError) for error in ranks.ended.values())
 
