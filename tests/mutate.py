@@ -244,6 +244,7 @@ def main() -> int:
     parser.add_argument("--equivalent", default="", help="numbers of draws that are no fault, with commas between")
     parser.add_argument("--again", type=Path, help="what an earlier run has printed: the same mutants once more")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the tests under way end, too
     rooms = options.room or [*ROOMS]
     equivalent = {int(number) for number in options.equivalent.split(",") if number}
     caught = survived = 0
