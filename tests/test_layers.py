@@ -123,7 +123,15 @@ def test_planted_pickle_is_found(tmp_path: Path, line: str) -> None:
 
 def test_every_room_has_a_layer() -> None:
     rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")}
-    assert rooms - set(LAYER) == set()
+    assert rooms == set(LAYER)
+
+
+def test_the_design_page_draws_the_rooms_as_they_are() -> None:
+    page = (PACKAGE.parent / "docs/design.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `megamix/(\w+)(?:\.py|/)` \|", page, flags=re.MULTILINE)
+    assert {room: int(layer) for layer, room in rows} == {
+        room: layer for room, layer in LAYER.items() if not room.startswith("__")
+    }
 
 
 @pytest.mark.parametrize(

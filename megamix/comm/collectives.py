@@ -162,9 +162,8 @@ class GlooCollectives(_ManyRanks):
     """
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
-        if (
-            flat.device.type != "cpu"
-        ):  # pragma: CUDA only (several ranks on one GPU; Gloo's send takes host memory alone)
+        # Several ranks on one GPU: Gloo's send takes host memory alone.
+        if flat.device.type != "cpu":  # pragma: CUDA only
             return Pending(_all_gather(flat, shard, group=self.axis.group, async_op=True))
         # Every part travels straight to its place: Gloo's own all-gather copies in and out of a buffer of its own,
         # 3.9 ms against 1.2 for 3 M half elements between two ranks.
