@@ -163,8 +163,6 @@ class GELU(torch.autograd.Function):
         return grad_x, None
 
 
-aten = torch.ops.aten
-
 # Private operators, the same in torch 2.11 to 2.13. They hand out the logsumexp; the public function keeps it to
 # itself, and with it FP32 copies of query, key, value and output until backward.
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
