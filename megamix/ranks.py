@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Self, TypeVar
 
@@ -33,10 +33,15 @@ T = TypeVar("T")
 DEADLINE_S = 120.0
 _GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wait for it in a collective
 
-# fork would copy the parent's threads' locks and hang; spawn imports torch anew for every rank.
-CONTEXT = multiprocessing.get_context("forkserver")
-# An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"])
+
+def forkserver() -> ForkServerContext:
+    """Return how to start processes that have torch loaded: fork would copy the parent's threads' locks and hang, spawn
+    imports torch anew for each.
+    """
+    context = multiprocessing.get_context("forkserver")
+    # An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"])
+    return context
 
 
 class RankFailure(RuntimeError):
@@ -64,6 +69,7 @@ class RankPool:
         self._who = f"{name}: rank" if name else "rank"
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where the ranks meet
 
     def call(self, function: Callable[..., T], *args: Any, deadline_s: float | None = None) -> list[T]:
         """Return every rank's answer, in rank order. Raises: RankFailure."""
@@ -86,9 +92,9 @@ class RankPool:
         for process in self._processes:
             process.join(10.0)
             process.kill()
-        if self._processes:
+        if self._folder is not None:
             self._folder.cleanup()
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._folder = [], [], None
 
     def __enter__(self) -> Self:
         return self
@@ -97,15 +103,15 @@ class RankPool:
         self.close(kill=error is not None)
 
     def _start(self) -> None:
-        context: BaseContext = CONTEXT if self._environment is None else multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
+        context: BaseContext = forkserver() if self._environment is None else multiprocessing.get_context("spawn")
+        folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self._worlds = 0  # so far
         self._needs_world = self._actor is None or self.world_size > 1
         with _set(self._environment or {}):
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
-                args = (rank, self.world_size, self._folder.name, theirs, self.on_gpus, new_interpreter)
+                args = (rank, self.world_size, folder.name, theirs, self.on_gpus, new_interpreter)
                 process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]
                 process.start()
                 theirs.close()
@@ -119,7 +125,8 @@ class RankPool:
     ) -> list[T]:
         world = self._worlds if self._needs_world else None
         for pipe in self._pipes:
-            pipe.send((function, args, world, hold))
+            with contextlib.suppress(BrokenPipeError):  # of one that died: below it is named
+                pipe.send((function, args, world, hold))
         self._worlds += self._needs_world
         self._needs_world = False
         answers: dict[int, T] = {}

@@ -23,14 +23,24 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the 
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
+def _counting() -> Any:
+    """Return this process's coverage, None where no lines are counted."""
+    return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+
+
 def _count_lines_on_few_ranks() -> None:
     """Stop coverage on all ranks but the first two and the last: counting costs 38 % more processor time, and a rank in
     the middle runs the lines of rank 1.
     """
-    if "coverage" in sys.modules and 1 < dist.get_rank() < dist.get_world_size() - 1:
-        counting = sys.modules["coverage"].Coverage.current()
-        if counting is not None:
-            counting.stop()
+    if 1 < dist.get_rank() < dist.get_world_size() - 1 and (counting := _counting()) is not None:
+        counting.stop()
+
+
+def pytest_sessionfinish() -> None:
+    """Save what one of several pytest processes has counted: who takes ten seconds to end is killed, and it is lost."""
+    if "PYTEST_XDIST_WORKER" in os.environ and (counting := _counting()) is not None:
+        counting.stop()
+        counting.save()
 
 
 @pytest.fixture(scope="session")

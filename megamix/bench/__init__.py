@@ -1,1 +1,1 @@
-"""Measuring: `megamix bench`, and the counting of live memory that it and the tests share."""
+"""Measuring: `megamix bench`."""

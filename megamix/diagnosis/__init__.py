@@ -1,1 +1,1 @@
-"""What a run says of its numbers: overflows in words, and FP16's range layer by layer."""
+"""What a run says of overflows, and when it gives up."""

@@ -37,11 +37,11 @@ def export_model(
     or beyond `dtype`;
     OSError.
     """
-    tokenizer = tokenizer or source.tokenizer
-    if tokenizer is not None and not tokenizer.is_file():
-        raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
-    family = family_of(source.config)
     with new_folder(output, "OUT:") as aside:
+        tokenizer = tokenizer or source.tokenizer
+        if tokenizer is not None and not tokenizer.is_file():
+            raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
+        family = family_of(source.config)
         size = _write_shards(aside, source.weights, family.links(source.config), dtype, shard_size)
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)

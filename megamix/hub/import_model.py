@@ -31,8 +31,8 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
     Raises: ValueError if the folder does not hold a model that ours can be, a weight is not finite and may not be, or
     `output` is there; OSError.
     """
-    weights = HuggingFaceWeights(folder)
     with new_folder(output, "--output") as aside:
+        weights = HuggingFaceWeights(folder)
         copy_tokenizer(folder, aside)
         copy_generation(folder, aside, tokenizer_in(folder))
         config = section_to_toml("model", weights.config)

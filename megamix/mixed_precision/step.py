@@ -52,8 +52,8 @@ class StepUnderWay:
         self.grad_accum_steps = grad_accum_steps
         self.micro_batches, self._ended = 0, False
         self.examination: Examination | None = None  # of this step, if it was asked for
-        self.scale_used = torch.ones((), device=device)
-        self.loss_sum = torch.zeros((), device=device)
+        self.scale_used = torch.ones((), dtype=torch.float32, device=device)
+        self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def require_complete(self, call: str) -> None:

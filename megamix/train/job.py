@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -94,8 +94,11 @@ class Job:
     trainer: Trainer | None = None
 
     def __post_init__(self) -> None:
-        self.console = Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
         self.status = RunStatus(Path(self.config.checkpoint.folder), self.config.training.steps, self._applied)
+
+    @cached_property  # at the first line: a progress bar counts time from when it is made
+    def console(self) -> Console:
+        return Console(self.config.training.steps, speaks=self.topology.world.rank == 0)
 
     def on_first_rank(self, work: Callable[[], None]) -> None:
         """Work on the run's folder; the first rank's refusal is every rank's.

@@ -2,25 +2,22 @@
 before any time is spent. No torch here.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megamix.checkpoint.folder import CHECKPOINTS, checkpoints, set_aside
-from megamix.config import Config, ConfigError, config_to_toml, load_config
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
+from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
+from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
+from megamix.train.build_data import data_problems
 
 if TYPE_CHECKING:
     from torch.profiler import profile
-import importlib.util
-
-from megamix.checkpoint.folder import MANIFEST
-from megamix.config import check_world_size
-from megamix.data.tokenizer import open_tokenizer
-from megamix.train.build_data import data_problems
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"

@@ -33,6 +33,8 @@ from megamix.supervise.status import NoAnswerError
 from megamix.train.build_data import data_fingerprints, data_identity
 
 _LONGEST = 2000  # characters of a line out of the store, to which others may write, too
+_LONGEST_TOLD = 1000  # characters of a value that is put there; of a longer one the rest is told by a hash
+_LONGEST_SHOWN = 60  # characters of a value in a message
 _PROBLEM = "problem"  # in place of what a rank was started with: why that is not known
 
 _DIGEST = TypeAdapter(Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")])
@@ -148,7 +150,6 @@ RESUME_WORDS = ("auto", "never")
 
 NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
 PACKAGE = Path(__file__).parents[1]
-_LONGEST_TOLD = 1000  # characters of a value; of a longer one the rest is told by a hash
 _DIGITS = 16  # of a hash, in hexadecimal: enough against chance
 
 
@@ -219,7 +220,6 @@ def _sources() -> str:
 
 
 _SHOWN_KEYS, _SHOWN_VALUES = 40, 4
-_LONGEST_SHOWN = 60  # characters of a value
 _UNSET = "not set"
 
 

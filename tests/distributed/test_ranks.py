@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.ranks import RankFailure
+from megamix.ranks import RankFailure, RankPool
 
 
 def _sum_of_ranks() -> int:
@@ -50,6 +51,16 @@ def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message
     with pytest.raises(RankFailure, match=message):
         run_ranks(case, 2, deadline_s=4.0)
     assert run_ranks(_sum_of_ranks, 2) == [1, 1]
+
+
+def test_a_rank_that_died_between_two_calls_is_named() -> None:
+    with RankPool(2) as pool:
+        _, pid = pool.call(os.getpid)
+        os.kill(pid, signal.SIGKILL)
+        multiprocessing.connection.wait([pool._processes[1].sentinel])
+        with pytest.raises(RankFailure, match="rank 1: died with exit code -9"):
+            pool.call(_sum_of_ranks)
+        assert pool.call(_sum_of_ranks) == [1, 1]
 
 
 def _make_group_and_count() -> tuple[int, int]:

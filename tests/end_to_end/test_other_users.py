@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from megamix.config import config_to_toml
-from megamix.ranks import CONTEXT, DEADLINE_S
+from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise.processes import children_of
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
@@ -130,7 +130,7 @@ def _attacked(started: Started, bomb: Path) -> None:
     ports = [port for _, port in listening(started.launcher.pid)]
     (rank, *_) = children_of(started.launcher.pid)
     arguments = (started.launcher.pid, ports, _environment(rank)["TORCHELASTIC_RUN_ID"], bomb)
-    attacker = CONTEXT.Process(target=_attack, args=arguments)
+    attacker = forkserver().Process(target=_attack, args=arguments)
     attacker.start()
     attacker.join(DEADLINE_S)
     assert attacker.exitcode == 0

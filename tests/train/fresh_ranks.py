@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megamix.cli import main
 from megamix.config import Config, config_to_toml
-from megamix.ranks import CONTEXT, DEADLINE_S
+from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise import watchdog
 from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
@@ -63,7 +63,7 @@ class FreshRanks:
         # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = [
-            CONTEXT.Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            forkserver().Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
             for rank in range(size)
         ]
         for process in self.processes:
