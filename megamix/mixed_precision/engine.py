@@ -73,7 +73,8 @@ class ShardedEngine:
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock = Clock(device)
         self.loss_scale = precision.loss_scale or StaticLossScale()
-        self._fingerprint = settings.fingerprint(layout, optimizer.state_names, precision.dtype, self.loss_scale.rule)
+        rule = self.loss_scale.rule
+        self._fingerprint = settings.state_fingerprint(layout, optimizer.state_names, precision.dtype, rule)
         chosen = (clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype, compile_update)
         settings.require_equal(self.collectives, device, optimizer, self.loss_scale.settings(), chosen)
         for number, own in enumerate(by_axis):

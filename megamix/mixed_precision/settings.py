@@ -203,8 +203,12 @@ def explain_dtypes(
 
 def fingerprint(*values: object) -> str:
     """Return the SHA-256 of what the values print."""
-    printed = repr(values).replace("axis=", "owners=")  # a field's name when the first states were saved
-    return hashlib.sha256(printed.encode()).hexdigest()
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def state_fingerprint(*values: object) -> str:
+    """Return the fingerprint that is saved in a state: ParamSpec.axis was `owners` when the first ones were."""
+    return hashlib.sha256(repr(values).replace("axis=", "owners=").encode()).hexdigest()
 
 
 def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:

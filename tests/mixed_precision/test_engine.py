@@ -27,6 +27,7 @@ from megamix import (
     TorchLossScale,
 )
 from megamix.mixed_precision.half_params import single_device
+from megamix.mixed_precision.step import StepUnderWay
 from tests.distributed.models import loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
@@ -463,6 +464,15 @@ def test_a_layout_has_the_fingerprint_under_which_states_were_saved_before() -> 
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     layout = ShardedEngine(model, optimizer, precision, compile_update=False).state_dict()["layout"]
     assert layout == "56ec55a5f972f748f279a2b75547b6c985a1a1e409c7179385dbd7f25cd70292"
+
+
+def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        under_way = StepUnderWay(1, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (under_way.scale_used.dtype, under_way.loss_sum.dtype) == (torch.float32, torch.float32)
 
 
 def test_the_modules_own_state_is_answered_with_load_weights() -> None:
