@@ -208,8 +208,9 @@ def test_an_import_that_fails_leaves_nothing_and_one_that_is_there_stays(
             import_model(tmp_path / "hf", tmp_path / "in")
     assert listing(tmp_path) == ["hf"]
     import_model(tmp_path / "hf", tmp_path / "in")
-    with pytest.raises(ValueError, match=r"--output .*in is there already"):
-        import_model(tmp_path / "hf", tmp_path / "in")
+    for folder in ("hf", "nowhere"):  # the name that is taken is told first
+        with pytest.raises(ValueError, match=r"--output .*in is there already"):
+            import_model(tmp_path / folder, tmp_path / "in")
 
 
 def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:

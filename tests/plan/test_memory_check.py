@@ -14,7 +14,7 @@ from megamix.parallel.build import build_model
 from megamix.plan import memory_plan
 from megamix.plan.memory_plan import memory_line
 from megamix.train.build import build_engine, plan_pipeline
-from tests.plan.test_memory_plan import SCALARS, _config
+from tests.plan.test_memory_plan import SCALARS, _config, held_by
 from tests.verify.jobs import make_config
 
 
@@ -68,14 +68,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
-    tensors = {
-        "half parameters": engine.half_params.flat,
-        "half gradients": engine.half_grads.flat,
-        "FP32 masters": engine.master_shard.master,
-        "optimizer states": [state for states in engine.master_shard.states for state in states],
-        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
-    }
-    held = {name: sum(tensor.nbytes for tensor in each) for name, each in tensors.items()}
+    held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held_by(engine).items()}
     planned, _ = memory_plan.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
     return {name: planned[name] for name in held}, held
 

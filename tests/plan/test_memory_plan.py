@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_from_dict, grad_accum_steps
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.plan.memory_plan import EVALUATION, plan_rank
@@ -91,6 +93,17 @@ MORE = {
 }  # fmt: skip
 
 
+def held_by(engine: ShardedEngine) -> dict[str, list[Tensor]]:
+    """What an engine holds between steps, by the plan's categories."""
+    return {
+        "half parameters": engine.half_params.flat,
+        "half gradients": engine.half_grads.flat,
+        "FP32 masters": engine.master_shard.master,
+        "optimizer states": [state for states in engine.master_shard.states for state in states],
+        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
+    }
+
+
 def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]:
     """Of one rank that takes two steps: its stage, bytes by category, the most of each phase, and what lives between
     steps.
@@ -119,14 +132,7 @@ def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]
             ends("step")
         engine.wait()
         live = tracker.live_bytes
-    held = {
-        "half parameters": engine.half_params.flat,
-        "half gradients": engine.half_grads.flat,
-        "FP32 masters": engine.master_shard.master,
-        "optimizer states": [state for states in engine.master_shard.states for state in states],
-        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
-        "model buffers": [*model.buffers()],
-    }
+    held = held_by(engine) | {"model buffers": [*model.buffers()]}
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()}
     return topology.pp.rank, sizes, phases, live
 
