@@ -49,7 +49,7 @@ class Clock:
             self._open.pop()
 
     def doing(self) -> str:
-        """The innermost open span, else the last one; for any thread."""
+        """Return the innermost open span, else the last one; for any thread."""
         return next(iter(self._open[-1:]), f"the code after {self._last}")
 
     def read(self) -> dict[str, float]:

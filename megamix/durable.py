@@ -101,13 +101,13 @@ def remove_asides(folder: Path, pattern: str) -> None:
 
 
 def create_anew(path: Path, mode: str = "xb") -> IO[Any]:
-    """A new file in place of whatever has that name: a link is removed, never followed."""
+    """Create a new file in place of whatever has that name: a link is removed, never followed."""
     path.unlink(missing_ok=True)
     return path.open(mode, encoding=None if "b" in mode else "utf-8")
 
 
 def foreign_kind(path: Path) -> str | None:
-    """What keeps a file from being an ordinary one of ours alone; None where nothing does, or there is none."""
+    """Return what keeps a file from being an ordinary one of ours alone; None where nothing does, or there is none."""
     try:
         return _foreign_kind(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,8 @@ def _foreign_kind(status: os.stat_result) -> str | None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """The descriptor of an ordinary file of ours alone; with O_CREAT made if it is missing, its mode by the umask.
+    """Return the descriptor of an ordinary file of ours alone; with O_CREAT made if it is missing, its mode by the
+    umask.
 
     Raises: ForeignFileError naming file and fix; OSError.
     """
@@ -149,6 +150,6 @@ def still_names(path: Path, descriptor: int) -> bool:
 
 
 def read_own(path: Path) -> bytes:
-    """All of a file of ours. Raises: ForeignFileError, OSError."""
+    """Return all of a file of ours. Raises: ForeignFileError, OSError."""
     with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()

@@ -112,7 +112,7 @@ class RankPool:
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
                 args = (rank, self.world_size, folder.name, theirs, self.on_gpus, new_interpreter)
-                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]
+                process = context.Process(target=_serve, args=args, daemon=True)  # type: ignore[attr-defined]  # of each kind
                 process.start()
                 theirs.close()
                 self._pipes.append(mine)

@@ -137,7 +137,7 @@ class ForwardBackward(Engine):
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -169,7 +169,7 @@ class Ddp(Engine):
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
             loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
 
     def optimize(self) -> None:

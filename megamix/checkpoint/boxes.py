@@ -38,25 +38,26 @@ class Box:
         return Box(tuple(offset + step for offset, step in zip(self.offset, by, strict=True)), self.size)
 
     def inside(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is a box of a parameter of that shape."""
+        """Return whether it is a box of a parameter of that shape."""
         return len(self.offset) == len(shape) and all(
             0 <= offset <= length - size for offset, size, length in zip(self.offset, self.size, shape, strict=True)
         )
 
     def intersection(self, other: Box) -> Box | None:
-        """What both cover; None where that is nothing."""
+        """Return what both cover; None where that is nothing."""
         offset = tuple(map(max, self.offset, other.offset))
         size = tuple(min(ends) - start for *ends, start in zip(self.end, other.end, offset, strict=True))
         return Box(offset, size) if all(length > 0 for length in size) else None
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """Return where this box lies in a tensor that holds `outer`."""
         starts = tuple(mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
 
 def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
-    """The elements [start, end) of a row-major block, as boxes of the full parameter that the block is a part of.
+    """Return the elements [start, end) of a row-major block, as boxes of the full parameter that the block is a part
+    of.
 
     In order, each contiguous in the block, so that they cut the flat range into consecutive pieces: at most
     2 (N - 1) + 1 of them, because at each dim but the last one there is at most one incomplete row at either end.
@@ -98,7 +99,7 @@ def pieces(box: Box, largest: int | None = None) -> Iterator[Box]:
 
 
 def tiling_problem(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Why these boxes do not cover each element of a parameter exactly once; None if they do."""
+    """Return why these boxes do not cover each element of a parameter exactly once; None if they do."""
     for box in boxes:
         if not box.inside(shape) or not box.numel:
             return f"{_text(box)} is no box of shape {shape}"

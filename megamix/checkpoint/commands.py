@@ -24,7 +24,7 @@ _ABSENT = "(none)"
 
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
-    """A line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
+    """Return a line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
     folder = _folder(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
     rows += [_row(entry, check) for entry in reversed(checkpoints(folder))]
@@ -56,7 +56,7 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
-    """A line for each difference."""
+    """Return a line for each difference."""
     same = True
     for line in differences(_good("A", old, check), _good("B", new, check)):
         same = False
@@ -121,7 +121,7 @@ def _size(path: Path) -> str:
 
 
 def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
-    """A line for each; none if a run resumed from either is the same run. Holds one piece of each at a time.
+    """Return a line for each; none if a run resumed from either is the same run. Holds one piece of each at a time.
 
     By which ranks a state was saved is no difference.
     Raises: ValueError if a checkpoint's configuration is no TOML.
@@ -137,7 +137,7 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """A line for each value of two trees that is not the same in both."""
+    """Return a line for each value of two trees that is not the same in both."""
     for name in dict.fromkeys((*old, *new)):
         before, after = old.get(name, _ABSENT), new.get(name, _ABSENT)
         if isinstance(before, dict) and isinstance(after, dict):

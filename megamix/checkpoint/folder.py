@@ -25,7 +25,9 @@ _DAMAGED = ".damaged-"  # set aside; for people to look at, never removed
 
 
 def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
-    """Those that were committed, the newest first; of them only those before the one of that name, if it is given."""
+    """Return those that were committed, the newest first; of them only those before the one of that name, if it is
+    given.
+    """
     paths = [path for path in _folders(folder) if _COMPLETE.fullmatch(path.name)]
     return sorted(
         (path for path in paths if before is None or _number(path.name) < _number(before)),
@@ -34,12 +36,12 @@ def checkpoints(folder: Path, before: str | None = None) -> list[Path]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Those that are being written or removed; the next save removes what is left of them."""
+    """Return those that are being written or removed; the next save removes what is left of them."""
     return [path for path in _folders(folder) if ASIDE in path.name]
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """Those that were found damaged."""
+    """Return those that were found damaged."""
     return [path for path in _folders(folder) if _DAMAGED in path.name]
 
 
@@ -49,8 +51,8 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def name_for(folder: Path, applied_updates: int) -> str:
-    """A name behind all others of the same update, whatever bears them: two saves after it may differ, in what is to be
-    tried again.
+    """Return a name behind all others of the same update, whatever bears them: two saves after it may differ, in what
+    is to be tried again.
     """
     taken = [_number(path.name) for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
     again = max((again for update, again in taken if update == applied_updates), default=-1) + 1
@@ -125,7 +127,7 @@ class Files:
         path.rmdir()
 
     def free_space(self, path: Path) -> int:
-        """Bytes that an ordinary user may still write there."""
+        """Return the bytes that an ordinary user may still write there."""
         return shutil.disk_usage(path).free
 
     def write_file(self, path: Path, chunks: Iterable[memoryview]) -> Written:

@@ -54,8 +54,8 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 def newest_checkpoint(
     folder: Path, together: Together, files: Files | None = None, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
-    """The newest, or the newest before the one of that name, that `read_together` finds good; those that it does not
-    are set aside, with one line each. Every rank must call it.
+    """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
+    not are set aside, with one line each. Every rank must call it.
     """
     while name := together.first(partial(_newest_name, folder, before)):
         try:
@@ -147,7 +147,7 @@ def _agree_on(problems: list[list[str]]) -> None:
 
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
-    """Why this checkpoint cannot become the engine's state; empty if it can."""
+    """Return why this checkpoint cannot become the engine's state; empty if it can."""
     saved = {param.name: param.shape for param in manifest.params}
     own = {spec.name: spec.full_shape for spec in engine.params}
     problems = [f"missing {name}" for name in own if name not in saved]

@@ -62,7 +62,7 @@ class RunRecord(Record):
     rng_rule: Annotated[str, Field(max_length=10_000)] = ""
 
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The configuration as it was written, section by section. Raises: ValueError."""
+        """Return the configuration as it was written, section by section. Raises: ValueError."""
         try:
             return toml_tables(self.config)
         except ValueError as error:
@@ -91,7 +91,7 @@ class Manifest(Record):
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """The whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
+    """Return the whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
     body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
     text = body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
     if len(text) > LARGEST or text.count(b",") > _MOST_VALUES:

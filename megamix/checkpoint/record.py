@@ -13,7 +13,7 @@ _LONGEST = 500  # characters of a line that says what is wrong
 
 
 def printable(text: str, longest: int = _LONGEST) -> str:
-    """One line of text that may hold anything: what would move a terminal's cursor is escaped, a long end cut."""
+    """Return one line of a text that may hold anything: what would move a terminal's cursor is escaped, the end cut."""
     shown = text if len(text) <= longest else text[:longest] + "..."
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 

@@ -70,7 +70,7 @@ def write_rank(begun: Path, rank: int, chunks: Iterable[memoryview], files: File
 
 
 def commit(begun: Path, manifest: Manifest, written: Sequence[dict[str, str | int]], files: Files) -> str:
-    """The name of the checkpoint that the files in `begun` are from now on."""
+    """Return the name of the checkpoint that the files in `begun` are from now on."""
     records = tuple(FileRecord.model_validate(fields) for fields in written)
     for record in records:
         path = begun / record.name

@@ -76,7 +76,7 @@ class Snapshot:
 
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
-    """The engine's state between two steps: views, so save it before the next one. Reads the device."""
+    """Return the engine's state between two steps: views, so save it before the next one. Reads the device."""
     return Snapshot(describe(engine, state_names(engine), run), owned_parts(engine))
 
 
@@ -111,7 +111,7 @@ class HostCopy:
 
 
 def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
-    """The manifest of the engine's state, its files still to be named. Reads the device."""
+    """Return the manifest of the engine's state, its files still to be named. Reads the device."""
     return Manifest(
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),

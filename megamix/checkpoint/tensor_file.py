@@ -31,12 +31,12 @@ _LARGEST_HEADER = 8 << 20
 
 
 def key_of(param: str, state: str, box: Box) -> str:
-    """A tensor's name in the file; the box's size is the tensor's shape."""
+    """Return a tensor's name in the file; the box's size is the tensor's shape."""
     return f"{param}|{state}|{','.join(map(str, box.offset))}"
 
 
 def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
-    """The parameter, the state and the box of `key_of`. Raises: ValueError."""
+    """Return the parameter, the state and the box of `key_of`. Raises: ValueError."""
     try:
         param, state, numbers = key.rsplit("|", 2)  # from the right: a module may bear any name
         offset = tuple(map(int, numbers.split(","))) if numbers else ()
@@ -48,7 +48,7 @@ def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
 
 
 def header(parts: Sequence[StateBox]) -> bytes:
-    """All that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_tensors` takes."""
+    """Return all that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_tensors` takes."""
     text = safetensors_header({key_of(part.param, part.state, part.box): part.box.size for part in parts}, "F32", 4)
     if len(text) > _LARGEST_HEADER:
         raise ValueError(
@@ -61,7 +61,7 @@ def header(parts: Sequence[StateBox]) -> bytes:
 def safetensors_header(
     shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """The header of tensors of one dtype, by the format's name for it, that follow each other in this order."""
+    """Return the header of tensors of one dtype, by the format's name for it, that follow each other in this order."""
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, shape in shapes.items():
@@ -89,8 +89,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], int]]:
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
-    """The first `size` bytes of a file, 1 MiB at a time, each good until the next is asked for. A thread reads one
-    ahead, since the disk would rest while the bytes are used. Raises: OSError, also if the file ends before.
+    """Yield the first `size` bytes of a file, 1 MiB at a time, each good until the next is asked for. A thread reads
+    one ahead, since the disk would rest while the bytes are used. Raises: OSError, also if the file ends before.
     """
     being_read, used = memoryview(bytearray(tuned.READ_AHEAD)), memoryview(bytearray(tuned.READ_AHEAD))
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as reader:
@@ -115,7 +115,7 @@ def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
-    """The whole file, in order."""
+    """Yield the whole file, in order."""
     yield memoryview(header(parts))
     for part in parts:
         assert part.tensor.dtype == torch.float32, part.tensor.dtype
@@ -124,6 +124,6 @@ def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
 
 
 def tensor_chunks(flat: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor (n,), on whatever device."""
+    """Yield the bytes of a tensor (n,), on whatever device."""
     for piece in torch.split(flat, tuned.SAVED_PIECE):
         yield memoryview(piece.cpu().view(torch.uint8).numpy().data)  # as bytes: numpy knows no BF16

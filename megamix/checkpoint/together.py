@@ -42,7 +42,7 @@ class Together:
         return Together(make_collectives(replace(world, group=group), 0, torch.uint8, host), host)
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank works; all get all the results, in rank order. They must be JSON.
+        """Let every rank work; return all the results to all, in rank order. They must be JSON.
 
         Raises: FailedTogether on every rank if the work raised anything on one.
         """
@@ -59,5 +59,5 @@ class Together:
         return [answer["result"] for answer in answers]
 
     def first(self, work: Callable[[], Any]) -> Any:
-        """The first rank works; all get its result. Raises: as `every`."""
+        """Let the first rank work; return its result to all. Raises: as `every`."""
         return self.every(work if self.rank == 0 else lambda: None)[0]

@@ -117,8 +117,8 @@ def check_size(path: Path, record: FileRecord) -> None:
 
 
 def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
-    """All bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was written is
-    known when all have gone by. Raises: ValueError then, if they are not; OSError.
+    """Yield all bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was
+    written is known when all have gone by. Raises: ValueError then, if they are not; OSError.
     """
     crc32 = 0
     for chunk in read_ahead(path, record.size):

@@ -224,7 +224,7 @@ def gather_texts(collectives: Collectives, text: str, device: torch.device) -> l
     content = text.encode()
 
     def rows(room: int) -> list[bytes]:
-        """Of every rank: its content's length, and as much of it as there is room for."""
+        """Return of every rank its content's length, and as much of it as there is room for."""
         row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
         table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
         return [bytes(line.tolist()) for line in table.cpu()]

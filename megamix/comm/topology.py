@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in __all__
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Topology:
 
     @staticmethod
     def place(rank: int, *, pp_size: int = 1, dp_size: int = 1, tp_size: int = 1) -> Topology:
-        """Where that rank stands in a mesh of these sizes: arithmetic, nothing is connected.
+        """Return where that rank stands in a mesh of these sizes: arithmetic, nothing is connected.
 
         Raises: ValueError if there is no such rank.
         """
@@ -132,15 +132,15 @@ def _connected(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | Non
 
 
 def local_device() -> torch.device:
-    """The GPU that LOCAL_RANK names, or the CPU where torch sees no GPU."""
+    """Return the GPU that LOCAL_RANK names, or the CPU where torch sees no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # pragma: CUDA only
 
 
 def side_store(world: Axis) -> Store:
-    """The store in which the ranks have met, for messages beside the collectives: by a connection of its own, and with
-    keys that no job before this one in the same processes has used. Every rank must call it.
+    """Return the store in which the ranks have met, for messages beside the collectives: by a connection of its own,
+    and with keys that no job before this one in the same processes has used. Every rank must call it.
     """
     store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     job = store.add(f"megamix/rank {world.rank}", 1)

@@ -21,12 +21,12 @@ _MOST_LINES = 12  # in a report
 
 
 def culprits(peaks: Sequence[ParamPeak]) -> list[ParamPeak]:
-    """The parameters that made the step overflow, in about the order of backward, in which a fault travels on."""
+    """Return the parameters that made the step overflow, in about the order of backward, as a fault travels."""
     return [peak for peak in reversed(peaks) if peak.fault]
 
 
 def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
-    """One line on one overflowed attempt: who, how, and how near the others were.
+    """Return one line on one overflowed attempt: who, how, and how near the others were.
 
     `loss`: the attempt's mean over the global batch; `peaks`: all parameters, see `gather_peaks`.
     """
@@ -49,7 +49,7 @@ def _nearest(rest: Sequence[ParamPeak]) -> str:
 
 
 def cause(loss: float, peaks: Sequence[ParamPeak]) -> str:
-    """What kind of overflow it was, and so what can help."""
+    """Return what kind of overflow it was, and so what can help."""
     faults = {peak.fault for peak in culprits(peaks)}
     if not math.isfinite(loss):
         return (
@@ -97,7 +97,8 @@ def _where(peak: ParamPeak, origins: Origins) -> str:
 
 
 def culprit_table(history: Sequence[Sequence[ParamPeak]]) -> list[str]:
-    """Which parameters and layers overflowed how often, for the report of a run that gives up; the most frequent first.
+    """Return which parameters and layers overflowed how often, for the report of a run that gives up; the most frequent
+    first.
 
     `history`: the peaks of each overflowed attempt, oldest first.
     """
@@ -186,7 +187,7 @@ class OverflowHistory:
         return overflow_words(loss, self._peaks[-1])
 
     def faults(self) -> dict[str, str | None]:
-        """The parameters that made the last overflow, and how."""
+        """Return the parameters that made the last overflow, and how."""
         return {peak.name: peak.fault for peak in culprits(self._peaks[-1])}
 
     def spend(self, found_inf: bool, loss: float, attempts: int, applied: int) -> None:

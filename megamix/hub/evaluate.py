@@ -50,7 +50,7 @@ class Evaluation:
 
 
 def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Evaluation:
-    """The file is one stream, read in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
+    """Read the file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
     targets behind the one before count, so each token counts once, seen from the tokens before it in its window: at
     least seq_len - stride of them, but for the file's beginning.
 
@@ -116,7 +116,7 @@ def check_harness() -> None:
 
 
 def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
-    """Every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
+    """Return every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
     check_harness()
     import lm_eval
     from lm_eval.tasks import TaskManager

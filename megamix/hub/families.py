@@ -32,11 +32,11 @@ class Link:
         return self.to_theirs(Box.whole(self.shape))
 
     def to_theirs(self, box: Box) -> Box:
-        """Where a box of our parameter lies in their tensor."""
+        """Return where a box of our parameter lies in their tensor."""
         return self._turned(box).moved(self.offset)
 
     def to_ours(self, box: Box) -> Box:
-        """The reverse, for a box within `region`."""
+        """Return the reverse, for a box within `region`."""
         return self._turned(box.moved(tuple(-start for start in self.offset)))
 
     def _turned(self, box: Box) -> Box:
@@ -44,7 +44,7 @@ class Link:
 
 
 def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
-    """The whole of each of their tensors, in the links' order."""
+    """Return the whole of each of their tensors, in the links' order."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         end = link.region.end
@@ -71,7 +71,7 @@ class Family:
     size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
 
     def misfits(self, config: ModelConfig) -> list[str]:
-        """Why this family has no such model; empty if it has."""
+        """Return why this family has no such model; empty if it has."""
         given = configs.effective(config)
         return [
             f"model.{key} is {given[key]}, {self.model_type} has {' or '.join(map(str, values))}"
@@ -80,7 +80,7 @@ class Family:
         ]
 
     def links(self, config: ModelConfig) -> list[Link]:
-        """Every parameter of such a model, once, in the order of its modules."""
+        """Return every parameter of such a model, once, in the order of its modules."""
         return [self._link(name, shape) for name, shape in param_shapes(config).items()]
 
     def _link(self, ours: str, shape: tuple[int, ...]) -> Link:
@@ -95,7 +95,7 @@ class Family:
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of a model, a shared one under its first name. Allocates nothing.
+    """Return every parameter of a model, a shared one under its first name. Allocates nothing.
 
     Raises: ValueError if a parameter is larger than any memory.
     """
@@ -153,7 +153,7 @@ FAMILIES = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family that has such a model. Raises: ValueError with what is in the way of the nearest one."""
+    """Return the family that has such a model. Raises: ValueError with what is in the way of the nearest one."""
     misfits = {family.model_type: family.misfits(config) for family in FAMILIES.values()}
     nearest = min(misfits, key=lambda model_type: len(misfits[model_type]))
     if misfits[nearest]:

@@ -31,7 +31,7 @@ ROTARY_SIZES = {
 
 
 def effective(config: ModelConfig) -> dict[str, Any]:
-    """The section's values, those that are not set replaced by what they come to."""
+    """Return the section's values, those that are not set replaced by what they come to."""
     filled = {
         "num_kv_heads": sizes.num_kv_heads(config),
         "head_dim": sizes.head_dim(config),
@@ -222,7 +222,7 @@ def _first_set(*values: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value of somebody else's file in a message: one line, and no longer than one."""
+    """Return a value of somebody else's file in a message: one line, and no longer than one."""
     try:
         text = repr(value)
     except ValueError:

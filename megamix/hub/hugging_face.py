@@ -61,7 +61,7 @@ class HuggingFaceWeights:
         self._check_tensors(links, shapes)
 
     def read(self, param: str, box: Box) -> Tensor:
-        """A box of one of our parameters, FP32."""
+        """Return a box of one of our parameters, FP32."""
         link = self._links[param]
         origin = Box((0,) * len(box.size), box.size)
         name = link.theirs.removeprefix(self._base)
@@ -191,7 +191,7 @@ _USUAL_TABLES = 1 << 27
 
 
 def contradictions(family: Family, base: str, config: ModelConfig, shapes: Shapes) -> list[str]:
-    """What the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
+    """Return what the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
 
     `base`: what their names lack of the family's.
     """
@@ -229,7 +229,7 @@ def _tensors(name: str | None, layers: list[str], shapes: Shapes) -> Iterator[st
 
 
 def tables_problem(config: ModelConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
-    """The tables of rotary positions, if they take more than the weights and `usual` bytes."""
+    """Return the tables of rotary positions, if they take more than the weights and `usual` bytes."""
     if config.position != "rotary":
         return []
     tables = 4 * config.seq_len * effective(config)["head_dim"]

@@ -42,7 +42,7 @@ class Weights(Protocol):
         ...
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
-        """A place of a parameter as the files name it."""
+        """Return a place of a parameter as the files name it."""
         ...
 
 
@@ -98,7 +98,7 @@ class Source:
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
 
     def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Transformer:
-        """The model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
+        """Return the model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
         watched = WatchedWeights(self.weights)
         model = meta_model(self.config).to(dtype).to_empty(device=device)
         if self.config.tie_embeddings:

@@ -24,7 +24,7 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def tokenizer_in(folder: Path) -> Path | None:
-    """The file to open, if the folder has it."""
+    """Return the file to open, if the folder has it."""
     path = folder / TOKENIZER
     return path if path.is_file() else None
 
@@ -73,8 +73,8 @@ def copy_generation(folder: Path, output: Path, tokenizer: Path | None) -> dict[
 
 
 def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
-    """What begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or its
-    config.json or, where neither says so, by the end token of the tokenizer's file.
+    """Return what begins, ends and pads a text: each an id, several, or None. By the folder's settings of generation or
+    its config.json or, where neither says so, by the end token of the tokenizer's file.
     """
     ids: dict[str, Any] = dict.fromkeys(_IDS)
     for name in (CONFIG, GENERATION):
@@ -97,7 +97,7 @@ def _require_ids(path: Path, key: str, value: object) -> None:
 
 
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text."""
+    """Return the tokens that end a text."""
     end = ids["eos_token_id"]
     if end is None:
         return ()

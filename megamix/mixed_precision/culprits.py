@@ -53,7 +53,7 @@ def headroom(max_abs: float) -> float:
 
 
 def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
-    """Every parameter of the model, in registration order. Every rank must call it: one small collective.
+    """Return every parameter of the model, in registration order. Every rank must call it: one small collective.
 
     Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
     """
@@ -63,7 +63,7 @@ def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
 
 
 def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Sequence[str]) -> Tensor:
-    """One rank's statistics by parameter, zeros where it owns nothing. Shapes: FP64 (2, pieces) -> (params, 2)."""
+    """Return one rank's statistics by parameter, 0 where it owns nothing. Shapes: FP64 (2, pieces) -> (params, 2)."""
     index = {name: row for row, name in enumerate(param_names)}
     peaks = torch.zeros(len(param_names), 2, dtype=torch.float64)
     peaks[[index[piece.name] for piece in pieces]] = by_piece.T
@@ -71,7 +71,7 @@ def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Seque
 
 
 def merge_peaks(table: Tensor, param_names: Sequence[str]) -> list[ParamPeak]:
-    """All ranks' `peaks_by_param` as one. Shapes: FP64 (ranks, params, 2)."""
+    """Return all ranks' `peaks_by_param` as one. Shapes: FP64 (ranks, params, 2)."""
     sums, peaks = table[..., 0].sum(0).tolist(), table[..., 1].amax(0).tolist()  # both keep NaN and inf
     return [ParamPeak(*values) for values in zip(param_names, sums, peaks, strict=True)]
 
@@ -100,7 +100,8 @@ def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
 
 
 def pack_origins(local: Tensor) -> Tensor:
-    """One rank's faults as a row of fixed length: their number, then micro-batch, parameter and fault of the first.
+    """Return one rank's faults as a row of fixed length: their number, then micro-batch, parameter and fault of the
+    first.
 
     Shapes: FP64 (micro_batches, params, 3), an `Examination.local` -> FP64 (1 + 3 * 64,).
     """
@@ -117,7 +118,7 @@ def pack_origins(local: Tensor) -> Tensor:
 
 
 def merge_origins(table: Tensor, param_names: Sequence[str]) -> Origins:
-    """All ranks' `pack_origins` as one. Shapes: FP64 (ranks, 1 + 3 * 64)."""
+    """Return all ranks' `pack_origins` as one. Shapes: FP64 (ranks, 1 + 3 * 64)."""
     found, left_out = [], 0
     for rank, row in enumerate(table.long()):
         number = int(row[0])

@@ -88,7 +88,7 @@ def _copies_agree(engine: ShardedEngine, buckets: list[int]) -> Tensor:
 
 
 def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
-    """A hash of the bits of each of `shards` equal parts of `flat`, as they are in `dtype`.
+    """Return a hash of the bits of each of `shards` equal parts of `flat`, as they are in `dtype`.
 
     A sum modulo 2^64 of 64-bit words, each folded, times an odd number that depends on its place: any difference within
     one word changes it, always; elements that changed places do, but for a chance of about 2^-30.

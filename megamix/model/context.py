@@ -20,7 +20,7 @@ class Documents:
 
 
 def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
-    """The documents that INT64 positions (B, T) begin at each 0, and anew in each sequence.
+    """Return the documents that INT64 positions (B, T) begin at each 0, and anew in each sequence.
 
     as_mask: needed where shapes must not depend on the data, as on a GPU (reading them would wait for it) and in
     compiled code. Without, attention runs once a document, at the cost of its own tokens alone, and None is returned
@@ -77,7 +77,9 @@ class KeyValueCache:
         return torch.arange(self.length, self.length + tokens.shape[1], device=tokens.device)[None]
 
     def seen(self, tokens: Tensor) -> Documents | None:
-        """What each of them sees, itself and all before, as a mask (1, 1, T, length + T); None for the first tokens."""
+        """Return what each of them sees, itself and all before, as a mask (1, 1, T, length + T); None for the first
+        tokens.
+        """
         if not self.length:
             return None
         seen = torch.ones(tokens.shape[1], self.length + tokens.shape[1], dtype=torch.bool, device=tokens.device)

@@ -92,7 +92,7 @@ class RotaryTable(nn.Module):
         return self
 
     def forward(self, num_positions: int, positions: Tensor | None = None) -> RotaryTables:
-        """The tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
+        """Return the tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
         rows = slice(num_positions) if positions is None else positions
         return self.cos[rows], self.sin[rows]
 

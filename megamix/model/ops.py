@@ -13,7 +13,9 @@ from megamix.model.context import Documents
 
 @functools.cache
 def cpu_multiplies_fp16() -> bool:
-    """Whether this CPU has FP16 arithmetic; without it torch's FP16 products take 10 to 100 times as long as FP32's."""
+    """Return whether this CPU has FP16 arithmetic; without it torch's FP16 products take 10 to 100 times as long as
+    FP32's.
+    """
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(unit, False) for unit in ("avx512_fp16", "amx_fp16", "fp16_arith"))  # fp16_arith: Arm
 

@@ -68,7 +68,7 @@ def matmul_weights(config: ModelConfig) -> int:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """All parameters, shared ones once."""
+    """Return all parameters, shared ones once."""
     lookups = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     if config.position == "learned":
         lookups += config.seq_len * config.hidden_size
@@ -96,8 +96,9 @@ def flops_per_token(config: ModelConfig) -> int:
 
 
 def hardware_flops_per_token(config: ModelConfig) -> int:
-    """What is computed: flops_per_token, and with recompute = "full" the blocks' forward (a third of their share) once
-    more. What "selective" recomputes multiplies nothing."""
+    """Return what is computed: flops_per_token, and with recompute = "full" the blocks' forward (a third of their
+    share) once more. What "selective" recomputes multiplies nothing.
+    """
     if config.recompute != "full":
         return flops_per_token(config)
     blocks = flops_per_token(config) - 6 * config.vocab_size * config.hidden_size

@@ -242,6 +242,6 @@ class Transformer(nn.Module):
 
 
 def meta_model(config: ModelConfig) -> Transformer:
-    """The modules without memory, in the dtype that is torch's default."""
+    """Return the modules without memory, in the dtype that is torch's default."""
     with torch.device("meta"):
         return Transformer(config.model_copy(update={"compile": False}))

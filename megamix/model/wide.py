@@ -203,7 +203,9 @@ class WideAttention(torch.autograd.Function):
 
 
 def widen_heads(x: Tensor, num_heads: int) -> Tensor:
-    """FP32 copy of half (B, kv_heads, T, D), each head repeated for its group of queries -> (B, num_heads, T, D)."""
+    """Return an FP32 copy of half (B, kv_heads, T, D), each head repeated for its group of queries -> (B, num_heads, T,
+    D).
+    """
     if x.shape[1] == num_heads:
         return x.float()
     return x.float().repeat_interleave(num_heads // x.shape[1], dim=1)

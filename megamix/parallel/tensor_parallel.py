@@ -54,7 +54,7 @@ def _place(name: str, shape: tuple[int, ...], topology: Topology, sequence_paral
 
 
 def divided_dim(name: str) -> int | None:
-    """The dim of a parameter in which tensor-parallel ranks divide it; None: each holds all of it."""
+    """Return the dim of a parameter in which tensor-parallel ranks divide it; None: each holds all of it."""
     module = _module(name)
     if module in _VOCABULARY or module.endswith(_COLUMNS):
         return 0

@@ -119,7 +119,7 @@ class Meter:
         return self._tracker.live_bytes - self._base
 
     def peak(self) -> int:
-        """The most bytes since it was asked for last."""
+        """Return the most bytes since it was asked for last."""
         highest, self._tracker.peak_bytes = self._tracker.peak_bytes, self._tracker.live_bytes
         return highest - self._base
 
@@ -226,7 +226,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
-    """Bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
+    """Return the bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
 
     It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
     keep a little less with "selective", and packed sequences on a CPU attention's output once more.

@@ -21,7 +21,7 @@ RESERVED = 2 * 2**30
 
 
 def plan_lines(config: Config, world: int | None, memory: str | None, device: str | None, as_json: bool) -> list[str]:
-    """What to print. `world`: None for parallelism.dp_size, or 1; `device`: None for what this machine has.
+    """Return what to print. `world`: None for parallelism.dp_size, or 1; `device`: None for what this machine has.
 
     Raises: ConfigError for what cannot be planned.
     """
@@ -136,7 +136,7 @@ class Advice:
 
 
 def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """The smallest change of each kind that fits, or the largest one where none does; the smallest peaks last."""
+    """Return the smallest change of each kind that fits, or the largest where none does; the smallest peaks last."""
     advice = []
     for changes in _kinds(config, plan):
         best = None

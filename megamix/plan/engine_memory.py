@@ -99,8 +99,8 @@ def _filling(layout: FlatLayout, dtype: torch.dtype) -> int:
 
 
 def pieces_by_shard(layout: FlatLayout) -> list[int]:
-    """How many parts of parameters the owners of the first, second, ... shards have: all that differs between the
-    memory of ranks with equal layouts.
+    """Return how many parts of parameters the owners of the first, second, ... shards have: all that differs between
+    the memory of ranks with equal layouts.
     """
     counts = [0] * max(bucket.num_shards for bucket in layout.buckets)
     for bucket in layout.buckets:

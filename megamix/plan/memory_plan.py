@@ -254,7 +254,7 @@ def _host(config: Config, part: _RankPart) -> dict[str, int]:
 
 
 def amount(size: int) -> str:
-    """Bytes in the unit that leaves them readable."""
+    """Return the bytes in the unit that leaves them readable."""
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 else f"{size / 2**20:,.2f} MiB"
 
 

@@ -83,8 +83,8 @@ def timetable(stages: Sequence[StagePlan], pp_rank: int, schedule: str, micro_ba
 
 
 def held_buffers(stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts) -> int:
-    """Bytes that torch keeps from step to step: for each micro-batch what arrives at each stage, and the gradients that
-    a backward in halves leaves at it until the next step begins.
+    """Return the bytes that torch keeps from step to step: for each micro-batch what arrives at each stage, and the
+    gradients that a backward in halves leaves at it until the next step begins.
     """
     last = len(stages) - 1
     ends = sum((index > 0) + (index < last) for index, plan in enumerate(stages) if plan.rank == pp_rank)
@@ -92,7 +92,7 @@ def held_buffers(stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts
 
 
 def evaluation_buffers(stages: Sequence[StagePlan], pp_rank: int, facts: PipelineFacts) -> int:
-    """Bytes that it keeps beside that from the first evaluation on: what arrives, and what was sent."""
+    """Return the bytes that it keeps beside that from the first evaluation on: what arrives, and what was sent."""
     whole = facts.dtype.itemsize * facts.batch[0] * facts.batch[1] * facts.hidden[2]  # all positions
     ends = sum((index > 0) + _is_sent(stages, index) for index, plan in enumerate(stages) if plan.rank == pp_rank)
     return ends * facts.micro_batches * whole
@@ -149,7 +149,7 @@ def _is_sent(stages: Sequence[StagePlan], index: int) -> bool:
 
 
 def trace_stages(build: Build, stages: Sequence[StagePlan], facts: PipelineFacts) -> list[StageMemory]:
-    """One micro-batch in each of the stages."""
+    """Trace one micro-batch in each of the stages."""
     traces: dict[tuple[bool, bool], tuple[_StagePeaks, _StagePeaks]] = {}
     found = []
     for index, plan in enumerate(stages):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from megamix.checkpoint.record import printable
 from megamix.supervise.processes import Siblings, process, process_start
@@ -125,7 +125,7 @@ class RollCall:
         return Judgement.read(self._store.get("verdict"), self.size) if self._store.check(["verdict"]) else None
 
     def decide(self, verdict: Judgement) -> Judgement:
-        """The first verdict is everybody's: returns that one."""
+        """Return everybody's verdict: the first that was given, this one if there was none."""
         verdict = verdict.fit()
         return Judgement.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
 
@@ -162,14 +162,14 @@ class Board:
         self._store.set(key, json.dumps(value))
 
     def claim(self, key: str, rank: int) -> int:
-        """Which rank was the first to claim this."""
+        """Return which rank was the first to claim this."""
         return self._checked(key, self._store.compare_set(key, "", json.dumps(rank)), TypeAdapter(_Count))
 
     def has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
     def wait(self, keys: Sequence[str], grace_s: float = 0.0) -> bool:
-        """Whether all of them came in time."""
+        """Return whether all of them came in time."""
         end_s = self._end_s + grace_s
         try:
             self._store.wait(list(keys), datetime.timedelta(seconds=max(0.1, end_s - time.monotonic())))
@@ -181,11 +181,11 @@ class Board:
         return True
 
     def read(self, key: str, form: TypeAdapter[_T]) -> _T:
-        """What is there already."""
+        """Return what is there already."""
         return self._checked(key, self._store.get(key), form)
 
     def leave(self, rank: int, size: int) -> None:
-        """Where the first rank holds the store, it would take the outcome with it before the others have read it."""
+        """Let the first rank wait until all have read: where it holds the store, it would take the outcome with it."""
         if self._store.add("have read", 1) == size:
             self._store.set("all have read", "")
         elif rank == 0:

@@ -33,7 +33,7 @@ def process_start(pid: int) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that it has started, and that are still there."""
+    """Return the processes that it has started, and that are still there."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     return [child for child in pids if (found := process(child)) is not None and found.parent == pid]
 

@@ -16,7 +16,7 @@ from collections.abc import MutableMapping
 
 # Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun's registry calls. Raises: ValueError for more than one machine, or a place to meet at."""
+    """Make the rendezvous, for torchrun's registry. Raises: ValueError for several machines, or a place to meet."""
     if params.max_nodes > 1:
         raise ValueError(
             f"--nnodes: got {params.max_nodes}, the rendezvous {BACKEND!r} is for the ranks of one machine; leave "
@@ -31,11 +31,11 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def handler_creator() -> RendezvousHandlerCreator:
-    """What the entry point `torchrun.handlers` names."""
+    """Return what the entry point `torchrun.handlers` names."""
     return create_handler
 
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: E402
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__  # noqa: E402
 from torch.distributed.elastic.rendezvous import (  # noqa: E402
     RendezvousHandler,
     RendezvousHandlerCreator,
@@ -106,7 +106,7 @@ def torchrun(arguments: list[str]) -> None:
 
 
 def loopback_store() -> TCPStore:
-    """A store that only this machine reaches. Told the host alone, TCPStore would listen on every interface."""
+    """Return a store that only this machine reaches. Told the host alone, TCPStore would listen on every interface."""
     with socket.create_server((_LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
         return TCPStore(

@@ -96,8 +96,8 @@ class RunStatus:
         self._start, self._restarts = 0, 0
 
     def begin(self, update: int, max_restarts: int) -> None:
-        """The run starts from `update`, as its newest save has it; called again if that save cannot be loaded and it
-        starts from an older one.
+        """Note that the run starts from `update`, as its newest save has it; call it again if that save cannot be
+        loaded and it starts from an older one.
 
         Raises: OSError if it cannot be written down; StuckError, written down as well, at more than `max_restarts`
         starts in a row from one update; those after a run that was asked to leave do not count.
@@ -197,12 +197,14 @@ class LeaveRequest:
 
 
 def shutdown_s(launched: bool) -> float:
-    """How long a launcher, if there is one, waits after SIGTERM: 30 s unless it was told otherwise."""
+    """Return how long a launcher, if there is one, waits after SIGTERM: 30 s unless it was told otherwise."""
     return float(os.environ.get(SHUTDOWN_VARIABLE, "30")) if launched else math.inf
 
 
 def noted_signals() -> list[signal.Signals]:
-    """Those to note in this process: not a SIGHUP that is ignored, as under nohup: such a run outlives its terminal."""
+    """Return those to note in this process: not a SIGHUP that is ignored, as under nohup: such a run outlives its
+    terminal.
+    """
     return [number for number in NOTED if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 

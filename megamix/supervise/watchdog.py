@@ -257,7 +257,7 @@ class _Suspicion:
         return time.monotonic() - self._since_s
 
     def idle_s(self) -> float:
-        """How long ago the rank that moved last did."""
+        """Return how long ago the rank that moved last did."""
         return min((sign.idle_s for sign in self._roll.signs().values()), default=0.0)
 
     def missing_here(self) -> list[int]:

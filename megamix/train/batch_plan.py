@@ -70,7 +70,7 @@ class PlanState(NamedTuple):
     attempts: int = 0  # handed out so far
 
     def counters(self) -> dict[str, float | list[int]]:
-        """All of it in numbers, by name: equal on every rank, or memory is damaged."""
+        """Return all of it in numbers, by name: equal on every rank, or memory is damaged."""
         waiting = [
             number
             for batch, due_in in self.waiting
@@ -154,15 +154,15 @@ class BatchPlan:
         return self._attempts
 
     def must_settle(self, until: int) -> bool:
-        """Whether the oldest outcome is needed before the next attempt: because it is `lag` attempts back, or because
-        the next one might be update `until` + 1.
+        """Return whether the oldest outcome is needed before the next attempt: because it is `lag` attempts back, or
+        because the next one might be update `until` + 1.
         """
         in_flight = len(self._in_flight)
         return in_flight == self.lag or (in_flight > 0 and self.applied + in_flight >= until)
 
     def take(self) -> Attempt:
-        """The next attempt: the earliest batch that is due, else a new one, else (new ones could be too many) the
-        earliest that waits.
+        """Return the next attempt: the earliest batch that is due, else a new one, else (new ones could be too many)
+        the earliest that waits.
         """
         waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self._attempts
         spoken_for = self.applied + len(self._in_flight) + len(self._waiting)
@@ -179,13 +179,13 @@ class BatchPlan:
         return attempt
 
     def next_new(self) -> Samples:
-        """The next batch that has never been tried."""
+        """Return the next batch that has never been tried."""
         left_over = cut(self._left_over, 0, self.global_batch_size)
         missing = self.global_batch_size - num_samples(left_over)
         return (*left_over, range(self._cursor, self._cursor + missing)) if missing else left_over
 
     def oldest(self) -> Attempt:
-        """The attempt whose outcome comes next."""
+        """Return the attempt whose outcome comes next."""
         return self._in_flight[0]
 
     def settle(self, found_inf: bool, loss_scale: float) -> Fate:
@@ -207,12 +207,12 @@ class BatchPlan:
         return Fate.REQUEUED
 
     def state(self) -> PlanState:
-        """What is needed to go on as if never stopped; only with nothing in flight."""
+        """Return what is needed to go on as if never stopped; only with nothing in flight."""
         assert not self._in_flight, "outcomes are still to come"
         return self._so_far()
 
     def counters(self) -> dict[str, float | list[int]]:
-        """What every rank must have counted alike, whatever is in flight."""
+        """Return what every rank must have counted alike, whatever is in flight."""
         return self._so_far().counters()
 
     def _so_far(self) -> PlanState:

@@ -35,7 +35,7 @@ class RankBatches:
                 self._loader.prefetch(part)
 
     def load(self, samples: Samples) -> Batch:
-        """A micro-batch, on the device. Raises: whatever the source raises."""
+        """Return a micro-batch, on the device. Raises: whatever the source raises."""
         return self._loader.load(samples)
 
 

@@ -77,7 +77,7 @@ def build_precision(section: PrecisionConfig) -> Precision:
 
 
 def plan_pipeline(config: Config) -> list[StagePlan]:
-    """The stages of all ranks; none without a pipeline."""
+    """Return the stages of all ranks; none without a pipeline."""
     section = config.parallelism
     if section.pp_size == 1:
         return []
@@ -86,7 +86,7 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
 
 
 def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stages: Sequence[StagePlan]) -> Passes:
-    """How a step's micro-batches pass through this rank's part of the model."""
+    """Return how a step's micro-batches pass through this rank's part of the model."""
     if not stages:
         return OneByOne(engine)
     topology = engine.topology
@@ -101,7 +101,7 @@ def build_engine(
     config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
     topology: Topology | None = None, placements: Mapping[str, Placement] | None = None,
 ) -> ShardedEngine:  # fmt: skip
-    """The engine of a job. Every rank must call it."""
+    """Return the engine of a job. Every rank must call it."""
     table = lr_table(
         optimizer_lr=config.optimizer.lr,
         min_lr=config.optimizer.min_lr,

@@ -139,7 +139,7 @@ class Job:
         self.status.begin(start.progress.applied, self.config.checkpoint.max_restarts)
 
     def position(self) -> Position:
-        """Where the main thread stands, for any thread. A save beside training is not what it waits for."""
+        """Return where the main thread stands, for any thread. A save beside training is not what it waits for."""
         if self.trainer is None:
             return Position(0, "the start", 0, 0)
         clock, plan = self.trainer.engine.clock, self.trainer.plan

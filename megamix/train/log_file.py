@@ -52,7 +52,7 @@ class LogFile:
         self._attempt(self._write_and_sync)
 
     def size(self) -> int:
-        """Bytes of the file once what is held back is in it."""
+        """Return the bytes of the file once what is held back is in it."""
         with contextlib.suppress(OSError):
             return self._whole_size() + sum(map(len, self._held))
         return sum(map(len, self._held))

@@ -65,7 +65,7 @@ class LayerPrecision:
 
 
 def precision_tag(name: str, layer: str) -> str:
-    """The tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
+    """Return the tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
     return f"precision/{name}/{layer}"
 
 
@@ -93,7 +93,7 @@ class StepMetrics:
 
 
 def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
-    """The console line: plain text that stays readable in a batch system's log."""
+    """Return the console line: plain text that stays readable in a batch system's log."""
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
     # Reading runs beside the step: that it can be waited for at all is news.
     data = f"data {metrics.data_share:.0%} " if metrics.data_share >= 0.01 else ""

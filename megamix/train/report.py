@@ -68,8 +68,8 @@ class IntervalReport:
     def metrics(
         self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
     ) -> StepMetrics:
-        """The interval that ends with `update`, whose outcome is given. `attempts`: launched by now, some of them
-        after it; `skipped`: overflowed so far; `scaled`: there is a loss scale.
+        """Return the interval that ends with `update`, whose outcome is given. `attempts`: launched by now, some of
+        them after it; `skipped`: overflowed so far; `scaled`: there is a loss scale.
         """
         if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
             self._measure(attempts)
@@ -150,7 +150,7 @@ class Readout:
             event.record()
 
     def read(self, attempt: int) -> Outcome:
-        """What was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
+        """Return what was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
         slot = attempt % len(self._slots)
         event = self._events[slot]
         if event is not None:  # pragma: CUDA only
@@ -161,7 +161,7 @@ class Readout:
 
 
 def mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:
-    """What one token per second adds to the share of the devices' peak; None where no peak is known."""
+    """Return what one token per second adds to the share of the devices' peak; None where no peak is known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = dense_peak(name, DTYPES[config.precision.dtype])
     return None if peak is None else flops_per_token(config.model) / (peak * world_size)
@@ -184,7 +184,7 @@ def gather_precision(
 
 
 def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -> Tensor:
-    """One rank's counts: FP64 (layers, 8 counts + histogram + max abs), see `merge_layers`.
+    """Return one rank's counts: FP64 (layers, 8 counts + histogram + max abs), see `merge_layers`.
 
     The scale is a power of two, so that what an element would be without it is a shift of its exponent, and every
     threshold a border of two bins. Shapes: max_abs FP64 (params,), of the gradient with the scale in it.
@@ -208,7 +208,7 @@ def count_layers(examination: Examination, max_abs: Tensor, loss_scale: float) -
 
 
 def merge_layers(by_rank: Tensor, layers: tuple[str, ...]) -> dict[str, LayerPrecision]:
-    """All ranks' `count_layers` as one. Shapes: FP64 (ranks, layers, columns)."""
+    """Return all ranks' `count_layers` as one. Shapes: FP64 (ranks, layers, columns)."""
     totals, peaks = by_rank[..., :-1].sum(0).tolist(), by_rank[..., -1].amax(0).tolist()
     return {layer: _layer(total, peak) for layer, total, peak in zip(layers, totals, peaks, strict=True)}
 

@@ -99,8 +99,8 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
 
 
 def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
-    """The one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged are
-    set aside. None for a run that begins anew. Every rank must call it.
+    """Return the one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged
+    are set aside. None for a run that begins anew. Every rank must call it.
 
     Raises: ConfigError on every rank if there are only damaged ones.
     """
@@ -131,13 +131,13 @@ def _path_is_damaged(error: DamagedCheckpoint) -> ConfigError:
 
 
 def run_record(config: Config, fingerprints: dict[str, str]) -> RunRecord:
-    """What every checkpoint of this run says, without its progress. Each start may validate on other data."""
+    """Return what every checkpoint of this run says, without its progress. Each start may validate on other data."""
     trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
     return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE)
 
 
 def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:
-    """A line for every key that has another value since the checkpoint. `cursor`: the first sample never read.
+    """Return a line for every key that has another value since the checkpoint. `cursor`: the first sample never read.
 
     Raises: ConfigError naming each change that would make it another run.
     """

@@ -32,7 +32,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def folder_problems(config: Config) -> list[str]:
-    """Why a run cannot write to its folder, one line each."""
+    """Return why a run cannot write to its folder, one line each."""
     folder, path = config.checkpoint.folder, Path(config.checkpoint.folder)
     if foreign := _foreign_problems(path):
         return foreign
@@ -92,7 +92,7 @@ def claim(config: Config) -> None:
 
 
 def write_trace(path: Path, profiler: "profile") -> None:
-    """What a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
+    """Write what a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
     with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
         whole = Path(aside) / path.name
         profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
@@ -111,7 +111,7 @@ def check(config: Config) -> None:
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:
-    """Every problem of ranks, files and folder, one line each: field, value, fix."""
+    """Return every problem of ranks, files and folder, one line each: field, value, fix."""
     problems = check_world_size(config, world_size)
     problems += data_problems(config)
     if config.data.tokenizer is not None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
 from megamix.checkpoint.record import printable
 from megamix.comm.topology import Topology, side_store
@@ -154,7 +154,9 @@ _DIGITS = 16  # of a hash, in hexadecimal: enough against chance
 
 
 def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
-    """Every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names it."""
+    """Return every key that must be alike, and its value as text. `fingerprints`: of the data, by the key that names
+    it.
+    """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     found |= {item.key: NOT_READ for item in part_read(config.model_dump())[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
@@ -231,8 +233,8 @@ class RankGroup(NamedTuple):
 
 
 def differences(groups: Sequence[RankGroup]) -> list[str]:
-    """A line for each key of which the groups that read it have several values. Where one does not, the key that makes
-    it so differs, too.
+    """Return a line for each key of which the groups that read it have several values. Where one does not, the key that
+    makes it so differs, too.
     """
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):

@@ -81,7 +81,9 @@ class Trainer:
         console.advance(start.applied)
 
     def progress(self) -> Progress:
-        """What a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is settled."""
+        """Return what a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is
+        settled.
+        """
         while self.plan.must_settle(until=0):
             with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
                 self._settle()
@@ -89,8 +91,8 @@ class Trainer:
         return Progress.of(self.plan.state(), self.report.losses, self.overflows.count, self._validated, sizes)
 
     def train(self, leave: LeaveRequest) -> float | None:
-        """All updates and the validations. Returns the last validation loss (nats per token), if there is validation
-        data.
+        """Take all updates and the validations; return the last validation loss (nats per token), if there is
+        validation data.
 
         Raises: GaveUpError once the budget of overflows is spent; PreemptedError once a rank was asked to leave, on
         every rank after the same update; DamagedMemory once the ranks' copies of a parameter or counter differ.
