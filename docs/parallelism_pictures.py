@@ -22,7 +22,8 @@ from megamix.mixed_precision.settings import Placement
 from megamix.model.transformer import Transformer
 from megamix.parallel.borders import Border
 from megamix.parallel.build import outline
-from megamix.parallel.pipeline_parallel import SCHEDULES, V_SHAPED
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.parallel.stages import V_SHAPED
 from megamix.parallel.tensor_parallel import divide_layers
 
 PICTURES = Path(__file__).parent / "pictures"

@@ -73,17 +73,18 @@ class RotaryTable(nn.Module):
     def __init__(self, seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
         self.seq_len, self.head_dim, self.theta, self.scaling = seq_len, head_dim, theta, scaling
-        self._fill(None)
+        self._fill(torch.get_default_device())
 
-    def _fill(self, device: torch.device | None) -> None:
+    def _fill(self, device: torch.device) -> None:
         # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
-        frequencies = _frequencies(self.head_dim, self.theta, device)
+        # Computed on the CPU: every device has the same tables, and an outline on meta does not import the compiler.
+        frequencies = _frequencies(self.head_dim, self.theta)
         if self.scaling is not None:
             frequencies = _stretched(frequencies, self.scaling)
-        positions = torch.arange(self.seq_len, dtype=torch.float64, device=device)
+        positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
         angles = positions[:, None] * frequencies
-        self.register_buffer("cos", angles.cos().float(), persistent=False)
-        self.register_buffer("sin", angles.sin().float(), persistent=False)
+        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
+        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables to three digits, to_empty() would leave them unset: fill them anew instead.
@@ -97,9 +98,9 @@ class RotaryTable(nn.Module):
         return self.cos[rows], self.sin[rows]
 
 
-def _frequencies(head_dim: int, theta: float, device: torch.device | None) -> Tensor:
+def _frequencies(head_dim: int, theta: float) -> Tensor:
     """Radians per position, theta**(-2i / head_dim), FP64 (head_dim / 2,)."""
-    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
+    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -150,7 +150,8 @@ class Transformer(nn.Module):
         """
         self.tie()
         for name, parameter in self.named_parameters():
-            self.draw(name, parameter)
+            if not parameter.is_meta:  # nothing to draw, and torch would import the compiler for it
+                self.draw(name, parameter)
 
     def tie(self) -> None:
         """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""

@@ -21,9 +21,6 @@ SEQUENCE = -2  # the dim of positions, of activations (B, T, hidden)
 
 Operation = Callable[[Tensor], Tensor]
 
-# A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
-_cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
-
 
 class Border:
     """Around each divided layer of one model.
@@ -35,6 +32,9 @@ class Border:
     def __init__(self, tp: Collectives, *, sequence: bool):
         self.tp, self.sequence = tp, sequence
         self._divides = sequence
+        # A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
+        # Here and not above, since it imports the compiler: 2 s.
+        self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
 
     def begin(self, num_positions: int) -> None:
         """Begin a forward. Positions are divided where activations are kept for backward; a prompt has any length.
@@ -51,19 +51,19 @@ class Border:
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
         if self.sequence:
-            return _cross(_Crossing, x, self._gather_positions, self._sum_positions)
-        return _cross(_Crossing, x, _same, self._sum)
+            return self._cross(_Crossing, x, self._gather_positions, self._sum_positions)
+        return self._cross(_Crossing, x, _same, self._sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum over the ranks. Shapes: (B, T, hidden) -> (B, T or T / tp_size, hidden)."""
         if self.sequence:
-            return _cross(_Crossing, x, self._sum_positions, self._gather_positions)
-        return _cross(_Crossing, x, self._sum, _same)
+            return self._cross(_Crossing, x, self._sum_positions, self._gather_positions)
+        return self._cross(_Crossing, x, self._sum, _same)
 
     def join_columns(self, x: Tensor) -> Tensor:
         """Put every rank's columns side by side. Shapes: (..., n) -> (..., n * tp_size)."""
         # What is computed of all columns, every rank computes alike: of their gradient each takes its own.
-        return _cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
+        return self._cross(_Crossing, x, partial(self._gather, dim=-1), lambda grad: self._own(grad, -1))
 
     def own_positions(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part of what has an entry for every position."""

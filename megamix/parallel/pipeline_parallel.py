@@ -29,7 +29,6 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
     "zbv_zero_bubble": ScheduleZBVZeroBubble,
 }
-V_SHAPED = ("zbv_zero_bubble",)  # stages go down the ranks and back up
 
 
 @dataclass(frozen=True, slots=True)

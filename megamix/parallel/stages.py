@@ -12,6 +12,8 @@ from megamix.config import ModelConfig
 from megamix.model.sizes import flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 
+V_SHAPED = ("zbv_zero_bubble",)  # schedules of stages that go down the ranks and back up
+
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:

@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from megamix.live_storage import LiveStorage
 from megamix.model.transformer import Transformer
-from megamix.parallel.pipeline_parallel import SCHEDULES
 from megamix.parallel.stages import Stage, StagePlan
 from megamix.plan.activations import (
     Activations,
@@ -70,6 +68,9 @@ class StageMemory:
 
 def timetable(stages: Sequence[StagePlan], pp_rank: int, schedule: str, micro_batches: int) -> list[tuple[str, int]]:
     """(pass, stage) in the order in which a rank runs them in a step, as torch's own schedule has it."""
+    # torch's pipelines import the compiler: 2 s that no job without a pipeline waits for.
+    from megamix.parallel.pipeline_parallel import SCHEDULES
+
     ranks = 1 + max(plan.rank for plan in stages)
     own = [
         # All that the constructor of a schedule asks of a stage.
@@ -213,6 +214,8 @@ def _trace(build: Build, num_blocks: int, ends: tuple[bool, bool], facts: Pipeli
 
 def _halves(stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter) -> _StagePeaks:
     """A backward in halves, by what torch's stages call."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
     out, found = stage(x, targets), _StagePeaks()
     meter.peak()
     passed, groups = stage_backward_input([out], grads, [x], stage.parameters())

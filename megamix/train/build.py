@@ -24,8 +24,7 @@ from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.transformer import Transformer
 from megamix.parallel.passes import OneByOne, Passes
-from megamix.parallel.pipeline_parallel import V_SHAPED, Handover, Pipeline
-from megamix.parallel.stages import StagePlan, plan_stages
+from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -89,6 +88,9 @@ def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stag
     """Return how a step's micro-batches pass through this rank's part of the model."""
     if not stages:
         return OneByOne(engine)
+    # torch's pipelines import the compiler: 2 s that no other job waits for.
+    from megamix.parallel.pipeline_parallel import Handover, Pipeline
+
     topology = engine.topology
     batch = (config.training.micro_batch_size, config.model.seq_len)
     parts = topology.tp.size if config.parallelism.sequence_parallel else 1

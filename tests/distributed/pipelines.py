@@ -16,8 +16,8 @@ from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
-from megamix.parallel.pipeline_parallel import V_SHAPED, Handover, Pipeline
-from megamix.parallel.stages import plan_stages
+from megamix.parallel.pipeline_parallel import Handover, Pipeline
+from megamix.parallel.stages import V_SHAPED, plan_stages
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
