@@ -167,6 +167,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     keep_to_loopback(os.environ)
+    gc.freeze()  # what the imports have made stays: to walk it takes 0.2 s, at each call
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
     if new_interpreter:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo's greetings would mix into a report

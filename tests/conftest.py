@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.ranks import DEADLINE_S, RankPool
+from tests.programs import count_no_lines_in_programs
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -29,11 +30,17 @@ def _counting() -> Any:
 
 
 def _count_lines_on_few_ranks() -> None:
-    """Stop coverage on all ranks but the first two and the last: counting costs 38 % more processor time, and a rank in
-    the middle runs the lines of rank 1.
+    """Stop coverage on all ranks but the first and the last: counting costs 38 % more processor time, and a rank in the
+    middle runs their lines.
     """
-    if 1 < dist.get_rank() < dist.get_world_size() - 1 and (counting := _counting()) is not None:
+    if 0 < dist.get_rank() < dist.get_world_size() - 1 and (counting := _counting()) is not None:
         counting.stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs_count_no_lines() -> None:
+    # Not when this file is imported: the processes that run the tests are programs of the one that hands them out.
+    count_no_lines_in_programs()
 
 
 def pytest_sessionfinish() -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 
+_COUNTING = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+_taken: dict[str, str] = {}
 
-def untraced(**settings: object) -> dict[str, str]:
-    """Return this process's environment with `settings`, without what makes Python count covered lines.
 
-    Importing torch takes half as long again under coverage, and so does each step. Whole jobs of torchrun are run so:
-    the tests of each room count its lines.
+def count_no_lines_in_programs() -> None:
+    """Take away what makes Python count covered lines in programs: importing torch takes half as long again, and so
+    does each step. The tests of each room count its lines.
     """
-    counting = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
-    rest = {name: value for name, value in os.environ.items() if name not in counting}
-    return rest | {name: str(value) for name, value in settings.items()}
+    _taken.update({name: os.environ.pop(name) for name in _COUNTING if name in os.environ})
+
+
+def with_settings(**settings: object) -> dict[str, str]:
+    """Return this process's environment with `settings`."""
+    return os.environ | {name: str(value) for name, value in settings.items()}
+
+
+def counted(**settings: object) -> dict[str, str]:
+    """Return the same for a program whose lines no test counts in this process or its ranks."""
+    return with_settings(**settings) | _taken

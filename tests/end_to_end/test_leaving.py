@@ -23,7 +23,7 @@ from megamix.config import Config, config_to_toml
 from megamix.ranks import DEADLINE_S
 from megamix.supervise.processes import children_of, process_start
 from tests.conftest import FULL
-from tests.programs import untraced
+from tests.programs import with_settings
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 
@@ -113,7 +113,7 @@ def _start(config: Config, nodes: int = 1, *, by_script: bool = False, before: S
             launchers.append(
                 subprocess.Popen(
                     [*before, *(SCRIPT if by_script else launch), str(folder / "job.toml")],
-                    cwd=ROOT, env=untraced(**settings),
+                    cwd=ROOT, env=with_settings(**settings),
                     stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
                 )
             )  # fmt: skip

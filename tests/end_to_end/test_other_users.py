@@ -23,7 +23,7 @@ from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise.processes import children_of
 from tests.end_to_end.test_leaving import LAUNCH, ROOT, _config, _environment, _until
 from tests.network import ADDRESS, elsewhere, listening
-from tests.programs import untraced
+from tests.programs import with_settings
 from tests.train.jobs import write_data
 
 NOBODY = 65534
@@ -43,7 +43,7 @@ class Started(NamedTuple):
 
 
 def _start(command: list[str], folder: Path, not_elsewhere: str) -> Started:
-    environment = untraced(OMP_NUM_THREADS=1)
+    environment = with_settings(OMP_NUM_THREADS=1)
     whole = command if not_elsewhere else elsewhere(command)
     with (folder / "said.txt").open("w") as said:
         launcher = subprocess.Popen(whole, cwd=ROOT, env=environment, stdout=said, stderr=said, text=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from megamix.config import config_to_toml
-from tests.programs import untraced
+from tests.programs import with_settings
 from tests.train.jobs import tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = untraced(MEGAMIX_PYTHON=sys.executable, **env)
+    environment = with_settings(MEGAMIX_PYTHON=sys.executable, **env)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
-from tests.programs import untraced
+from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def _run(command: str) -> None:
     if words[0] == "megamix":
         assert main(words[1:]) == 0, command
         return
-    environment = untraced(MEGAMIX_PYTHON=sys.executable, OMP_NUM_THREADS=1)
+    environment = with_settings(MEGAMIX_PYTHON=sys.executable, OMP_NUM_THREADS=1)
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     print(done.stdout)

@@ -32,7 +32,7 @@ from megamix.supervise.status import NoAnswerError
 from megamix.train import same_job
 from megamix.train.same_job import RankGroup, check_same_job, differences
 from tests.conftest import FULL
-from tests.programs import untraced
+from tests.programs import with_settings
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -427,7 +427,7 @@ def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -
     launch = ["-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
     ended = subprocess.run(
         [sys.executable, *launch, str(tmp_path / "job.toml")],
-        cwd=ROOT, env=untraced(OMP_NUM_THREADS=1, PYTHONPATH=ROOT), capture_output=True, text=True,
+        cwd=ROOT, env=with_settings(OMP_NUM_THREADS=1, PYTHONPATH=ROOT), capture_output=True, text=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
