@@ -8,91 +8,148 @@ between is seen as it happens. Only one and two blocks are run, since every bloc
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
-from megamix.model import sizes
 from megamix.model.context import Documents
 from megamix.model.ops import Ops
+from megamix.model.transformer import Transformer
 from megamix.model.wide import apply
+from megamix.parallel.build import outline_ops
+from megamix.parallel.stages import Stage
 
 Machine = Literal["cpu", "gpu"]
-Batch = tuple[Tensor, ...]
-Run = Callable[[nn.Module, torch.device], tuple[Tensor, Batch]]
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of one micro-batch on one rank, beside parameters, buffers and flat gradients."""
+    """Bytes of a step's forward and backward on one rank, beside what it holds between steps."""
 
-    blocks: int  # what all blocks keep from forward to backward
-    others: int  # what the rest (embedding, norm, head and loss) keeps
+    blocks: int  # at the peak: what all blocks keep from forward to backward
+    others: int  # likewise the rest: embedding, norm, head and loss, and the batch
     forward: int  # the most that lives at once until the loss is there
-    backward: int  # until the last block's backward has ended, what is kept included
-    backward_end: int  # in the rest of backward, when nothing of the blocks is kept any more
+    backward: int  # and after it
 
 
-def trace_activations(
-    build: Callable[[int], nn.Module],
-    run: Run,
-    num_blocks: int,
-    dtype: torch.dtype,
-    machine: Machine,
-    *,
-    compiled: bool = False,
-) -> Activations:
-    """Trace a rank's part of the model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedWork:
+    """All that decides what forward and backward of a micro-batch take in one stage, or in the whole model."""
 
-    `build(n)`: the part on the meta device with n of its `blocks`. `run(part, device)`: its forward on a micro-batch
-    made there: the loss, or what the next stage gets, and the batch, which a job holds until backward has ended.
-    `compiled`: blocks run through torch.compile; on a CPU they are counted as if they did not, an upper bound.
+    model: ModelConfig
+    batch: tuple[int, int]  # (B, T) of a micro-batch
+    dtype: torch.dtype
+    machine: Machine
+    tp_size: int = 1
+    sequence_parallel: bool = False
+    in_halves: bool = False  # each backward, but the first stage's
+
+    @property
+    def hidden(self) -> tuple[int, int, int]:
+        """Return the shape of what passes between stages, in `dtype`, while activations are kept."""
+        parts = self.tp_size if self.sequence_parallel else 1
+        return self.batch[0], self.batch[1] // parts, self.model.hidden_size
+
+    @property
+    def batch_bytes(self) -> int:
+        """Return those of a micro-batch: tokens and targets."""
+        return 2 * torch.int64.itemsize * math.prod(self.batch)
+
+    def build(self, num_layers: int) -> Transformer:
+        """Build so many of a rank's blocks with both ends, on the meta device."""
+        model = self.model.model_copy(update={"num_layers": num_layers, "compile": False})
+        topology = Topology.place(0, tp_size=self.tp_size)
+        return outline_ops(model, topology, sequence_parallel=self.sequence_parallel)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one micro-batch in one stage, beside parameters, flat gradients, its batch, and the buffers in which its
+    input and its gradient arrive. The most of each pass has in it what is kept for it.
     """
-    one, two = (_trace(build(blocks), run, dtype, machine, compiled) for blocks in (1, 2))
-    block = two.kept - one.kept
-    further = block * (num_blocks - 1)  # alive whenever forward or the last block's backward needs the most
-    blocks = block * num_blocks
-    return Activations(
-        blocks, one.kept + further - blocks, one.forward + further, one.backward + further, one.backward_end
+
+    blocks: int  # kept by the blocks from forward to backward
+    kept: int  # by all, with the output
+    forward: int
+    backward: int
+    # Of a backward in two halves: the most of each, and what is kept between them.
+    input: int
+    between: int
+    weight: int
+
+
+def trace_stage(work: TracedWork, num_blocks: int, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
+    """Trace one micro-batch in a stage of so many blocks; one that is first and last is the whole model.
+
+    On a CPU compiled blocks are counted as if they were not, an upper bound.
+    """
+    one, two = (_trace(work, blocks, is_first, is_last) for blocks in (1, 2))
+    # Every block is alike: what the second one adds, each further one does.
+    block, further = two.kept - one.kept, num_blocks - 1
+    return StageMemory(
+        blocks=block * num_blocks,
+        kept=one.kept + block * further,
+        forward=one.forward + block * further,
+        backward=max(one.backward + block * further, one.backward_end),
+        input=one.input + (two.input - one.input) * further,
+        between=one.between + (two.between - one.between) * further,
+        weight=one.weight + (two.weight - one.weight) * further,
     )
 
 
 @dataclass(slots=True)
-class _ModelPeaks:
+class _Peaks:
     kept: int = 0
     forward: int = 0
     backward: int = 0
-    backward_end: int = 0
+    backward_end: int = 0  # when nothing of the blocks is kept any more
+    input: int = 0
+    between: int = 0
+    weight: int = 0
 
 
-def _trace(part: nn.Module, run: Run, dtype: torch.dtype, machine: Machine, compiled: bool) -> _ModelPeaks:
-    device = torch.device("cpu" if machine == "cpu" else "meta")
-    found = _ModelPeaks()
-    with without_memory(machine):
-        place(part, dtype, device)
-        if machine == "gpu":
-            use_gpu_kernels(part, compiled)
+@cache  # most of the time of a plan; advice plans the same work for many ranks
+def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> _Peaks:
+    found, device = _Peaks(), torch.device("cpu" if work.machine == "cpu" else "meta")
+    with without_memory(work.machine):
+        model = work.build(num_blocks + (not is_first) + (not is_last))
+        place(model, work.dtype, device)
+        if work.machine == "gpu":
+            use_gpu_kernels(model, work.model.compile)
+        stage = Stage(model, range(not is_first, num_blocks + (not is_first)))
+        targets = torch.zeros(work.batch, dtype=torch.int64, device=device)
+        x, came_back = (torch.zeros(work.hidden, dtype=work.dtype, device=device) for _ in range(2))
+        x = targets.clone() if is_first else x.requires_grad_()
         with LiveStorage(counts_meta=True) as tracker:
-            for tensor in (*part.parameters(), *part.buffers()):
+            for tensor in (*model.parameters(), *model.buffers(), targets, x, came_back):
                 tensor.detach()  # counted as soon as touched
             meter = Meter(tracker)
+            grads = None if is_last else [came_back]
+            halves = work.in_halves and not is_first  # the first stage's second half is all of it
+            if halves:
+                _trace_halves(stage, x, targets, grads, meter, found)
 
             def blocks_are_done() -> None:
                 found.backward = max(found.backward, meter.peak())
 
-            stop_watching = watch_backward(part, part.get_submodule("blocks.0"), blocks_are_done)
-            loss, batch = run(part, device)
+            stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
+            meter.peak()
+            out = stage(x, targets)
             stop_watching()
             found.kept, found.forward = meter.live(), meter.peak()
-            loss.backward(torch.empty_like(loss))  # type: ignore[no-untyped-call]
+            torch.autograd.backward(out, grads or torch.empty_like(out))
             found.backward_end = meter.peak()
-            del batch
+    if not halves:
+        found.input, found.between, found.weight = found.kept, found.kept, max(found.backward, found.backward_end)
     return found
 
 
@@ -139,6 +196,25 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
     for param in part.parameters():
         param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
     return first_block.register_forward_pre_hook(watch).remove
+
+
+def _trace_halves(
+    stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter, found: _Peaks
+) -> None:
+    """A backward in halves, by what torch's stages call."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    out = stage(x, targets)
+    meter.peak()
+    passed, groups = stage_backward_input([out], grads, [x], stage.parameters())
+    found.input = meter.peak()
+    del passed
+    x.grad = None  # counted with what is sent
+    found.between = meter.live()
+    stage_backward_weight(stage.parameters(), groups)
+    found.weight = meter.peak()
+    for param in stage.parameters():
+        param.grad = None
 
 
 def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -223,36 +299,3 @@ class _Kernel(torch.autograd.Function):
         grads = tuple(torch.empty_like(x) for x in inputs)
         del scratch
         return None, None, *grads
-
-
-def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
-    """Return the bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
-
-    It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
-    keep a little less with "selective", and packed sequences on a CPU attention's output once more.
-    """
-    hidden, query, key = config.hidden_size, *_head_sizes(config)
-    if config.recompute == "full":
-        return itemsize * hidden
-    gates = 2 if config.activation == "swiglu" else 1
-    numbers = 2 * hidden  # the residual stream, in front of each norm
-    numbers += query + 2 * key + query  # query, key, value and output of attention
-    numbers += gates * sizes.ffn_hidden_size(config)
-    if config.recompute == "none":
-        numbers += 2 * hidden + sizes.ffn_hidden_size(config)  # outputs of norms and activation function
-    if config.qk_norm:
-        numbers += query + key if config.recompute == "none" else 0  # as projected, and as normed and rotated
-    masks = 2 * hidden if config.dropout else 0
-    return itemsize * numbers + 4 * _statistics(config) + masks
-
-
-def _head_sizes(config: ModelConfig) -> tuple[int, int]:
-    head_dim = sizes.head_dim(config)
-    return config.num_heads * head_dim, sizes.num_kv_heads(config) * head_dim
-
-
-def _statistics(config: ModelConfig) -> int:
-    """FP32 numbers: of attention's softmax one a head, of RMSNorm one a row, of LayerNorm two."""
-    of_norms = 2 * (2 if config.norm == "layernorm" else 1)
-    of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm else 0
-    return config.num_heads + of_norms + of_heads

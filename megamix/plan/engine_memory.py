@@ -13,6 +13,7 @@ import torch
 
 from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout
+from megamix.mixed_precision.settings import Precision
 
 _FP32 = 4
 _FP64 = 8
@@ -20,27 +21,10 @@ _INT64 = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """What decides an engine's memory beside its layout."""
-
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    sum_dtype: torch.dtype  # of buckets with several owners
-    num_states: int
-    num_updates: int  # entries of the learning rate's table
-    on_gpu: bool
-    compiled: bool  # the update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """Holds the bytes of one rank: first what lives between steps, then what a stage has beside it while it runs."""
 
-    half_params: int
-    half_grads: int
-    master: int
-    optimizer_states: int
-    exchange: int  # where the other ranks' parts of a bucket arrive
+    held: dict[str, int]  # by category
     tables: int  # borders of the pieces, learning rates
 
     # When the engine is built: masters and states, the half parameters that are there by then, those of the model's own
@@ -53,30 +37,37 @@ class EngineMemory:
     update: int
 
 
-def engine_memory(layout: FlatLayout, facts: EngineFacts) -> EngineMemory:
-    """Count for the rank with the most pieces: all ranks hold the same, but for the tables."""
-    half, grad = facts.dtype.itemsize, facts.grad_dtype.itemsize
+def engine_memory(
+    layout: FlatLayout, precision: Precision, *,
+    num_ranks: int, num_states: int, num_updates: int, on_gpu: bool, compiled: bool,
+) -> EngineMemory:  # fmt: skip
+    """Count for the rank with the most pieces: all ranks hold the same, but for the tables. `num_updates`: entries of
+    the learning rate's table; `compiled`: the update is.
+    """
+    half, grad, sum_dtype = precision.dtype.itemsize, precision.own_grad_dtype, precision.sum_dtype(num_ranks)
     shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)
     # A scratch buffer for each set of owners that exchanges anything, as large as its largest bucket.
     scratch: dict[int, int] = {}
-    if not facts.on_gpu or facts.sum_dtype != facts.grad_dtype:
+    if not on_gpu or sum_dtype != grad:
         for bucket in layout.buckets:
             if bucket.num_shards > 1:
                 scratch[bucket.axis] = max(scratch.get(bucket.axis, 0), bucket.padded_numel)
-    rounds = scratch and facts.sum_dtype != torch.float32
-    by_torch, copies = not facts.compiled, 1 if facts.sum_dtype == torch.float32 else 2
+    rounds = scratch and sum_dtype != torch.float32
+    by_torch, copies = not compiled, 1 if sum_dtype == torch.float32 else 2
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
-    trial = tuned.TRIAL * (half + facts.sum_dtype.itemsize + _FP32 * (1 + facts.num_states))
+    trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 * (1 + num_states))
     return EngineMemory(
-        half_params=layout.padded_numel * half,
-        half_grads=layout.padded_numel * grad,
-        master=owned * _FP32,
-        optimizer_states=owned * _FP32 * facts.num_states,
-        exchange=sum(scratch.values()) * grad,
-        tables=_INT64 * borders + _FP32 * facts.num_updates,
-        filling=owned * _FP32 * (1 + facts.num_states) + _filling(layout, facts.dtype),
+        held={
+            "half parameters": layout.padded_numel * half,
+            "half gradients": layout.padded_numel * grad.itemsize,
+            "FP32 masters": owned * _FP32,
+            "optimizer states": owned * _FP32 * num_states,
+            "exchange scratch": sum(scratch.values()) * grad.itemsize,  # where other ranks' parts of a bucket arrive
+        },
+        tables=_INT64 * borders + _FP32 * num_updates,
+        filling=owned * _FP32 * (1 + num_states) + _filling(layout, precision.dtype),
         fp32_bucket=_FP32 * layout.largest_bucket,
         trial=0 if by_torch else trial,
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,

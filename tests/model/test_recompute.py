@@ -10,7 +10,7 @@ from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
-from megamix.plan.activations import kept_bytes_per_token
+from tests.model.kept_bytes import kept_bytes_per_token
 from tests.model.rounding import WIDE, saved_bytes
 
 BATCH, SEQ_LEN, VOCAB = 2, 24, 61

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.transformer import Transformer
-from megamix.plan.activations import Batch, GpuShapes, kept_bytes_per_token, trace_activations
+from megamix.plan.activations import GpuShapes, TracedWork, trace_stage
+from tests.model.kept_bytes import kept_bytes_per_token
 
 SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
 VARIANTS = {
@@ -19,42 +19,31 @@ VARIANTS = {
 }
 
 
-def _part(variant: str, num_layers: int) -> Transformer:
-    return Transformer(ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": num_layers}))
-
-
-def _meta_part(variant: str, num_layers: int) -> Transformer:
-    with torch.device("meta"):
-        return _part(variant, num_layers)
-
-
-def _run(part: nn.Module, device: torch.device) -> tuple[Tensor, Batch]:
-    batch = tuple(torch.zeros(3, SMALL["seq_len"], dtype=torch.int64, device=device) for _ in range(2))
-    return part(*batch), batch
+BATCH = (3, SMALL["seq_len"])
 
 
 def _counted(part: Transformer) -> tuple[int, int, int]:
-    """Bytes kept at the end of forward, and the most of forward and of backward."""
+    """Bytes kept at the end of forward, and the most of forward and of backward, beside the batch."""
+    batch = [torch.zeros(BATCH, dtype=torch.int64) for _ in range(2)]
     for param in part.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
     with LiveStorage() as tracker:
-        for tensor in (*part.parameters(), *part.buffers()):
+        for tensor in (*part.parameters(), *part.buffers(), *batch):
             tensor.detach()
         held = tracker.live_bytes
-        loss, batch = _run(part, torch.device("cpu"))
+        loss = part(*batch)
         kept, forward = tracker.live_bytes - held, tracker.peak_bytes - held
         tracker.peak_bytes = tracker.live_bytes
         loss.backward()
-        del batch
         return kept, forward, tracker.peak_bytes - held
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
-    traced = trace_activations(lambda blocks: _meta_part(variant, blocks), _run, 4, dtype, "cpu")
-    backward = max(traced.backward, traced.backward_end)
-    assert (traced.blocks + traced.others, traced.forward, backward) == _counted(_part(variant, 4).to(dtype))
+    model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), 4)
+    assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
 
 
 def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> None:
@@ -72,12 +61,8 @@ def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, recompute: str) -> None:
-    """The two ways to count: megamix/plan/activations.py from the sizes, this one from the code."""
-    sizes = {**SMALL, **VARIANTS[family], "dropout": 0.0, "recompute": recompute, "tie_embeddings": True}
-
-    def build(num_layers: int) -> Transformer:
-        with torch.device("meta"):
-            return Transformer(ModelConfig(**sizes, num_layers=num_layers))
-
-    traced = trace_activations(build, _run, 4, torch.bfloat16, "gpu", compiled=True)
-    assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(ModelConfig(**sizes, num_layers=4))
+    """The two ways to count: tests/model/kept_bytes.py from the sizes, this one from the code."""
+    changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
+    model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), 4)
+    assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(model)

@@ -1,0 +1,37 @@
+"""What a block keeps from forward to backward, by arithmetic: docs/models.md has it as a table."""
+
+from megamix.config import ModelConfig
+from megamix.model import sizes
+
+
+def kept_bytes_per_token(config: ModelConfig, itemsize: int = 2) -> int:
+    """Return the bytes that one block keeps of each token, with activations of `itemsize` bytes and weights left out.
+
+    It is what our own operations keep (FP16 on a CPU) and what torch's fused kernels keep on a GPU. Compiled blocks
+    keep a little less with "selective", and packed sequences on a CPU attention's output once more.
+    """
+    hidden, query, key = config.hidden_size, *_head_sizes(config)
+    if config.recompute == "full":
+        return itemsize * hidden
+    gates = 2 if config.activation == "swiglu" else 1
+    numbers = 2 * hidden  # the residual stream, in front of each norm
+    numbers += query + 2 * key + query  # query, key, value and output of attention
+    numbers += gates * sizes.ffn_hidden_size(config)
+    if config.recompute == "none":
+        numbers += 2 * hidden + sizes.ffn_hidden_size(config)  # outputs of norms and activation function
+    if config.qk_norm:
+        numbers += query + key if config.recompute == "none" else 0  # as projected, and as normed and rotated
+    masks = 2 * hidden if config.dropout else 0
+    return itemsize * numbers + 4 * _statistics(config) + masks
+
+
+def _head_sizes(config: ModelConfig) -> tuple[int, int]:
+    head_dim = sizes.head_dim(config)
+    return config.num_heads * head_dim, sizes.num_kv_heads(config) * head_dim
+
+
+def _statistics(config: ModelConfig) -> int:
+    """FP32 numbers: of attention's softmax one a head, of RMSNorm one a row, of LayerNorm two."""
+    of_norms = 2 * (2 if config.norm == "layernorm" else 1)
+    of_heads = config.num_heads + sizes.num_kv_heads(config) if config.qk_norm else 0
+    return config.num_heads + of_norms + of_heads
