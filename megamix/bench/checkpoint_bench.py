@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megamix.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread
@@ -121,7 +120,9 @@ class CheckpointRank(TrainRank):
     def _write(self, path: Path, *, sync: bool = True) -> None:
         with open(path, "xb", buffering=0) as file:
             for flat in self._state:
-                _write_all(file.write, flat)
+                rest = memoryview(flat.numpy().data).cast("B")
+                while rest:
+                    rest = rest[file.write(rest) :]
             if sync:
                 sync_file(file)
 
@@ -139,12 +140,6 @@ def _seconds(work: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     work()
     return time.perf_counter() - start_s
-
-
-def _write_all(write: Callable[[memoryview], int | None], flat: Tensor) -> None:
-    rest = memoryview(flat.numpy().data).cast("B")
-    while rest:
-        rest = rest[write(rest) :]
 
 
 def _read(path: Path) -> None:
@@ -193,13 +188,10 @@ def checkpoint(settings: Settings) -> Result:
             progress(f"round {number + 1} of {settings.rounds}")
             for name in rotated([*_CALLS], number):
                 seconds[name].append(max(ranks.call(*_CALLS[name])))
-            steps.append(_slowest(ranks.call(CheckpointRank.steps_beside_a_save, STEPS)))
+            by_rank = ranks.call(CheckpointRank.steps_beside_a_save, STEPS)
+            steps.append(Beside(*map(max, zip(*by_rank, strict=True))))
         saved_bytes = ranks.call(CheckpointRank.saved_bytes)[0]
     return _result(settings, seconds, steps, saved_bytes)
-
-
-def _slowest(ranks: list[Beside]) -> Beside:
-    return Beside(*map(max, zip(*ranks, strict=True)))
 
 
 def _result(settings: Settings, seconds: dict[str, list[float]], steps: list[Beside], saved_bytes: int) -> Result:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megamix.bench.checkpoint_bench import checkpoint
 from megamix.bench.ranks import Settings
 from megamix.bench.report import Result, append_line, describe_machine
+from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
 from megamix.bench.train_bench import examine, fp16, layout, overlap, train, wire
-from megamix.bench.update_bench import UpdateSettings, update
+from megamix.bench.update_bench import GPT_20M, update
 
 
 def run(what: str, rounds: int, output: Path) -> None:
     """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done."""
     settings = Settings(rounds=rounds)
     benches: dict[str, Callable[[], Result]] = {
-        "update": lambda: update(UpdateSettings(rounds=rounds)),
+        "update": lambda: update(replace(settings, work=Work(model=GPT_20M))),
         "train": lambda: train(settings),
         "tp2": lambda: layout("tp2", rounds),
         "pp2": lambda: layout("pp2", rounds),

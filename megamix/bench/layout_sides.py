@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megamix.bench.sides import Ddp, Ours, Work, make_engine, make_model, param_groups, shard_fully
+from megamix.bench.sides import Ddp, Ours, Work, make_engine, make_model, shard_fully
 from megamix.comm.topology import Topology
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
@@ -67,19 +67,20 @@ class OursPipeline(Ours):
 
 
 class TorchTensorParallel(Ddp):
-    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast."""
+    """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast, or
+    `fully_shard` instead.
+    """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
         self._clip_grad, self._dtype = work.clip_grad, dtype
         mesh = _mesh("tp")
         # torch's own operations: of ours that sum in FP32, DTensor would dispatch every step by itself.
         model = self.model = make_model(work, wide=False)
         _divide(model, mesh["tp"])
-        self._cast(model, mesh["dp"])
-        self.optimizer = self._make_optimizer(param_groups(model, work), work)
-
-    def _cast(self, model: Transformer, dp: Any) -> None:
-        """Nothing to do: autocast does it."""
+        if sharded:
+            shard_fully(model, model.blocks, mesh["dp"], dtype, dtype)
+            self._dtype = torch.float32  # nothing is left for autocast
+        self.optimizer = self._make_optimizer(model, work)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
@@ -93,33 +94,27 @@ class TorchTensorParallel(Ddp):
         return whole
 
 
-class TorchTensorParallelFsdp(TorchTensorParallel):
-    """The same without autocast, by `fully_shard`."""
-
-    def _cast(self, model: Transformer, dp: Any) -> None:
-        shard_fully(model, model.blocks, dp, self._dtype, self._dtype)
-        self._dtype = torch.float32  # nothing is left for autocast
-
-
 class TorchPipeline(Ddp):
-    """The schedule of ours, on the same stages; autocast. Every rank takes part in the norm."""
+    """The schedule of ours, on the same stages; autocast, or `fully_shard` instead, with weights that stay gathered
+    over the micro-batches. Every rank takes part in the norm.
+    """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
         self._clip_grad, self._dtype, self._micro_batches = work.clip_grad, dtype, work.micro_batches
         mesh, rank = _mesh("pp"), dist.get_rank()
         layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
         model = make_model(work)
         keep_layers(model, layers)
         self.model = Stage(model, layers)
-        self._cast(self.model, [model.blocks[layer] for layer in layers], mesh["dp"])
+        if sharded:
+            blocks = [model.blocks[layer] for layer in layers]
+            shard_fully(self.model, blocks, mesh["dp"], dtype, dtype, reshard_after_forward=False)
+            self._dtype = torch.float32  # nothing is left for autocast
         stage = dist.pipelining.PipelineStage(
             self.model, rank, dist.get_world_size(), torch.device("cpu"), group=mesh["pp"].get_group()
         )
         self._schedule = SCHEDULES[SCHEDULE](stage, work.micro_batches, self._mean, scale_grads=False)
-        self.optimizer = self._make_optimizer(param_groups(self.model, work), work)
-
-    def _cast(self, stage: Stage, blocks: list[nn.Module], dp: Any) -> None:
-        """Nothing to do: autocast does it."""
+        self.optimizer = self._make_optimizer(self.model, work)
 
     def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
         return loss / self._micro_batches  # cheaper than dividing the gradients, as the schedule would
@@ -139,14 +134,6 @@ class TorchPipeline(Ddp):
         torch.nn.utils.clip_grads_with_norm_(params, self._clip_grad, squares.sqrt())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-class TorchPipelineFsdp(TorchPipeline):
-    """The same without autocast, by `fully_shard`; weights stay gathered over the micro-batches."""
-
-    def _cast(self, stage: Stage, blocks: list[nn.Module], dp: Any) -> None:
-        shard_fully(stage, blocks, dp, self._dtype, self._dtype, reshard_after_forward=False)
-        self._dtype = torch.float32
 
 
 def _mesh(name: str) -> Any:

@@ -145,15 +145,6 @@ class ForwardBackward(Engine):
         pass
 
 
-def param_groups(model: nn.Module, work: Work) -> list[dict[str, Any]]:
-    """Return the optimizer's groups: no weight decay on norms, as on our side."""
-    params = [*model.parameters()]
-    return [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": work.weight_decay},
-        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
 class Ddp(Engine):
     """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
 
@@ -161,10 +152,16 @@ class Ddp(Engine):
         self._clip_grad, self._dtype = work.clip_grad, dtype
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
         self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
-        self.optimizer = self._make_optimizer(param_groups(self.model, work), work)
+        self.optimizer = self._make_optimizer(self.model, work)
 
-    def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+    def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
+        matrices = [param for param in model.parameters() if param.dim() > 1]
+        norms = [param for param in model.parameters() if param.dim() <= 1]  # without weight decay, as on our side
+        groups = [{"params": matrices, "weight_decay": work.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+        return self._adamw(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+    def _adamw(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, **settings)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
@@ -181,13 +178,11 @@ class Ddp(Engine):
 class Zero(Ddp):
     """The same with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
 
-    def _make_optimizer(self, groups: list[dict[str, Any]], work: Work) -> torch.optim.Optimizer:
+    def _adamw(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
         # Imported here, as FSDP below: a rank of another side would pay for it in its start-up time.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-            groups, torch.optim.AdamW, lr=work.lr, betas=work.betas, eps=work.eps, fused=True
-        )
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
         return optimizer
 
 
@@ -200,7 +195,7 @@ class Fsdp(Ddp):
         self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
         model = self.model = make_model(work)
         shard_fully(model, model.blocks, init_device_mesh("cpu", (dist.get_world_size(),)), dtype, reduce_dtype)
-        self.optimizer = self._make_optimizer(param_groups(model, work), work)
+        self.optimizer = self._make_optimizer(model, work)
 
 
 def shard_fully(

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 from megamix.bench.ranks import Settings, Side, TrainRank, start_ranks
 from megamix.bench.report import Result, paired_ratio, progress, show, spread
-from megamix.bench.sides import Ddp, Ours, Work
+from megamix.bench.sides import Ddp, Engine, Ours, Work
 
 MAX_ROUNDS = 5  # a cold compile takes most of a minute on a slow machine
 
 
-class _Variant(NamedTuple):
-    side: Side
-    work: Work
-    environment: Mapping[str, str]
-
-
 def startup(settings: Settings) -> Result:
     """Measure ours with the compiler's cache empty and filled, ours without a compiler, and DDP."""
-    rounds = min(settings.rounds, MAX_ROUNDS)
+    rounds, work = min(settings.rounds, MAX_ROUNDS), settings.work
+    uncompiled = replace(work, compile_update=False)
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
-        with ExitStack() as stack:
-            for name, start in _starts(settings, stack).items():
+        with tempfile.TemporaryDirectory(prefix="megamix-compile-cache-") as cache:
+            cached = {"TORCHINDUCTOR_CACHE_DIR": cache}
+            starts: dict[str, tuple[Callable[[Work], Engine], Work, Mapping[str, str]]] = {
+                "ours, compile cache cold": (Ours, work, cached),  # fills it
+                "ours, compile cache warm": (Ours, work, cached),
+                "ours, no compiler": (Ours, uncompiled, {}),
+                "ddp": (Ddp, work, {}),
+            }
+            for name, (build, of_side, environment) in starts.items():
                 progress(f"startup: round {number + 1} of {rounds}, {name}")
-                seconds.setdefault(name, []).append(_seconds_to_first_step(start, settings.ranks))
+                took_s = _seconds_to_first_step(Side(name, build), of_side, environment, settings.ranks)
+                seconds.setdefault(name, []).append(took_s)
     rows = [
         (name, show(spread(values), 2), show(paired_ratio(values, seconds["ddp"]), 2))
         for name, values in seconds.items()
@@ -41,22 +41,9 @@ def startup(settings: Settings) -> Result:
     return Result("startup", described, seconds, ("side", "seconds to first step", "side / ddp"), rows)
 
 
-def _starts(settings: Settings, stack: ExitStack) -> dict[str, _Variant]:
-    """Return them in the order in which they run: the cold start fills the cache of the warm one."""
-    cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megamix-compile-cache-")))
-    ours, environment = Side("ours", Ours), {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    uncompiled = replace(settings.work, compile_update=False)
-    return {
-        "ours, compile cache cold": _Variant(ours, settings.work, environment),
-        "ours, compile cache warm": _Variant(ours, settings.work, environment),
-        "ours, no compiler": _Variant(ours, uncompiled, {}),
-        "ddp": _Variant(Side("ddp", Ddp), settings.work, {}),
-    }
-
-
-def _seconds_to_first_step(start: _Variant, world_size: int) -> float:
+def _seconds_to_first_step(side: Side, work: Work, environment: Mapping[str, str], world_size: int) -> float:
     start_s = time.perf_counter()
-    actor = partial(TrainRank, start.side, start.work)
-    with start_ranks(start.side.name, actor, world_size=world_size, environment=start.environment) as ranks:
+    actor = partial(TrainRank, side, work)
+    with start_ranks(side.name, actor, world_size=world_size, environment=environment) as ranks:
         ranks.call(TrainRank.losses, 1)
         return time.perf_counter() - start_s

@@ -13,14 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamix.bench.layout_sides import (
-    OursPipeline,
-    OursTensorParallel,
-    TorchPipeline,
-    TorchPipelineFsdp,
-    TorchTensorParallel,
-    TorchTensorParallelFsdp,
-)
+from megamix.bench.layout_sides import OursPipeline, OursTensorParallel, TorchPipeline, TorchTensorParallel
 from megamix.bench.ranks import Settings, Side, TrainRank, Turn, rotated, start_ranks
 from megamix.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
 from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero
@@ -38,13 +31,13 @@ LAYOUTS = {
     "tp2": (
         replace(UNTIED, micro_batch_size=4),
         Side("ours", OursTensorParallel),
-        [Side("autocast", TorchTensorParallel), Side("fully_shard", TorchTensorParallelFsdp)],
+        [Side("autocast", TorchTensorParallel), Side("fully_shard", partial(TorchTensorParallel, sharded=True))],
         [Side("ours, whole positions", partial(OursTensorParallel, sequence_parallel=False))],
     ),
     "pp2": (
         replace(UNTIED, micro_batch_size=2, micro_batches=4),
         Side("ours", OursPipeline),
-        [Side("autocast", TorchPipeline), Side("fully_shard", TorchPipelineFsdp)],
+        [Side("autocast", TorchPipeline), Side("fully_shard", partial(TorchPipeline, sharded=True))],
         [],
     ),
 }
@@ -128,10 +121,10 @@ def examine(settings: Settings) -> Result:
     return result("examine", settings, measured, [goal], [])
 
 
-def layout(name: str, rounds: int, work: Work | None = None) -> Result:
+def layout(name: str, rounds: int) -> Result:
     """Compare ours with the faster of torch's two on the layout `name` of LAYOUTS, in BF16."""
-    its_work, ours, peers, others = LAYOUTS[name]
-    settings = Settings(work=work or its_work, rounds=rounds, ranks=2)
+    work, ours, peers, others = LAYOUTS[name]
+    settings = Settings(work=work, rounds=rounds, ranks=2)
     measured = measure([ours, *peers, *others], settings)
     ratios = {peer.name: speed_up(measured[ours.name], measured[peer.name]) for peer in peers}
     best = min(ratios, key=lambda peer: ratios[peer].median)
@@ -141,7 +134,11 @@ def layout(name: str, rounds: int, work: Work | None = None) -> Result:
 
 def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
     """Measure each side's memory in a run of its own, then all sides' turns, round by round in rotated order."""
-    peaks = {side.name: _peak_live_bytes(side, settings) for side in sides}
+    peaks: dict[str, int] = {}
+    for side in sides:
+        progress(f"memory of {side.name}")
+        with _ranks_of(side, settings) as alone:
+            peaks[side.name] = max(alone.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
     turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
     with ExitStack() as stack:
         ranks = {side.name: stack.enter_context(_ranks_of(side, settings)) for side in sides}
@@ -158,12 +155,6 @@ def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
 
 def _ranks_of(side: Side, settings: Settings) -> RankPool:
     return start_ranks(side.name, partial(TrainRank, side, settings.work), world_size=settings.ranks)
-
-
-def _peak_live_bytes(side: Side, settings: Settings) -> int:
-    progress(f"memory of {side.name}")
-    with _ranks_of(side, settings) as ranks:
-        return max(ranks.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
 
 
 def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings) -> Measured:

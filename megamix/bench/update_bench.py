@@ -8,14 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megamix.bench.ranks import rotated, start_ranks
+from megamix.bench.ranks import Settings, rotated, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
@@ -45,7 +43,7 @@ class UpdateRank:
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True):
-        self._dtype, self._calls = dtype, calls
+        self._calls = calls
         self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
@@ -54,8 +52,12 @@ class UpdateRank:
         cpu = torch.device("cpu")
         self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), 2, cpu)
         self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
-        self._grads = [self._draw(bucket.padded_numel) for bucket in self.layout.buckets]
-        self._scalars = self._make_scalars()
+        # Far from the subnormal numbers, which take a CPU many times as long.
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+        self._grads = [(draw(bucket.padded_numel) * 1e-2).to(dtype) for bucket in self.layout.buckets]
+        count = torch.tensor(10.0)
+        coefficients = self._optimizer.coefficients(count.double())
+        self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)
 
         choose = partial(choose_update, self._optimizer, self._groups, self._half[0], [dtype], alone)
         compiled, stats = choose(try_compiler)
@@ -68,7 +70,10 @@ class UpdateRank:
         self.variants[LIBRARY] = lambda: self._update(library)
         self.variants[LIBRARY_STATS] = lambda: pieces([library_stats(grad) for grad in self._grads])
         self.variants[CASTS] = self._make_casts()
-        self.variants[COPY] = self._make_copy()
+        # In FP32, reading and writing as many bytes as the update.
+        source = torch.ones(BYTES_PER_PARAM * self.num_params() // 8)
+        target = torch.zeros_like(source)
+        self.variants[COPY] = lambda: target.copy_(source)
 
     def seconds(self, first: int) -> dict[str, float]:
         """Return the seconds of one call of every variant, the mean of `calls`. They run in turn from the `first`th."""
@@ -83,15 +88,6 @@ class UpdateRank:
         for _ in range(self._calls):
             variant()
         return (time.perf_counter() - start_s) / self._calls
-
-    def _draw(self, numel: int) -> Tensor:
-        # Far from the subnormal numbers, which take a CPU many times as long.
-        return (torch.randn(numel, generator=torch.Generator().manual_seed(0)) * 1e-2).to(self._dtype)
-
-    def _make_scalars(self) -> StepScalars:
-        update = torch.tensor(10.0)
-        coefficients = self._optimizer.coefficients(update.double())
-        return StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), update, coefficients)
 
     def _update(self, update: Update) -> None:
         """Update as engine.step() does: bucket by bucket, run by run."""
@@ -123,38 +119,24 @@ class UpdateRank:
 
         return casts
 
-    def _make_copy(self) -> Callable[[], Tensor]:
-        """Return an FP32 copy that reads and writes as many bytes as the update."""
-        source = torch.ones(BYTES_PER_PARAM * self.num_params() // 8)
-        target = torch.zeros_like(source)
-        return lambda: target.copy_(source)
-
 
 Seconds = dict[str, list[float]]  # variant -> of a call, round by round
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSettings:
-    """How much of what is measured."""
-
-    model: ModelConfig = GPT_20M
-    rounds: int = 15
-    threads: tuple[int, ...] = (1, 2)
-    calls: int = 5
-    try_compiler: bool = True
-
-
-def update(settings: UpdateSettings) -> Result:
-    """Measure every variant in BF16 and FP16, for each number of threads in a process of its own."""
-    cases = [(threads, name) for threads in settings.threads for name in _DTYPES]
+def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5) -> Result:
+    """Measure every variant in BF16 and FP16, for each number of threads in a process of its own. `calls`: timed ones
+    of each variant in a round.
+    """
+    cases = [(number, name) for number in threads for name in _DTYPES]
+    work = settings.work
     measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
     with ExitStack() as stack:
         ranks = {}
-        for threads, name in cases:
-            progress(f"update: building {name} with {threads} thread(s)")
-            actor = partial(UpdateRank, settings.model, _DTYPES[name], settings.calls, settings.try_compiler)
-            ranks[threads, name] = stack.enter_context(start_ranks(f"update {name}", actor, threads=threads))
-            ranks[threads, name].call(UpdateRank.seconds, 0)  # first calls compile and allocate
+        for case in cases:
+            progress(f"update: building {case[1]} with {case[0]} thread(s)")
+            actor = partial(UpdateRank, work.model, _DTYPES[case[1]], calls, work.compile_update)
+            ranks[case] = stack.enter_context(start_ranks(f"update {case[1]}", actor, threads=case[0]))
+            ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate
         (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
         for number in range(settings.rounds):
             progress(f"update: round {number + 1} of {settings.rounds}")
@@ -165,12 +147,16 @@ def update(settings: UpdateSettings) -> Result:
     columns = ("variant", "ns/param", "GB/s", "copy time / time")
     rows = [row for case in cases for row in _rows(case, measured[case], num_params)]
     goals = [goal for case in cases for goal in _goals(case, measured[case])]
-    raw = {f"{name}, {threads} thread(s)": measured[threads, name] for threads, name in cases}
+    raw = {f"{name}, {number} thread(s)": measured[number, name] for number, name in cases}
     notes = [
         f"GB/s of an update count {BYTES_PER_PARAM} bytes a parameter, of statistics 2, "
         "of the copy what it reads and writes"
     ]
-    return Result("update", _settings(settings, num_params), raw, columns, rows, goals, notes)
+    described = {
+        "rounds": settings.rounds, "calls": calls, "threads": threads, "parameters": num_params,
+        "model": work.model.model_dump(),
+    }  # fmt: skip
+    return Result("update", described, raw, columns, rows, goals, notes)
 
 
 def _rows(case: tuple[int, str], seconds: Seconds, num_params: int) -> Iterator[tuple[str, ...]]:
@@ -199,13 +185,3 @@ def _goals(case: tuple[int, str], seconds: Seconds) -> Iterator[Goal]:
         yield goal("compiled update's speed over cast + AdamW(fused) + cast", CASTS, COMPILED, 1.2)
         yield goal("compiled statistics' time over the compiled update's", STATS, COMPILED, 0.3, at_least=False)
     yield goal("update's rate without a compiler over the copy's", COPY, LIBRARY, 0.8)
-
-
-def _settings(settings: UpdateSettings, num_params: int) -> dict[str, object]:
-    return {
-        "rounds": settings.rounds,
-        "calls": settings.calls,
-        "threads": settings.threads,
-        "parameters": num_params,
-        "model": settings.model.model_dump(),
-    }

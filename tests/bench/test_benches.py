@@ -13,6 +13,7 @@ import torch
 from megamix.bench import command, startup_bench, train_bench, update_bench
 from megamix.bench.ranks import Settings, Side, Turn
 from megamix.bench.report import Goal, Result
+from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
 from megamix.bench.train_bench import Measured, examine, fp16, overlap, train, wire
 from megamix.bench.update_bench import (
@@ -22,7 +23,6 @@ from megamix.bench.update_bench import (
     LIBRARY,
     STATS,
     UpdateRank,
-    UpdateSettings,
     update,
 )
 from megamix.cli import main
@@ -130,8 +130,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "bench.jsonl"
-    settings = UpdateSettings(model=MODEL, rounds=1, threads=(1,), calls=1, try_compiler=False)
-    command.report([lambda: update(settings), lambda: overlap(TINY)], output)
+    command.report([lambda: update(TINY, threads=(1,), calls=1), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
     assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
@@ -146,9 +145,9 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
 def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:
     real, starts = startup_bench._seconds_to_first_step, []
 
-    def seconds(start: Any, world_size: int) -> float:
-        starts.append(start)
-        return real(start, world_size) if start.side.name == "ddp" else 10.0
+    def seconds(side: Side, work: Work, environment: dict[str, str], world_size: int) -> float:
+        starts.append((side.build, work, environment))
+        return real(side, work, environment, world_size) if side.name == "ddp" else 10.0
 
     monkeypatch.setattr(startup_bench, "_seconds_to_first_step", seconds)
     monkeypatch.setattr(startup_bench, "MAX_ROUNDS", 1)
@@ -158,8 +157,8 @@ def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.Mon
     assert 0.5 < result.raw["ddp"][0] < 120
     cold, warm, uncompiled, _ = starts
     assert cold == warm
-    assert (cold.work.compile_update, uncompiled.work.compile_update) == (True, False)
-    assert not Path(cold.environment["TORCHINDUCTOR_CACHE_DIR"]).exists()  # it was the bench's own
+    assert (cold[1].compile_update, uncompiled[1].compile_update) == (True, False)
+    assert not Path(cold[2]["TORCHINDUCTOR_CACHE_DIR"]).exists()  # it was the bench's own
 
 
 def test_update_goals_are_ratios_of_rates() -> None:
