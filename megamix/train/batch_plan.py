@@ -12,8 +12,11 @@ import itertools
 import math
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
+
+from megamix.checkpoint.record import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
 from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
 
@@ -53,29 +56,40 @@ class Fate(enum.Enum):
     SET_ASIDE = "set aside"  # overflowed too often
 
 
-class Waiting(NamedTuple):
+class WaitingBatch(Record):
     """A batch that overflowed, and after how many more attempts it is due."""
 
-    batch: GlobalBatch
-    due_in: int
+    samples: tuple[tuple[Count, Count], ...]  # (first, how many) of each range
+    tries: Count
+    counted_tries: Count
+    due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
+
+    @staticmethod
+    def of(batch: GlobalBatch, due_in: int) -> WaitingBatch:
+        samples = tuple((part.start, len(part)) for part in batch.samples)
+        return WaitingBatch(samples=samples, tries=batch.tries, counted_tries=batch.counted_tries, due_in=due_in)
+
+    def batch(self) -> GlobalBatch:
+        samples = tuple(range(start, start + length) for start, length in self.samples)
+        return GlobalBatch(samples, self.tries, self.counted_tries)
 
 
-class PlanState(NamedTuple):
+class PlanState(Record):
     """Between updates, with nothing in flight."""
 
-    applied: int
-    cursor: int  # the first sample never tried
-    waiting: tuple[Waiting, ...]
-    last_applied_scale: float | None
-    attempts: int = 0  # handed out so far
+    applied: Count = 0
+    attempts: Count = 0  # handed out so far
+    cursor: Count = 0  # the first sample never tried
+    waiting: tuple[WaitingBatch, ...] = ()
+    last_applied_scale: float | None = None
 
     def counters(self) -> dict[str, float | list[int]]:
         """Return all of it in numbers, by name: equal on every rank, or memory is damaged."""
         waiting = [
             number
-            for batch, due_in in self.waiting
-            for part in batch.samples
-            for number in (due_in, batch.tries, batch.counted_tries, part.start, part.stop)
+            for item in self.waiting
+            for start, length in item.samples
+            for number in (item.due_in, item.tries, item.counted_tries, start, start + length)
         ]
         return {
             "plan.applied": self.applied, "plan.cursor": self.cursor, "plan.waiting": waiting,
@@ -94,7 +108,7 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
         raise ValueError(f"last_applied_scale is {state.last_applied_scale} after update {state.applied}")
     if state.last_applied_scale is not None and not _is_used_scale(state.last_applied_scale):
         raise ValueError(f"last_applied_scale is {state.last_applied_scale}, no power of two that backward uses")
-    ranges = [part for batch, _ in state.waiting for part in batch.samples]
+    ranges = [part for item in state.waiting for part in item.batch().samples]
     waiting = num_samples(tuple(ranges))
     # Every update took a sample of its own at least, and no attempt took more than a batch.
     most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
@@ -109,13 +123,15 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
 
 
 def _check_waiting(state: PlanState, skipped: int) -> None:
-    for batch, due_in in state.waiting:
-        if not batch.samples or batch.counted_tries > batch.tries:
-            raise ValueError(f"waiting: a batch of {batch.samples} has {batch.counted_tries} of {batch.tries} tries")
+    for item in state.waiting:
+        if not item.samples or item.counted_tries > item.tries:
+            raise ValueError(
+                f"waiting: a batch of {item.batch().samples} has {item.counted_tries} of {item.tries} tries"
+            )
         # It was tried as attempt 0 at the earliest, as the last one at the latest.
-        if not min(0, 1 - state.attempts) <= due_in < max(LAGS.values()):
-            raise ValueError(f"waiting: a batch is due in {due_in} attempts, after {state.attempts}")
-    if (tries := sum(batch.tries for batch, _ in state.waiting)) > skipped:
+        if not min(0, 1 - state.attempts) <= item.due_in < max(LAGS.values()):
+            raise ValueError(f"waiting: a batch is due in {item.due_in} attempts, after {state.attempts}")
+    if (tries := sum(item.tries for item in state.waiting)) > skipped:
         raise ValueError(f"waiting: {tries} tries in vain, but {skipped} attempts overflowed")
 
 
@@ -135,23 +151,19 @@ class BatchPlan:
     ):  # fmt: skip
         self.updates, self.global_batch_size = updates, global_batch_size
         self._on_overflow, self._max_retries, self.lag = on_overflow, max_retries, LAGS[on_overflow]
-        state = state or PlanState(0, 0, (), None)
+        state = state or PlanState()
         self.applied, self._cursor, self._last_applied_scale = state.applied, state.cursor, state.last_applied_scale
-        self._attempts = state.attempts
+        self.launched = state.attempts  # attempts handed out
         self._in_flight: deque[Attempt] = deque()
         # Batches that overflowed, in the order in which they fall due, each with the attempt it is due at.
         self._waiting: deque[tuple[int, GlobalBatch]] = deque()
         self._left_over: Samples = ()  # samples of batches of another size: taken before the cursor's
-        for batch, due_in in state.waiting:
+        for item in state.waiting:
+            batch = item.batch()
             if num_samples(batch.samples) == global_batch_size:
-                self._waiting.append((self._attempts + due_in, batch))
+                self._waiting.append((self.launched + item.due_in, batch))
             else:
                 self._left_over += batch.samples
-
-    @property
-    def launched(self) -> int:
-        """Attempts handed out."""
-        return self._attempts
 
     def must_settle(self, until: int) -> bool:
         """Return whether the oldest outcome is needed before the next attempt: because it is `lag` attempts back, or
@@ -164,7 +176,7 @@ class BatchPlan:
         """Return the next attempt: the earliest batch that is due, else a new one, else (new ones could be too many)
         the earliest that waits.
         """
-        waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self._attempts
+        waiting_is_due = bool(self._waiting) and self._waiting[0][0] <= self.launched
         spoken_for = self.applied + len(self._in_flight) + len(self._waiting)
         if self._waiting and (waiting_is_due or spoken_for >= self.updates):
             batch = self._waiting.popleft()[1]
@@ -173,9 +185,9 @@ class BatchPlan:
             taken_left_over = cut(self._left_over, 0, self.global_batch_size)
             self._left_over = cut(self._left_over, self.global_batch_size, num_samples(self._left_over))
             self._cursor += self.global_batch_size - num_samples(taken_left_over)
-        attempt = Attempt(self._attempts, batch)
+        attempt = Attempt(self.launched, batch)
         self._in_flight.append(attempt)
-        self._attempts += 1
+        self.launched += 1
         return attempt
 
     def next_new(self) -> Samples:
@@ -216,6 +228,12 @@ class BatchPlan:
         return self._so_far().counters()
 
     def _so_far(self) -> PlanState:
-        waiting = [Waiting(batch, due - self._attempts) for due, batch in self._waiting]
-        left_over = [Waiting(GlobalBatch((part,)), 0) for part in self._left_over]
-        return PlanState(self.applied, self._cursor, (*waiting, *left_over), self._last_applied_scale, self._attempts)
+        waiting = [WaitingBatch.of(batch, due - self.launched) for due, batch in self._waiting]
+        left_over = [WaitingBatch.of(GlobalBatch((part,)), 0) for part in self._left_over]
+        return PlanState(
+            applied=self.applied,
+            attempts=self.launched,
+            cursor=self._cursor,
+            waiting=(*waiting, *left_over),
+            last_applied_scale=self._last_applied_scale,
+        )

@@ -83,7 +83,7 @@ class RunCheckpoints:
         if self._newest == _place(progress):
             return
         if self._section.replica_check_interval:
-            check_replicas(self._engine, progress.plan().counters())
+            check_replicas(self._engine, progress.counters())
         self._under_way, self._error, self._start_s = _place(progress), None, time.perf_counter()
         record = self._record.model_copy(update={"progress": progress.model_dump(mode="json")})
         (self._saver.start if beside else self._saver.save)(self._engine, record)

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,25 +19,6 @@ from megamix.train.run_folder import METRICS, SET_ASIDE
 
 if TYPE_CHECKING:  # who draws a run's history needs no torch
     from megamix.train.saved_run import Progress
-
-# The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
-TAGS = {
-    "loss": "train/loss",
-    "valid_loss": "valid/loss",
-    "lr": "optim/lr",
-    "grad_norm": "optim/grad_norm",
-    "loss_scale": "optim/loss_scale",
-    "skipped_steps": "optim/skipped_steps",
-    "tokens_per_s": "throughput/tokens_per_s",
-    "mfu": "throughput/mfu",
-    "memory_gib": "memory/peak_gib",
-    "data_share": "time_share/data",
-    "forward_backward_share": "time_share/forward_backward",
-    "reduce_scatter_share": "time_share/exposed_reduce_scatter",
-    "update_share": "time_share/update",
-    "all_gather_share": "time_share/exposed_all_gather",
-    "eta_s": "time/eta_s",
-}
 
 # Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
 FIRST_EXPONENT, LAST_EXPONENT = -41, 16
@@ -69,27 +50,36 @@ def precision_tag(name: str, layer: str) -> str:
     return f"precision/{name}/{layer}"
 
 
+def _tagged(tag: str) -> Any:
+    return field(metadata={"tag": tag})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One log interval, as of its last update. Field names are keys of TAGS."""
+    """One log interval, as of its last update. Each value has its tag in metrics.jsonl and TensorBoard beside it."""
 
-    loss: float  # nats per token
-    lr: float
-    grad_norm: float  # before clipping, without the loss scale
-    loss_scale: float | None  # None: this run has none
-    skipped_steps: int  # attempts that overflowed, since the start of the run
-    tokens_per_s: float  # of all ranks
-    mfu: float | None  # 0 to 1; None: the peak of this device is not known
-    memory_gib: float  # peak of this rank
-    data_share: float  # shares of wall time, 0 to 1
-    forward_backward_share: float
-    reduce_scatter_share: float  # time that the step waited for it; what ran beside backward is not counted
-    update_share: float
-    all_gather_share: float  # likewise
-    eta_s: float
+    loss: float = _tagged("train/loss")  # nats per token
+    lr: float = _tagged("optim/lr")
+    grad_norm: float = _tagged("optim/grad_norm")  # before clipping, without the loss scale
+    loss_scale: float | None = _tagged("optim/loss_scale")  # None: this run has none
+    skipped_steps: int = _tagged("optim/skipped_steps")  # attempts that overflowed, since the start of the run
+    tokens_per_s: float = _tagged("throughput/tokens_per_s")  # of all ranks
+    mfu: float | None = _tagged("throughput/mfu")  # 0 to 1; None: the peak of this device is not known
+    memory_gib: float = _tagged("memory/peak_gib")  # peak of this rank
+    data_share: float = _tagged("time_share/data")  # shares of wall time, 0 to 1
+    forward_backward_share: float = _tagged("time_share/forward_backward")
+    # Time that the step waited for it; what ran beside backward is not counted.
+    reduce_scatter_share: float = _tagged("time_share/exposed_reduce_scatter")
+    update_share: float = _tagged("time_share/update")
+    all_gather_share: float = _tagged("time_share/exposed_all_gather")  # as of the reduce-scatter
+    eta_s: float = _tagged("time/eta_s")
 
     def values(self) -> dict[str, float | None]:
         return asdict(self)
+
+
+# The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
+TAGS = {"valid_loss": "valid/loss"} | {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
 def format_line(step: int, steps: int, metrics: StepMetrics) -> str:

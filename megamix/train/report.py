@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import resource
 import time
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,17 +28,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
-@dataclass(frozen=True, slots=True)
-class _Rates:
-    """One attempt of the last interval, on average."""
-
-    step_s: float = math.inf
-    span_s: dict[str, float] = field(default_factory=dict)
-
-    def share(self, name: str) -> float:
-        return self.span_s.get(name, 0.0) / self.step_s
-
-
 class IntervalReport:
     """Turns the wall time and the spans between two log lines into rates and shares."""
 
@@ -49,7 +37,8 @@ class IntervalReport:
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
         self._start_s, self._done = time.perf_counter(), 0
-        self._rates = _Rates()
+        # Of one attempt of the last interval, on average: itself, and each of its spans.
+        self._step_s, self._span_s = math.inf, dict[str, float]()
         self._losses: list[float] = []
 
     @property
@@ -74,8 +63,7 @@ class IntervalReport:
         if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
             self._measure(attempts)
         losses, self._losses = self._losses, []
-        rates = self._rates
-        tokens_per_s = self._tokens_per_step / rates.step_s
+        tokens_per_s = self._tokens_per_step / self._step_s
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),
             lr=outcome.lr,
@@ -85,12 +73,12 @@ class IntervalReport:
             tokens_per_s=tokens_per_s,
             mfu=None if self._mfu_per_token_rate is None else self._mfu_per_token_rate * tokens_per_s,
             memory_gib=peak_memory_gib(device),
-            data_share=rates.share("data"),
-            forward_backward_share=rates.share("forward_backward"),
-            reduce_scatter_share=rates.share("exposed_reduce_scatter"),
-            update_share=rates.share("update"),
-            all_gather_share=rates.share("exposed_all_gather"),
-            eta_s=(self._updates - update) * rates.step_s,
+            data_share=self._share("data"),
+            forward_backward_share=self._share("forward_backward"),
+            reduce_scatter_share=self._share("exposed_reduce_scatter"),
+            update_share=self._share("update"),
+            all_gather_share=self._share("exposed_all_gather"),
+            eta_s=(self._updates - update) * self._step_s,
         )
 
     def pause(self) -> None:
@@ -102,15 +90,15 @@ class IntervalReport:
         self._start_s += time.perf_counter() - self._paused_s
         self._clock.enabled = True
 
+    def _share(self, span: str) -> float:
+        return self._span_s.get(span, 0.0) / self._step_s
+
     def _measure(self, attempts: int) -> None:
         now_s = time.perf_counter()
         steps = attempts - self._done
-        seconds = {name: span_s / steps for name, span_s in self._clock.read().items()}
-        self._rates = _Rates((now_s - self._start_s) / steps, seconds)
+        self._step_s = (now_s - self._start_s) / steps
+        self._span_s = {name: span_s / steps for name, span_s in self._clock.read().items()}
         self._start_s, self._done = now_s, attempts
-
-
-_SCALARS = 6  # of a step's result, in front of by_piece
 
 
 class Outcome(NamedTuple):
@@ -125,6 +113,9 @@ class Outcome(NamedTuple):
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
 
 
+_SCALARS = Outcome._fields[:-1]  # of a step's result, in front of by_piece
+
+
 class Readout:
     """Slots of host memory of their own (pinned on a GPU), one per attempt in flight, written without waiting.
 
@@ -133,16 +124,14 @@ class Readout:
 
     def __init__(self, device: torch.device, num_pieces: int, lag: int):
         self._pinned = device.type == "cuda"
-        shape = (_SCALARS + 2 * num_pieces,)
+        shape = (len(_SCALARS) + 2 * num_pieces,)
         self._slots = [torch.empty(shape, dtype=torch.float64, pin_memory=self._pinned) for _ in range(lag)]
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying what a step has returned."""
-        scalars = (
-            result.loss, result.found_inf, result.grad_norm, result.loss_scale, result.lr, result.stop_requested,
-        )  # fmt: skip
-        values = torch.cat([torch.stack([scalar.double() for scalar in scalars]), result.by_piece.flatten()])
+        scalars = torch.stack([getattr(result, name).double() for name in _SCALARS])
+        values = torch.cat([scalars, result.by_piece.flatten()])
         slot = attempt % len(self._slots)
         self._slots[slot].copy_(values, non_blocking=True)
         event = self._events[slot]
@@ -155,8 +144,8 @@ class Readout:
         event = self._events[slot]
         if event is not None:  # pragma: CUDA only
             event.synchronize()
-        loss, found_inf, grad_norm, loss_scale, lr, stop = self._slots[slot][:_SCALARS].tolist()
-        by_piece = self._slots[slot][_SCALARS:].view(2, -1).clone()  # the slot is written again
+        loss, found_inf, grad_norm, loss_scale, lr, stop = self._slots[slot][: len(_SCALARS)].tolist()
+        by_piece = self._slots[slot][len(_SCALARS) :].view(2, -1).clone()  # the slot is written again
         return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece)
 
 

@@ -12,18 +12,18 @@ import operator
 import re
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
 from megamix.checkpoint.manifest import Manifest
-from megamix.checkpoint.record import Count, Record
+from megamix.checkpoint.record import Count
 from megamix.config import Config, ModelConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.model.sizes import parameter_count
 from megamix.model.transformer import meta_model
-from megamix.train.batch_plan import LARGEST_COUNT, GlobalBatch, PlanState, Waiting, check_state
+from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
 from megamix.train.run_folder import METRICS, SET_ASIDE
@@ -118,23 +118,9 @@ def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:
     return _validated(kind, known)
 
 
-class WaitingBatch(Record):
-    """A batch that is to be tried again; see batch_plan.Waiting."""
+class Progress(PlanState):
+    """What a run keeps beside the engine's state."""
 
-    samples: tuple[tuple[Count, Count], ...]  # (first, how many) of each range
-    tries: Count
-    counted_tries: Count
-    due_in: Annotated[int, Field(ge=-(2**53), le=2**53)]
-
-
-class Progress(Record):
-    """Between two updates, with nothing in flight."""
-
-    applied: Count = 0
-    attempts: Count = 0
-    cursor: Count = 0  # the first sample never tried
-    waiting: tuple[WaitingBatch, ...] = ()
-    last_applied_scale: float | None = None
     skipped: Count = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
@@ -144,20 +130,6 @@ class Progress(Record):
     def read(values: Mapping[str, Any]) -> Progress:
         """Raises: ValueError naming the field."""
         return Progress.from_json(json.dumps(values))  # in JSON a tuple is a list
-
-    @staticmethod
-    def of(plan: PlanState, losses: list[float], skipped: int, validated: int, log_sizes: dict[str, int]) -> Progress:
-        return Progress(
-            **plan._replace(waiting=())._asdict() | {"waiting": tuple(map(_to_record, plan.waiting))},
-            skipped=skipped,
-            interval_losses=tuple(loss.hex() for loss in losses),
-            validated=validated,
-            log_sizes=log_sizes,
-        )
-
-    def plan(self) -> PlanState:
-        waiting = tuple(map(_from_record, self.waiting))
-        return PlanState(self.applied, self.cursor, waiting, self.last_applied_scale, self.attempts)
 
     def losses(self) -> list[float]:
         return [float.fromhex(text) for text in self.interval_losses]
@@ -171,7 +143,7 @@ class Progress(Record):
             raise ValueError(
                 f"{self.applied} applied and {self.skipped} skipped, the engine's are {applied}, {skipped}"
             )
-        check_state(self.plan(), self.skipped, global_batch_size)
+        check_state(self, self.skipped, global_batch_size)
         if self.validated > self.applied:
             raise ValueError(f"validated is {self.validated}, after update {self.applied}")
         # The first update's line ends an interval, so that one is in none.
@@ -188,16 +160,3 @@ def _is_loss(text: str) -> bool:
         return loss.hex() == text and math.isfinite(loss) and struct.unpack("f", struct.pack("f", loss))[0] == loss
     except (ValueError, OverflowError):
         return False
-
-
-def _to_record(waiting: Waiting) -> WaitingBatch:
-    batch = waiting.batch
-    return WaitingBatch(
-        samples=tuple((part.start, len(part)) for part in batch.samples),
-        tries=batch.tries, counted_tries=batch.counted_tries, due_in=waiting.due_in,
-    )  # fmt: skip
-
-
-def _from_record(record: WaitingBatch) -> Waiting:
-    samples = tuple(range(start, start + length) for start, length in record.samples)
-    return Waiting(GlobalBatch(samples, record.tries, record.counted_tries), record.due_in)

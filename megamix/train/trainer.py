@@ -67,7 +67,7 @@ class Trainer:
         self.device = engine.device
         training, precision = config.training, config.precision
         self.plan = BatchPlan(
-            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start.plan()
+            training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start
         )  # fmt: skip
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
@@ -88,7 +88,13 @@ class Trainer:
             with suppress(GaveUpError):  # the one for which the run ends, if it does, was raised before
                 self._settle()
         sizes = {} if self.writer is None else self.writer.sync()
-        return Progress.of(self.plan.state(), self.report.losses, self.overflows.count, self._validated, sizes)
+        return Progress(
+            **dict(self.plan.state()),
+            skipped=self.overflows.count,
+            interval_losses=tuple(loss.hex() for loss in self.report.losses),
+            validated=self._validated,
+            log_sizes=sizes,
+        )
 
     def train(self, leave: LeaveRequest) -> float | None:
         """Take all updates and the validations; return the last validation loss (nats per token), if there is
@@ -184,7 +190,9 @@ class Trainer:
         if words:
             self._tell_overflow(attempt, outcome.loss_scale, fate, words)
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.plan.applied)
-        if fate is Fate.APPLIED and self._is_logged(self.plan.applied):
+        # The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one.
+        always = self.plan.applied in (1, self.config.training.steps)
+        if fate is Fate.APPLIED and (always or self.plan.applied % self.config.metrics.log_interval == 0):
             self._log(self.plan.applied, outcome)
         if fate is Fate.APPLIED and self.plan.applied == MEMORY_AT_UPDATE and self.memory_line is not None:
             self.console.line(self.memory_line(self.config, self.engine))
@@ -260,10 +268,6 @@ class Trainer:
             return None
         key = mix64(np.uint64(self.config.training.seed), np.array([samples[0].start], dtype=np.uint64))
         return int(mix64(key[0], np.array([tries], dtype=np.uint64))[0])
-
-    def _is_logged(self, update: int) -> bool:
-        """The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one."""
-        return update in (1, self.config.training.steps) or update % self.config.metrics.log_interval == 0
 
     def _is_examined(self, attempt: int) -> bool:
         return _is_due(attempt, self.config.metrics.precision_interval)

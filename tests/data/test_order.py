@@ -55,8 +55,8 @@ def run(source: BlendedSource, draw: random.Random, resumes: int, num_samples: i
             rows += read_batch(source, plan.take().batch.samples, dp_size)
             plan.settle(False, 1.0)
         # As a checkpoint keeps it.
-        progress = Progress.of(plan.state(), [], 0, 0, {})
-        state = Progress.read(progress.model_dump(mode="json")).plan()
+        progress = Progress(**dict(plan.state()))
+        state = Progress.read(progress.model_dump(mode="json"))
     return rows
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState, Waiting
+from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch, PlanState, WaitingBatch
 
 Outcome = Callable[[Attempt], bool]  # does it overflow?
 
@@ -50,6 +50,10 @@ class Run:
 
     def first_samples(self) -> list[int]:
         return [attempt.batch.samples[0].start for attempt in self.tried]
+
+
+def _waiting(samples: range, due_in: int) -> WaitingBatch:
+    return WaitingBatch.of(GlobalBatch((samples,), 1), due_in)
 
 
 def _at(*numbers: int) -> Outcome:
@@ -105,8 +109,9 @@ def test_a_run_stopped_anywhere_goes_on_as_if_never_stopped(seed: int) -> None:
 
 
 def test_after_a_change_of_batch_size_waiting_samples_come_first_and_in_order() -> None:
-    waiting = (Waiting(GlobalBatch((range(8, 12),), 1), 1), Waiting(GlobalBatch((range(0, 4),), 1), 2))
-    run = Run(BatchPlan(8, 3, "requeue", 3, PlanState(2, 20, waiting, 1.0)), _at(1)).to(8)
+    waiting = (_waiting(range(8, 12), 1), _waiting(range(0, 4), 2))
+    state = PlanState(applied=2, cursor=20, waiting=waiting, last_applied_scale=1.0)
+    run = Run(BatchPlan(8, 3, "requeue", 3, state), _at(1)).to(8)
     batches = [attempt.batch.samples for attempt in run.tried]
     assert batches[:4] == [
         (range(8, 11),),
@@ -118,8 +123,8 @@ def test_after_a_change_of_batch_size_waiting_samples_come_first_and_in_order() 
 
 
 def test_what_is_left_over_of_another_batch_size_survives_a_stop() -> None:
-    waiting = (Waiting(GlobalBatch((range(0, 10),), 1), 0),)
-    first = Run(BatchPlan(9, 4, "requeue", 3, PlanState(0, 10, waiting, 1.0)), _at()).to(1)
+    state = PlanState(cursor=10, waiting=(_waiting(range(0, 10), 0),), last_applied_scale=1.0)
+    first = Run(BatchPlan(9, 4, "requeue", 3, state), _at()).to(1)
     second = Run(BatchPlan(9, 4, "requeue", 3, first.plan.state()), _at()).to(9)
     assert first.applied + second.applied == list(range(36))
 
