@@ -128,34 +128,6 @@ class GaveUpError(EndedEarlyError):
     state: State = "gave_up"
 
 
-class OverflowBudget:
-    """Counts overflows in a row, in a row at the lowest scale, and per window of attempts."""
-
-    def __init__(self, section: PrecisionConfig):
-        self._section = section
-        self._in_a_row = self._at_floor = 0
-        self._window: deque[bool] = deque(maxlen=WINDOW)
-
-    def spend(self, found_inf: bool, at_floor: bool) -> str | None:
-        """Count one attempt. `at_floor`: its scale could not have been lower. Returns why to stop, or None."""
-        self._in_a_row = self._in_a_row + 1 if found_inf else 0
-        self._at_floor = self._at_floor + 1 if found_inf and at_floor else 0
-        self._window.append(found_inf)
-        if self._at_floor >= self._section.max_overflows_at_floor:
-            return (
-                f"{self._at_floor} attempts in a row overflowed at the lowest loss scale "
-                "(precision.max_overflows_at_floor)"
-            )
-        if self._in_a_row >= self._section.max_overflows_in_a_row:
-            return f"{self._in_a_row} attempts in a row overflowed (precision.max_overflows_in_a_row)"
-        in_window = sum(self._window)
-        if in_window >= self._section.max_overflows_per_window:
-            return (
-                f"{in_window} of the last {len(self._window)} attempts overflowed (precision.max_overflows_per_window)"
-            )
-        return None
-
-
 _KEPT = 50  # overflows and scales that the report of a run that gives up looks back on
 
 
@@ -165,7 +137,9 @@ class OverflowHistory:
     def __init__(self, section: PrecisionConfig, engine: ShardedEngine, count: int):
         """`count`: attempts that have overflowed before the run took up."""
         self.count, self._engine = count, engine
-        self._budget = OverflowBudget(section)
+        self._section = section
+        self._in_a_row = self._at_floor = 0
+        self._window: deque[bool] = deque(maxlen=WINDOW)
         self._scales: deque[tuple[float, int, int]] = deque(maxlen=_KEPT)  # loss scale, attempts with it, overflows
         self._peaks: deque[list[ParamPeak]] = deque(maxlen=_KEPT)  # of every overflow
         self.origins: list[str] = []  # of the last examined one, in words
@@ -195,9 +169,7 @@ class OverflowHistory:
 
         Raises: GaveUpError once the budget is spent, on every rank at the same attempt.
         """
-        at_floor = self._scales[-1][0] <= self._engine.loss_scale.min_scale
-        reason = self._budget.spend(found_inf, at_floor)
-        if reason is None:
+        if (reason := self._reason_to_stop(found_inf)) is None:
             return
         sections = {
             "cause of the last overflow": [cause(loss, self._peaks[-1])],
@@ -213,3 +185,22 @@ class OverflowHistory:
                 lines += [f"{title}:", *(f"  {line}" for line in body)]
         lines.append("the weights of the last update are saved; nothing that overflowed is in them")
         raise GaveUpError("\n".join(lines))
+
+    def _reason_to_stop(self, found_inf: bool) -> str | None:
+        """Count overflows in a row, in a row at a scale that could not have been lower, and per window of attempts."""
+        section, at_floor = self._section, self._scales[-1][0] <= self._engine.loss_scale.min_scale
+        self._in_a_row = self._in_a_row + 1 if found_inf else 0
+        self._at_floor = self._at_floor + 1 if found_inf and at_floor else 0
+        self._window.append(found_inf)
+        if self._at_floor >= section.max_overflows_at_floor:
+            return (
+                f"{self._at_floor} attempts in a row overflowed at the lowest loss scale "
+                "(precision.max_overflows_at_floor)"
+            )
+        if self._in_a_row >= section.max_overflows_in_a_row:
+            return f"{self._in_a_row} attempts in a row overflowed (precision.max_overflows_in_a_row)"
+        if (in_window := sum(self._window)) >= section.max_overflows_per_window:
+            return (
+                f"{in_window} of the last {len(self._window)} attempts overflowed (precision.max_overflows_per_window)"
+            )
+        return None

@@ -44,6 +44,7 @@ from torch.distributed.elastic.rendezvous import (  # noqa: E402
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous  # noqa: E402
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
@@ -54,11 +55,13 @@ _ANY_PORT = "localhost:0"  # the endpoint that --standalone has
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """torchrun's part in it: one machine, whose agent holds the store for as long as there are ranks."""
+class LoopbackRendezvous(StaticTCPRendezvous):
+    """torchrun's part in it: one machine, whose agent holds the store for as long as there are ranks. What else
+    torchrun asks (closed? more nodes?) is answered as where nodes are counted beforehand.
+    """
 
     def __init__(self, run_id: str):
-        self._run_id = run_id
+        super().__init__(_LOOPBACK, 0, rank=0, world_size=1, run_id=run_id, timeout=0)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -72,21 +75,6 @@ class LoopbackRendezvous(RendezvousHandler):
         store = loopback_store()
         agents = PrefixStore("agent", store)  # apart from the ranks' keys
         return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_LOOPBACK, store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def torchrun(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megamix.durable import read_own, write_text
 from megamix.supervise.console import say
@@ -80,13 +80,6 @@ class StuckError(EndedEarlyError):
     state: State = "gave_up"
 
 
-class _Earlier(NamedTuple):
-    state: str
-    start: int
-    restarts: int
-    reason: str
-
-
 class RunStatus:
     """Writes `status.json` in a run's folder: whole or not there. The first rank does, or the lowest that lives."""
 
@@ -102,28 +95,27 @@ class RunStatus:
         Raises: OSError if it cannot be written down; StuckError, written down as well, at more than `max_restarts`
         starts in a row from one update; those after a run that was asked to leave do not count.
         """
-        earlier = self._earlier
-        in_vain = earlier.state not in ("finished", "preempted") and update <= earlier.start
-        restarts = earlier.restarts + 1 if in_vain else 0
-        self._start, self._restarts = update, restarts
-        if restarts > max_restarts:
+        state, start, restarts, reason = self._earlier
+        in_vain = state not in ("finished", "preempted") and update <= start
+        self._start, self._restarts = update, restarts + 1 if in_vain else 0
+        if self._restarts > max_restarts:
             stuck = StuckError(
-                f"started {restarts + 1} times from update {update} without getting further (checkpoint.max_restarts "
-                f"{max_restarts}); find out why, then remove {self.folder / STATUS}. The last start's end: "
-                f"{earlier.state} {earlier.reason}".strip()
+                f"started {self._restarts + 1} times from update {update} without getting further "
+                f"(checkpoint.max_restarts {max_restarts}); find out why, then remove {self.folder / STATUS}. "
+                f"The last start's end: {state} {reason}".strip()
             )
             self.end(stuck)
             raise stuck
         self._store("running", "")
 
     @functools.cached_property
-    def _earlier(self) -> _Earlier:
-        """What the start before left, read before this one has written anything."""
+    def _earlier(self) -> tuple[str, int, int, str]:
+        """State, start, restarts and reason that the start before left, read before this one has written anything."""
         try:
             values = json.loads(read_own(self.folder / STATUS))
-            return _Earlier(values["state"], int(values["start"]), int(values["restarts"]), values["reason"])
+            return values["state"], int(values["start"]), int(values["restarts"]), values["reason"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or not ours
-            return _Earlier("finished", 0, 0, "")
+            return "finished", 0, 0, ""
 
     @property
     def _update(self) -> int:

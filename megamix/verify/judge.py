@@ -124,10 +124,9 @@ def _copies(
     """Check that every rank's next forward reads the cast of the masters, bit for bit: else a gather is stale."""
     for rank, fragments in enumerate(ranks):
         for part in fragments:
-            block = tuple(slice(low, low + size) for low, size in zip(part.offset, part.shape, strict=True))
-            want = whole.tensors[MASTER, part.param][block].to(dtype).float()
-            got = torch.from_numpy(part.values).view(part.shape)
-            verdict.equal(number, "half copy", f"{part.param} on rank {rank}", got, want)
+            want = whole.tensors[MASTER, part.spec.name][part.spec.block].to(dtype).float()
+            got = torch.from_numpy(part.values).view(part.spec.shape)
+            verdict.equal(number, "half copy", f"{part.spec.name} on rank {rank}", got, want)
 
 
 class _Judged:

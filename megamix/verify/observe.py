@@ -4,6 +4,7 @@ ranks then become whole tensors by name, and copies of the same element are comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -34,11 +35,8 @@ _BRANCHING = 16  # successors of a token in the synthetic text: gradients of emb
 class Fragment:
     """Elements [start, start + n) of the block of a parameter that a rank trains, flattened: FP32 (n,)."""
 
-    param: str
+    spec: ParamSpec
     state: str
-    full_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the block in the full parameter
-    shape: tuple[int, ...]  # of the block
     start: int
     values: NDArray[np.float32]
 
@@ -128,13 +126,8 @@ def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor
 
 
 def _scalars(engine: ShardedEngine, result: StepResult) -> dict[str, float]:
-    return {
-        "loss": float(result.loss),
-        "found_inf": float(result.found_inf),
-        "grad_norm": float(result.grad_norm),
-        "max_abs": float(result.max_abs),
-        "loss_scale": float(result.loss_scale),
-        "lr": float(result.lr),
+    told = ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
+    return {name: float(getattr(result, name)) for name in told} | {
         "next_loss_scale": float(engine.loss_scale.loss_scale),
         "applied_updates": float(engine.applied_updates),
         "skipped_steps": float(engine.skipped_steps),
@@ -165,8 +158,7 @@ def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
 
 
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:
-    on_host = values.detach().to("cpu", torch.float32, copy=True).numpy()
-    return Fragment(spec.name, state, spec.full_shape, spec.offset, spec.shape, start, on_host)
+    return Fragment(spec, state, start, values.detach().to("cpu", torch.float32, copy=True).numpy())
 
 
 @dataclass(slots=True)
@@ -186,16 +178,16 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     held: dict[tuple[str, str], Tensor] = {}
     for rank, fragments in enumerate(ranks):
         for part in fragments:
-            key = part.state, part.param
+            key = part.state, part.spec.name
             if key not in whole.tensors:
-                whole.tensors[key] = torch.zeros(part.full_shape)
-                held[key] = torch.zeros(part.full_shape, dtype=torch.bool)
+                whole.tensors[key] = torch.zeros(part.spec.full_shape)
+                held[key] = torch.zeros(part.spec.full_shape, dtype=torch.bool)
             where = _elements(part)
             values, full, known = torch.from_numpy(part.values), whole.tensors[key].view(-1), held[key].view(-1)
             again = known[where]
             if not equal_bits(full[where][again], values[again]):
                 gap = (full[where][again] - values[again]).abs().max()
-                whole.problems.append((part.param, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
+                whole.problems.append((part.spec.name, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
             full[where] = values
             known[where] = True
     for (state, name), known in held.items():
@@ -206,9 +198,8 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
 
 def _elements(part: Fragment) -> Tensor:
     """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
-    places = torch.arange(torch.Size(part.full_shape).numel()).view(part.full_shape)
-    block = places[tuple(slice(low, low + size) for low, size in zip(part.offset, part.shape, strict=True))]
-    return block.reshape(-1)[part.start : part.start + len(part.values)]
+    places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
+    return places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
