@@ -59,6 +59,10 @@ class Collectives:
     def __init__(self, axis: Axis):
         self.axis = axis
 
+    def own_part(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of what is divided evenly, a view. Shapes: (n,) -> (n / size,)."""
+        return flat.view(self.axis.size, -1)[self.axis.rank]
+
     def reduce_scatter(
         self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
     ) -> Pending:

@@ -200,7 +200,7 @@ class ShardedEngine:
         with self.clock.span("update"):
             cuts, examination = self._cuts, self.under_way.take_examination()
             if examination is not None:
-                cuts = watch(examination, self.layout, self.piece_stats.by_bucket, grad_shards, self._update)
+                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self._update)
             # The scale that backward used: the next step's may differ from it by the growth factor.
             divisor = self.under_way.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor

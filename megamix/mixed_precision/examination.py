@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.flat_layout import FlatLayout, Piece, Run
+from megamix.mixed_precision.flat_layout import Piece, Run
 from megamix.mixed_precision.fused_update import Cut, Update
 from megamix.mixed_precision.step import Examination
 
@@ -54,9 +54,8 @@ def look(examination: Examination | None, micro_batch: int) -> Callable[[str, Te
 
 
 def watch(
-    examination: Examination, layout: FlatLayout, pieces: Sequence[Sequence[Piece]], grad_shards: Sequence[Tensor],
-    update: Update,
-) -> list[list[Cut]]:  # fmt: skip
+    examination: Examination, pieces: Sequence[Sequence[Piece]], grad_shards: Sequence[Tensor], update: Update
+) -> list[list[Cut]]:
     """Count this rank's part of the reduced gradient; return each bucket's runs in smaller cuts, with an update that
     compares before and after.
 
@@ -64,8 +63,7 @@ def watch(
     `pieces`: of each bucket, those that this rank owns. Shapes: grad_shards half or FP32 (shard_numel,) per bucket.
     """
     cuts: list[list[Cut]] = []
-    for bucket, own, grad_shard in zip(layout.buckets, pieces, grad_shards, strict=True):
-        groups = {slot.spec.name: slot.spec.group for slot in bucket.slots}
+    for own, grad_shard in zip(pieces, grad_shards, strict=True):
         cuts.append([])
         for piece in own:
             layer = examination.layers.index(layer_of(piece.name))
@@ -74,7 +72,7 @@ def watch(
                 examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
             compared = partial(_compare, update, examination.updates[layer])
             for start in range(piece.start, piece.end, _CHUNK):
-                cuts[-1].append((Run(groups[piece.name], start, min(start + _CHUNK, piece.end)), compared))
+                cuts[-1].append((Run(piece.spec.group, start, min(start + _CHUNK, piece.end)), compared))
     return cuts
 
 

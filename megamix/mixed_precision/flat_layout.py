@@ -5,7 +5,7 @@ talking.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Every parameter and every shard starts on a multiple of 64 elements: 128 bytes in half precision, so that vector
@@ -77,10 +77,15 @@ class Piece:
     that follows the parameter; both are multiples of ROW.
     """
 
-    name: str
+    spec: ParamSpec
+    first: int  # the number of its first element in the parameter's block
     start: int
     end: int
     numel: int  # elements of the parameter; what follows them is padding
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +114,6 @@ class Bucket:
         clipped = (Run(run.group, max(run.start, first) - first, min(run.end, last) - first) for run in self.runs)
         return tuple(run for run in clipped if run.start < run.end)
 
-    def owned(self, shard: int) -> Iterator[tuple[ParamSpec, int, slice]]:
-        """Yield of each parameter in a shard the number of its first element there, and where its elements lie in the
-        shard, without the padding.
-        """
-        first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        for slot in self.slots:
-            start, end = max(slot.start, first), min(slot.end, last)
-            if start < end:
-                yield slot.spec, start - slot.start, slice(start - first, end - first)
-
     def padded_ends(self) -> list[int]:
         """Return where each parameter's padding ends, which is where the next one starts."""
         return [*(slot.start for slot in self.slots[1:]), self.padded_numel]
@@ -131,7 +126,7 @@ class Bucket:
             start = max(slot.start, first)
             if start < min(end, last):
                 numel = max(0, min(slot.end, last) - start)
-                pieces.append(Piece(slot.spec.name, start - first, min(end, last) - first, numel))
+                pieces.append(Piece(slot.spec, start - slot.start, start - first, min(end, last) - first, numel))
         return tuple(pieces)
 
 

@@ -40,12 +40,8 @@ def make_grad_shards(
     """
     shards = []
     for flat, among in zip(half_grads, collectives, strict=True):
-        axis = among.axis
-        sum_dtype = precision.sum_dtype(axis.size)
-        in_place = sum_dtype == flat.dtype
-        shards.append(
-            flat.view(axis.size, -1)[axis.rank] if in_place else flat.view(sum_dtype)[: flat.numel() // axis.size]
-        )
+        sum_dtype, start = precision.sum_dtype(among.axis.size), flat.numel() // among.axis.size
+        shards.append(among.own_part(flat) if sum_dtype == flat.dtype else flat.view(sum_dtype)[:start])
     return shards
 
 
@@ -78,15 +74,11 @@ class GradReduce:
                 return
         while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
             bucket = len(self._pending)
-            half_grads, grad_shard, among = (
-                self._half_grads[bucket],
-                self.grad_shards[bucket],
-                self._collectives[bucket],
-            )
+            half_grads, grad_shard = self._half_grads[bucket], self.grad_shards[bucket]
             # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
-                self._pending.append(among.reduce_scatter(half_grads, grad_shard, use))
+                self._pending.append(self._collectives[bucket].reduce_scatter(half_grads, grad_shard, use))
                 if not self._overlap:
                     self._pending[-1].wait()
 

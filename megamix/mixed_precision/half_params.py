@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,16 +19,6 @@ from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.mixed_precision.settings import Placement
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class _Installed:
-    """What must still be true of a parameter for the engine's writes to reach the module."""
-
-    param: nn.Parameter
-    data_ptr: int
-    version: int
-    name: str
 
 
 def single_device(model: nn.Module) -> torch.device:
@@ -166,7 +156,9 @@ class HalfParams:
         self.layout, self.dtype, self._device = layout, dtype, device
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.flat: list[Tensor] = []
-        self._installed: list[_Installed] = []
+        # Name, parameter, and what must still be true of it for the engine's writes to reach the module: its address
+        # and version.
+        self._installed: list[tuple[str, nn.Parameter, int, int]] = []
         self._guard = ModuleGuard(model)
 
     def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -193,7 +185,7 @@ class HalfParams:
         for slot in self.layout.buckets[bucket].slots:
             param = self.params[slot.spec.name]
             param.data = flat[slot.start : slot.end].view(slot.spec.shape)
-            self._installed.append(_Installed(param, param.data_ptr(), param._version, slot.spec.name))
+            self._installed.append((slot.spec.name, param, param.data_ptr(), param._version))
 
     def check(self) -> None:
         """Raise RuntimeError if a call has changed which parameters there are, broken a view, or written to one, since
@@ -202,17 +194,17 @@ class HalfParams:
         The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
         """
         self._guard.check()
-        for item in self._installed:
-            if item.param.data_ptr() != item.data_ptr:
+        for name, param, data_ptr, version in self._installed:
+            if param.data_ptr() != data_ptr:
                 broken = (
                     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
                     "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
                 )
-            elif item.param._version != item.version:
+            elif param._version != version:
                 broken = (
                     "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
                     "and not its FP32 master. To change weights call engine.load_weights(state_dict)"
                 )
             else:
                 continue
-            raise RuntimeError(f"parameter {item.name} {broken}")
+            raise RuntimeError(f"parameter {name} {broken}")

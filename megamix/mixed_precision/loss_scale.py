@@ -27,18 +27,6 @@ def require_power_of_two(name: str, value: float) -> None:
         raise ValueError(f"{name} must be a power of two (scaling is then exact), got {value}; use {nearest:g}")
 
 
-def _require_range(init_scale: float, min_scale: float, max_scale: float) -> None:
-    """Three powers of two in order; a min_scale of 0 is no floor."""
-    require_power_of_two("init_scale", init_scale)
-    require_power_of_two("max_scale", max_scale)
-    if min_scale != 0:
-        require_power_of_two("min_scale", min_scale)
-    if not min_scale <= init_scale <= max_scale:
-        raise ValueError(
-            f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
-        )
-
-
 def _check_count(name: str, value: float | list[float], least: int, most: int) -> None:
     """Raises: ValueError unless it is a whole number in that range, and one of INT32."""
     if isinstance(value, list) or not value.is_integer() or not max(least, -(2**31)) <= value <= min(most, 2**31 - 1):
@@ -52,7 +40,14 @@ class LossScale:
     wants_probe = False  # whether a first `engine.probe_loss_scale()` would find a better scale to start from
 
     def __init__(self, init_scale: float, min_scale: float, max_scale: float):
-        _require_range(init_scale, min_scale, max_scale)
+        require_power_of_two("init_scale", init_scale)
+        require_power_of_two("max_scale", max_scale)
+        if min_scale != 0:  # which is no floor
+            require_power_of_two("min_scale", min_scale)
+        if not min_scale <= init_scale <= max_scale:
+            raise ValueError(
+                f"init_scale {init_scale:g} must lie between min_scale {min_scale:g} and max_scale {max_scale:g}"
+            )
         self.min_scale, self.max_scale = min_scale, max_scale  # it never leaves this range
         self.loss_scale = torch.tensor(init_scale, dtype=torch.float32)  # FP32 (), on the engine's device after `to`
 
@@ -210,6 +205,8 @@ class MegatronLossScale(DynamicLossScale):
     Source: megatron/core/optimizer/grad_scaler.py at 00caa53, defaults in optimizer_config.py beside it.
     """
 
+    _window_starts_at = 0  # clean steps
+
     def __init__(
         self,
         init_scale: float = 2.0**32,
@@ -223,13 +220,16 @@ class MegatronLossScale(DynamicLossScale):
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
-        grow = self.clean_steps >= self.growth_interval
+        grow = self.clean_steps >= self.growth_interval + self._window_starts_at
         self._move_(grow, found_inf & (self.patience <= 0))
-        self.clean_steps.masked_fill_(grow, 0)
-        self.patience.masked_fill_(grow, self.hysteresis)
+        self.clean_steps.masked_fill_(grow, self._window_starts_at)
+        self.patience.masked_fill_(self._restores(grow, found_inf), self.hysteresis)
+
+    def _restores(self, grow: Tensor, found_inf: Tensor) -> Tensor:
+        return grow
 
 
-class DeepSpeedLossScale(DynamicLossScale):
+class DeepSpeedLossScale(MegatronLossScale):
     """DeepSpeed's DynamicLossScaler: as Megatron's, but the window begins at the first clean step after an overflow,
     so growth comes one step later: after 1 + n * growth_interval clean steps.
 
@@ -237,6 +237,8 @@ class DeepSpeedLossScale(DynamicLossScale):
     the run; here the scale stays there, and when to give up is the caller's decision.
     Source: deepspeed/runtime/fp16/loss_scaler.py at 18fd4c9, defaults in deepspeed/runtime/precision_config.py.
     """
+
+    _window_starts_at = 1
 
     def __init__(
         self,
@@ -247,13 +249,8 @@ class DeepSpeedLossScale(DynamicLossScale):
         max_scale: float = LARGEST,
         consecutive_hysteresis: bool = False,
     ):
-        super().__init__(init_scale, 2.0, 0.5, growth_interval, hysteresis, min_scale, max_scale)
+        super().__init__(init_scale, growth_interval, hysteresis, min_scale, max_scale)
         self.consecutive_hysteresis = consecutive_hysteresis
-        self.patience.fill_(hysteresis)
 
-    def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
-        self._count_(found_inf)
-        grow = self.clean_steps >= self.growth_interval + 1
-        self._move_(grow, found_inf & (self.patience <= 0))
-        self.clean_steps.masked_fill_(grow, 1)
-        self.patience.masked_fill_(~found_inf if self.consecutive_hysteresis else grow, self.hysteresis)
+    def _restores(self, grow: Tensor, found_inf: Tensor) -> Tensor:
+        return ~found_inf if self.consecutive_hysteresis else grow

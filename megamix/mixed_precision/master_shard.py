@@ -40,15 +40,16 @@ class MasterShard:
 
     def take(self, bucket: int, full: Tensor) -> None:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
-        axis = self._collectives[bucket].axis
-        self.master[bucket].copy_(full.view(axis.size, -1)[axis.rank])
+        self.master[bucket].copy_(self._collectives[bucket].own_part(full))
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Yield every element of a parameter that this rank owns, without the padding."""
         for index, bucket in enumerate(self._layout.buckets):
             tensors = (self.master[index], *self.states[index])
-            for spec, start, part in bucket.owned(self._collectives[index].axis.rank):
-                yield OwnedRange(spec, start, tuple(tensor[part] for tensor in tensors))
+            for piece in bucket.shard_pieces(self._collectives[index].axis.rank):
+                if piece.numel:
+                    part = slice(piece.start, piece.start + piece.numel)
+                    yield OwnedRange(piece.spec, piece.first, tuple(tensor[part] for tensor in tensors))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's shards and optimizer states of all buckets."""

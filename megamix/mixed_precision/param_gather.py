@@ -32,10 +32,7 @@ class ParamGather:
         half_params: list[Tensor], collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        self.half_shards = [
-            flat.view(among.axis.size, -1)[among.axis.rank]
-            for flat, among in zip(half_params, collectives, strict=True)
-        ]
+        self.half_shards = [among.own_part(flat) for flat, among in zip(half_params, collectives, strict=True)]
         self.pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order

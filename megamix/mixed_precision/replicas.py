@@ -7,6 +7,7 @@ What has no second copy cannot be checked: the digits of a master that its cast 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix import tuned
+from megamix.comm.collectives import gather_texts
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.settings import fingerprint
@@ -21,7 +23,6 @@ from megamix.mixed_precision.settings import fingerprint
 Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
 
 _SHOWN = 8  # of what differs
-_TEXT = 4096  # bytes
 _MIX = -7046029254386353131  # 2^64 divided by the golden ratio, made odd, as a signed number
 
 
@@ -119,9 +120,7 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
     found = [line for buckets in _buckets_by_axis(engine) for line in _differences(engine, buckets)]
     # A rank knows only of what it owns a share of, and the first one speaks.
-    text = "\n".join(found[:_SHOWN]).encode()[:_TEXT].ljust(_TEXT)
-    row = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(engine.device)
-    texts = [bytes(line).decode(errors="replace").strip() for line in engine.collectives.table(row).tolist()]
+    texts = gather_texts(engine.collectives, "\n".join(found[:_SHOWN]), engine.device)
     lines = list(dict.fromkeys(line for text in texts for line in text.splitlines()))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
     return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
@@ -153,33 +152,20 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
 
 def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
     """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
-    device = engine.device
-    held = _state(engine) | {name: _exact(numbers).to(device) for name, numbers in counters.items()}
-    return [line for name, tensor in held.items() if (line := _disagreement(engine, name, tensor))]
+    own = {name: state.tolist() for name, state in _state(engine).items()} | dict(counters)
+    by_rank = [json.loads(text) for text in gather_texts(engine.collectives, json.dumps(own), engine.device)]
+    return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
 
 
-def _exact(numbers: Numbers) -> Tensor:
-    """Not in torch's FP32, to which two counts beyond 2^24 are one."""
-    whole = all(isinstance(number, int) for number in (numbers if isinstance(numbers, Sequence) else [numbers]))
-    return torch.tensor(numbers, dtype=torch.int64 if whole else torch.float64)
-
-
-def _disagreement(engine: ShardedEngine, name: str, tensor: Tensor) -> str:
-    """Who holds which value at the first place where one differs; empty if none does. Every rank must call it."""
-    flat = tensor.reshape(-1).contiguous()
-    table = engine.collectives.table
-    lengths = table(torch.tensor([flat.numel()], device=flat.device))[:, 0].tolist()
-    if len(set(lengths)) > 1:
-        return _who_holds_what(f"the length of {name}", lengths)
-    first = flat.clone()
-    engine.collectives.broadcast(first)
-    bits = first.view(torch.uint8) != flat.view(torch.uint8)
-    differs = bits.view(flat.numel(), flat.itemsize).any(1)
-    places = torch.arange(flat.numel(), device=flat.device)[differs]
-    place = int(table(torch.cat([places, places.new_tensor([flat.numel()])])[:1]).min())
-    if place == flat.numel():
-        return ""
-    return _who_holds_what(f"{name}[{place}]" if tensor.dim() else name, table(flat[place : place + 1])[:, 0].tolist())
+def _disagreement(name: str, by_rank: Sequence[Numbers]) -> str:
+    """Who holds which value at the first place where one differs; empty if none does."""
+    rows = [numbers if isinstance(numbers, Sequence) else [numbers] for numbers in by_rank]
+    if len({len(row) for row in rows}) > 1:
+        return _who_holds_what(f"the length of {name}", [len(row) for row in rows])
+    for place, values in enumerate(zip(*rows, strict=True)):
+        if len({repr(value) for value in values}) > 1:  # 0.0 and -0.0 are not one, NaN is
+            return _who_holds_what(f"{name}[{place}]" if isinstance(by_rank[0], Sequence) else name, values)
+    return ""
 
 
 def _who_holds_what(what: str, by_rank: Sequence[float]) -> str:

@@ -75,9 +75,8 @@ class Placement:
 class Sharding:
     """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
 
-    units: Sequence[
-        nn.Module
-    ] = ()  # submodules (blocks) whose parameters are awaited one by one; none: all at the root
+    # Submodules (blocks) whose parameters are awaited one by one; none: all at the root.
+    units: Sequence[nn.Module] = ()
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)

@@ -38,19 +38,16 @@ def place_params(
     shapes: Mapping[str, tuple[int, ...]], topology: Topology, *, sequence_parallel: bool
 ) -> dict[str, Placement]:
     """`shapes`: of the full parameters, by name in a `Transformer`. Every size that is divided must divide evenly."""
-    return {name: _place(name, shape, topology, sequence_parallel) for name, shape in shapes.items()}
-
-
-def _place(name: str, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
-    tp = topology.tp
-    dim = divided_dim(name)
-    if dim is None:
-        # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
-        # a part of it.
+    tp, placements = topology.tp, {}
+    for name, shape in shapes.items():
+        divided = divided_dim(name)
+        offset = tuple(size // tp.size * tp.rank if dim == divided else 0 for dim, size in enumerate(shape))
+        # Of what every rank holds: with whole activations every rank computes the same gradient; with a part of the
+        # positions, or of the heads, a part of it.
         counts = sequence_parallel or tp.rank == 0 or _module(name).endswith(_WITHIN_HEADS)
-        return Placement(shape, (0,) * len(shape), topology.stage, counts)
-    start = shape[dim] // tp.size * tp.rank
-    return Placement(shape, tuple(start if axis == dim else 0 for axis in range(len(shape))), topology.dp)
+        whole = divided is None
+        placements[name] = Placement(shape, offset, topology.stage if whole else topology.dp, counts or not whole)
+    return placements
 
 
 def divided_dim(name: str) -> int | None:
@@ -59,12 +56,6 @@ def divided_dim(name: str) -> int | None:
     if module in _VOCABULARY or module.endswith(_COLUMNS):
         return 0
     return 1 if module.endswith(_ROWS) and name.endswith("weight") else None
-
-
-def block_shape(name: str, full_shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """Return the shape of the part that one of `tp_size` ranks holds."""
-    divided = divided_dim(name)
-    return tuple(size // tp_size if dim == divided else size for dim, size in enumerate(full_shape))
 
 
 def _module(name: str) -> str:
@@ -116,7 +107,8 @@ def take_blocks(model: nn.Module, tp_size: int) -> None:
     blocks: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if param not in blocks:
-            shape = block_shape(name, tuple(param.shape), tp_size)
+            divided = divided_dim(name)
+            shape = tuple(size // tp_size if dim == divided else size for dim, size in enumerate(param.shape))
             blocks[param] = param if shape == param.shape else nn.Parameter(param.new_empty(shape))
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, blocks[param])

@@ -129,8 +129,10 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     for bucket, own, shard in zip(
         engine.layout.buckets, engine.bucket_collectives, engine.grad_reduce.grad_shards, strict=True
     ):
-        for spec, start, part in bucket.owned(own.axis.rank):
-            found.append(Owned(spec, start, shard[part].float() / scale))
+        for piece in bucket.shard_pieces(own.axis.rank):
+            if piece.numel:
+                values = shard[piece.start : piece.start + piece.numel]
+                found.append(Owned(piece.spec, piece.first, values.float() / scale))
     return {"gradient": found}
 
 
