@@ -123,8 +123,11 @@ def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> 
     with without_memory(work.machine):
         model = work.build(num_blocks + (not is_first) + (not is_last))
         place(model, work.dtype, device)
-        if work.machine == "gpu":
-            use_gpu_kernels(model, work.model.compile)
+        kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
+        for module in model.modules() if work.machine == "gpu" else ():
+            # Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those.
+            if type(getattr(module, "ops", None)) is Ops:
+                module.ops = kernels  # type: ignore[assignment]
         stage = Stage(model, range(not is_first, num_blocks + (not is_first)))
         targets = torch.zeros(work.batch, dtype=torch.int64, device=device)
         x, came_back = (torch.zeros(work.hidden, dtype=work.dtype, device=device) for _ in range(2))
@@ -229,13 +232,6 @@ def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-def use_gpu_kernels(part: nn.Module, compiled: bool) -> None:
-    """Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those."""
-    for module in part.modules():
-        if type(getattr(module, "ops", None)) is Ops:
-            module.ops = CompiledGpuShapes() if compiled else GpuShapes()  # type: ignore[assignment]
 
 
 class GpuShapes(Ops):

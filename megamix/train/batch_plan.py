@@ -69,6 +69,7 @@ class WaitingBatch(Record):
         samples = tuple((part.start, len(part)) for part in batch.samples)
         return WaitingBatch(samples=samples, tries=batch.tries, counted_tries=batch.counted_tries, due_in=due_in)
 
+    @property
     def batch(self) -> GlobalBatch:
         samples = tuple(range(start, start + length) for start, length in self.samples)
         return GlobalBatch(samples, self.tries, self.counted_tries)
@@ -108,7 +109,7 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
         raise ValueError(f"last_applied_scale is {state.last_applied_scale} after update {state.applied}")
     if state.last_applied_scale is not None and not _is_used_scale(state.last_applied_scale):
         raise ValueError(f"last_applied_scale is {state.last_applied_scale}, no power of two that backward uses")
-    ranges = [part for item in state.waiting for part in item.batch().samples]
+    ranges = [part for item in state.waiting for part in item.batch.samples]
     waiting = num_samples(tuple(ranges))
     # Every update took a sample of its own at least, and no attempt took more than a batch.
     most = state.attempts * max(global_batch_size, _LARGEST_BATCH)
@@ -125,9 +126,7 @@ def check_state(state: PlanState, skipped: int, global_batch_size: int) -> None:
 def _check_waiting(state: PlanState, skipped: int) -> None:
     for item in state.waiting:
         if not item.samples or item.counted_tries > item.tries:
-            raise ValueError(
-                f"waiting: a batch of {item.batch().samples} has {item.counted_tries} of {item.tries} tries"
-            )
+            raise ValueError(f"waiting: a batch of {item.batch.samples} has {item.counted_tries} of {item.tries} tries")
         # It was tried as attempt 0 at the earliest, as the last one at the latest.
         if not min(0, 1 - state.attempts) <= item.due_in < max(LAGS.values()):
             raise ValueError(f"waiting: a batch is due in {item.due_in} attempts, after {state.attempts}")
@@ -159,7 +158,7 @@ class BatchPlan:
         self._waiting: deque[tuple[int, GlobalBatch]] = deque()
         self._left_over: Samples = ()  # samples of batches of another size: taken before the cursor's
         for item in state.waiting:
-            batch = item.batch()
+            batch = item.batch
             if num_samples(batch.samples) == global_batch_size:
                 self._waiting.append((self.launched + item.due_in, batch))
             else:
