@@ -5,8 +5,6 @@ that: `source` cuts its windows in the order of `sampler`, which mixes sources, 
 need. `steady_file` tells a file that changes while it is read.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Batches as tensors, read ahead by one thread in the order that the trainer asks for."""
 
-import threading
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -57,54 +57,43 @@ class BatchLoader:
     """Reads batches of a source; `prefetch` announces what `get` will ask for.
 
     The caller alone decides the order, by sample numbers: `get` works for any range, announced or not, and what it
-    returns depends on the range only. At most `max_ready` announced batches wait in memory. An exception of the
-    reading thread is raised by the `get` that asks for its batch.
+    returns depends on the range only. At most `max_ready` announced batches are read before they are asked for. An
+    exception of the reading thread is raised by the `get` that asks for its batch. One thread makes all calls.
     """
 
     def __init__(self, source: SampleSource, device: torch.device, *, max_ready: int = 4) -> None:
-        self._source = source
-        self._device = device
-        self._max_ready = max_ready
-        self._changed = threading.Condition()  # guards everything below
+        self._source, self._device, self._max_ready = source, device, max_ready
+        # The current device belongs to the thread: without this, pinning would open a context on GPU 0.
+        begin = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "megamix-loader", begin)
         self._announced: deque[range] = deque()
-        self._reading: range | None = None
-        self._ready: dict[range, Batch | BaseException] = {}
+        self._reads: dict[range, Future[Batch]] = {}  # of announced batches: to come, under way or ended
         self._closed = False
-        # A daemon: a trainer that dies without close() must not leave a process that never ends.
-        self._thread = threading.Thread(target=self._read_ahead, name="megamix-loader", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> "BatchLoader":
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def prefetch(self, samples: range) -> None:
         """Announce a batch. Returns at once; announcing one that is announced already changes nothing."""
         assert samples.step == 1, samples
-        with self._changed:
-            assert not self._closed, "prefetch after close"
-            if samples not in self._announced and samples != self._reading and samples not in self._ready:
-                self._announced.append(samples)
-                self._changed.notify_all()
+        assert not self._closed, "prefetch after close"
+        if samples not in self._announced and samples not in self._reads:
+            self._announced.append(samples)
+            self._read_ahead()
 
     def get(self, samples: range) -> Batch:
         """Return the batch of these samples. Raises: whatever the source raises."""
         assert samples.step == 1, samples
-        with self._changed:
-            assert not self._closed, "get after close"
-            if samples in self._announced:
-                # Not begun: it may stand behind batches that nobody has fetched yet, and would never be read.
-                self._announced.remove(samples)
-            self._changed.wait_for(lambda: samples != self._reading)
-            result = self._ready.pop(samples, None)
-            self._changed.notify_all()
-        if isinstance(result, BaseException):
-            raise result
-        return result if result is not None else self._read(samples)
+        assert not self._closed, "get after close"
+        if samples in self._announced:
+            # It may stand behind batches that nobody has fetched yet, and would never be read.
+            self._announced.remove(samples)
+        read = self._reads.pop(samples, None)
+        self._read_ahead()
+        return self._read(samples) if read is None or read.cancel() else read.result()
 
     def load(self, samples: Samples) -> Batch:
         """Return the batch of several ranges, on the device."""
@@ -112,12 +101,14 @@ class BatchLoader:
 
     def close(self) -> None:
         """End the thread and drop what it has read; may be called twice."""
-        with self._changed:
-            self._closed = True
-            self._announced.clear()
-            self._changed.notify_all()
-        self._thread.join()
-        self._ready.clear()
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+        self._reads.clear()
+
+    def _read_ahead(self) -> None:
+        while self._announced and len(self._reads) < self._max_ready:
+            samples = self._announced.popleft()
+            self._reads[samples] = self._thread.submit(self._read, samples)
 
     def _read(self, samples: range) -> Batch:
         rows = self._source.read(samples)
@@ -131,25 +122,3 @@ class BatchLoader:
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:
         out = torch.empty(values.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return out.copy_(torch.from_numpy(values))
-
-    def _read_ahead(self) -> None:
-        if self._device.type == "cuda":
-            # The current device belongs to the thread: without this, pinning would open a context on GPU 0.
-            torch.cuda.set_device(self._device)
-        while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self._closed or (bool(self._announced) and len(self._ready) < self._max_ready)
-                )
-                if self._closed:
-                    return
-                samples = self._reading = self._announced.popleft()
-            result: Batch | BaseException
-            try:
-                result = self._read(samples)
-            except BaseException as error:  # to be raised where someone can act on it
-                result = error
-            with self._changed:
-                self._reading = None
-                self._ready[samples] = result
-                self._changed.notify_all()

@@ -94,9 +94,6 @@ class FileArray:
         place = range(self._length)[int(index)]
         return self.stretches([place], [place + 1])[0][0]
 
-    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(self[:], dtype or self.dtype)
-
     def stretches(self, starts: Sequence[int], stops: Sequence[int]) -> list[NDArray[Any]]:
         """Return `self[start:stop]` of each pair, all within the array, in one go."""
         offset, size = self._offset, self.dtype.itemsize

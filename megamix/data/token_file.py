@@ -5,7 +5,7 @@ import struct
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,10 +61,12 @@ class TokenFileWriter:
         self._open = ExitStack()
 
     def __enter__(self) -> "TokenFileWriter":
-        path = bin_path(self._prefix)
-        self._bin = self._open.enter_context(written_aside(path, sync=self._sync))
-        self._lengths = self._open.enter_context(TemporaryFile(dir=path.parent))
-        self._borders = self._open.enter_context(TemporaryFile(dir=path.parent))
+        folder, sync = self._prefix.parent, self._sync
+        self._idx = self._open.enter_context(written_aside(idx_path(self._prefix), sync=sync))
+        self._bin = self._open.enter_context(written_aside(bin_path(self._prefix), sync=sync))  # renamed first
+        self._lengths = self._open.enter_context(TemporaryFile(dir=folder))
+        self._borders = self._open.enter_context(TemporaryFile(dir=folder))
+        self._open.push(self._finish)
         self._borders.write(struct.pack("<q", 0))
         return self
 
@@ -103,26 +105,19 @@ class TokenFileWriter:
         self.num_tokens += end - offset
         self.num_documents += stop - start
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error_type is None:
-            self._commit()
-        else:
-            self._open.__exit__(error_type, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
 
-    def _commit(self) -> None:
-        path = idx_path(self._prefix)
-        with self._open, written_aside(path, sync=self._sync) as idx:
-            write_index(idx, self._dtype, self._lengths, self._borders)
-            for file in (self._bin, idx):  # a full disk shows here, before anything is replaced
+    def _finish(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is None:
+            write_index(self._idx, self._dtype, self._lengths, self._borders)
+            for file in (self._bin, self._idx):  # a full disk shows here, before anything is replaced
                 if self._sync:
                     sync_file(file)
                 else:
                     file.flush()
             # An older index must go first: beside a new .bin of the same size it would pass for a commit.
-            path.unlink(missing_ok=True)
-            self._open.close()  # renames the .bin; the index follows
+            idx_path(self._prefix).unlink(missing_ok=True)
 
 
 class TokenFile:

@@ -49,9 +49,6 @@ class DocumentOffsets:
         offsets[inside] = self._starts[sequences[inside]] // self._itemsize
         return offsets if sequences.ndim else int(offsets)
 
-    def __array__(self, dtype: "np.dtype[np.generic] | None" = None, copy: bool | None = None) -> NDArray[np.generic]:
-        return np.asarray(self[:], dtype or np.int64)
-
     def not_behind(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return for each place in the stream a document that begins there or before, by fewer than 64 documents."""
         nearest: NDArray[np.int64] = np.searchsorted(self._some, places, side="right") - 1

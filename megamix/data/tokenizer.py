@@ -49,7 +49,8 @@ class TextTokenizer(ABC):
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the token ids of each document, the end token last."""
-        return [np.array([*self.encode(text), self.end_of_text], dtype=np.int64) for text in texts]
+        end = self.end_of_text
+        return [np.array([*self.encode(text), end], dtype=np.int64) for text in texts]
 
     def speed_up(self, sample: Sequence[str]) -> bool:
         """Encode by a faster library from now on, if one gives equal ids on the sample; tell whether that is so."""
@@ -91,6 +92,7 @@ class Tokenizer(TextTokenizer):
             tokenizer.model.dropout = None
         self._tokenizer = tokenizer
         self._bulk: BulkEncoder | None = None
+        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may be left out
         known = (token for token in _END_TOKENS if tokenizer.token_to_id(token) is not None)
         self._end_token = end_token or next(known, None)
 
@@ -134,11 +136,6 @@ class Tokenizer(TextTokenizer):
         write_text(path, self._tokenizer.to_str(pretty=True))
 
     @property
-    def vocab_size(self) -> int:  # type: ignore[override]  # read-only
-        """Return the largest id and one: ids may be left out."""
-        return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
-
-    @property
     def end_token(self) -> str:  # type: ignore[override]  # read-only
         """Return the token that ends a document.
 
@@ -173,7 +170,8 @@ class Tokenizer(TextTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return token ids of a piece of text, without an end."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        token_ids = self._bulk.encode(text) if self._bulk is not None else None
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids) if token_ids is None else token_ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return token ids of the beginning of a text, with what the tokenizer puts in front, as Llama's does."""
@@ -183,18 +181,11 @@ class Tokenizer(TextTokenizer):
         """Return token ids of each document, the end token last; without `speed_up` all of the machine's cores take
         part.
         """
-        end_of_text = self.end_of_text
-        if self._bulk is None:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
-            return [np.array([*encoding.ids, end_of_text], dtype=np.int64) for encoding in encodings]
-        documents = []
-        for text in texts:
-            token_ids = self._bulk.encode(text)
-            if token_ids is None:
-                token_ids = self.encode(text)
-            token_ids.append(end_of_text)
-            documents.append(np.array(token_ids, dtype=np.int64))
-        return documents
+        end = self.end_of_text
+        if self._bulk is not None:
+            return super().encode_documents(texts)
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: without offsets
+        return [np.array([*encoding.ids, end], dtype=np.int64) for encoding in encodings]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return text of token ids, the end token shown; a character cut in two shows as the replacement character."""

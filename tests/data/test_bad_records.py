@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megamix.data.prepare import records
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.pieces import PieceReport, Split, documents_of
 from megamix.data.prepare.plan import make_plan
-from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 GOOD = b'{"text": "good"}\n'
@@ -54,7 +55,7 @@ BAD_LINES = {
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamix.data.prepare.jsonl._LONGEST_LINE", 8192)
+    monkeypatch.setattr("megamix.data.prepare.records._LONGEST_LINE", 8192)
     monkeypatch.setattr("megamix.data.prepare.records.LONGEST_DOCUMENT", 4096)
 
 
@@ -212,21 +213,19 @@ def test_more_bad_records_than_the_limit_stop_the_run_and_fewer_do_not(tmp_path:
     (tmp_path / "text").mkdir()
     for name in ("a", "b"):
         (tmp_path / "text" / f"{name}.jsonl").write_bytes(GOOD + b'{"body": 1}\n' + GOOD)
-    request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0)
+    request = Request(
+        tokenizer=TokenizerChoice("bytes"), valid_fraction=0, num_workers=1, max_bad_records=2, piece_bytes=1
+    )
     corpus = input_corpus([str(tmp_path / "text")])
     for limit in (0, 1):
         with pytest.raises(
             ValueError, match=rf"more than --max-bad-records {limit} bad .*a.jsonl line 2: no key 'text'.* higher limit"
         ):
-            prepare_corpus(
-                corpus, tmp_path / "out", request, Effort(num_workers=1, max_bad_records=limit, piece_bytes=1)
-            )
+            prepare_corpus(corpus, tmp_path / "out", replace(request, max_bad_records=limit))
         assert not (tmp_path / "out").exists()
         listed = (tmp_path / "out.partial" / "bad_records.jsonl").read_text().splitlines()
         assert [json.loads(line)["line"] for line in listed] == [2] * (limit + 1)
-    prepared = prepare_corpus(
-        corpus, tmp_path / "out", request, Effort(num_workers=1, max_bad_records=2, piece_bytes=1)
-    )
+    prepared = prepare_corpus(corpus, tmp_path / "out", request)
     assert prepared.manifest["num_bad_records"] == 2
     listed = (tmp_path / "out" / "bad_records.jsonl").read_text().splitlines()
     assert [Path(json.loads(line)["path"]).name for line in listed] == ["a.jsonl", "b.jsonl"]

@@ -13,6 +13,7 @@ from megamix.data.source import MarkovSource, Rows
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 CPU = torch.device("cpu")
+THREAD = "megamix-loader_0"
 PATIENCE_S = 60.0  # only a failing test waits this long
 
 
@@ -45,7 +46,7 @@ class RecordingSource:
 
     @property
     def read_ahead(self) -> list[range]:
-        return [samples for samples, thread in self.reads if thread == "megamix-loader"]
+        return [samples for samples, thread in self.reads if thread == THREAD]
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_announced_batches_are_read_by_the_thread_in_the_order_announced(
         source.wait_for_read()
     for samples in reversed(order):  # fetched in another order: still the right batches
         assert loader.get(samples).tokens[0, 0] == samples.start * 10
-    assert source.reads == [(samples, "megamix-loader") for samples in order]
+    assert source.reads == [(samples, THREAD) for samples in order]
 
 
 def test_no_more_batches_wait_in_memory_than_allowed(source: RecordingSource, loader: BatchLoader) -> None:
@@ -134,7 +135,7 @@ def test_get_waits_for_a_batch_that_is_being_read_instead_of_reading_it_twice(
     source.wait_for_read()  # the thread is inside read()
     threading.Timer(0.05, source.gate.set).start()  # right without the delay too; with it, get() arrives first
     assert loader.get(range(2)).tokens[0, 0] == 0
-    assert source.reads == [(range(2), "megamix-loader")]
+    assert source.reads == [(range(2), THREAD)]
 
 
 def test_announcing_a_batch_twice_reads_it_once(source: RecordingSource) -> None:
@@ -184,7 +185,7 @@ def test_close_ends_the_thread(source: RecordingSource, left_over: str) -> None:
             loader.prefetch(range(start, start + 1))
     loader.close()
     loader.close()
-    assert "megamix-loader" not in [thread.name for thread in threading.enumerate()]
+    assert THREAD not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(AssertionError, match="after close"):
         loader.get(range(1))
     with pytest.raises(AssertionError, match="after close"):

@@ -97,6 +97,6 @@ def test_a_fuzzed_index_is_refused_or_read_right_and_never_past_the_end(tmp_path
             num_read += 1
             # Whatever the documents are now, together they are the file.
             assert token_file.tokens[:].tobytes() == tokens
-            assert np.array_equal(sum(documents(token_file), []), token_file.tokens)
+            assert np.array_equal(sum(documents(token_file), []), token_file.tokens[:])
             assert len(documents(token_file)) == token_file.num_documents == len(token_file.document_offsets) - 1
     assert num_read > FUZZED // 100

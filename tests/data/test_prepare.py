@@ -14,7 +14,7 @@ from megamix.data.prepare import tokenizer_choice
 from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.pieces import Split
 from megamix.data.prepare.plan import make_plan
-from megamix.data.prepare.prepare_corpus import Effort, Prepared, Request, prepare_corpus
+from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile
 from megamix.data.tokenizer import Tokenizer
@@ -42,8 +42,9 @@ def text_dir(tmp_path: Path) -> Path:
 def prepare(
     text_dir: Path, output: Path, vocab_size: int = 280, valid_fraction: float = 0.25, **effort: int
 ) -> Prepared:
-    request = Request(tokenizer=TokenizerChoice("train", vocab_size), valid_fraction=valid_fraction)
-    return prepare_corpus(input_corpus([str(text_dir)]), output, request, Effort(**{"num_workers": 1, **effort}))
+    choice, effort = TokenizerChoice("train", vocab_size), {"num_workers": 1, **effort}
+    request = Request(tokenizer=choice, valid_fraction=valid_fraction, **effort)
+    return prepare_corpus(input_corpus([str(text_dir)]), output, request)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -237,8 +238,8 @@ def test_files_of_one_name_validate_by_their_text(tmp_path: Path) -> None:
         (tmp_path / f"{number}").mkdir()
         (tmp_path / f"{number}" / "page.txt").write_text(f"page {number} of words")
     corpus = input_corpus([str(tmp_path / f"{number}" / "page.txt") for number in range(40)])
-    request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0.25)
-    prepared = prepare_corpus(corpus, tmp_path / "out", request, Effort(num_workers=1))
+    request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0.25, num_workers=1)
+    prepared = prepare_corpus(corpus, tmp_path / "out", request)
     assert 4 <= prepared.manifest["parts"]["valid"]["num_documents"] <= 16  # 40 draws at 0.25
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
-from megamix.data.prepare.pieces import PieceEncoder, PieceReport
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
@@ -105,16 +105,15 @@ def test_finished_pieces_are_used_by_the_same_request_and_by_no_other(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded: list[int] = []
-    encode = PieceEncoder.encode
     disk_full = True
 
-    def failing_encode(self: PieceEncoder, piece: CorpusPiece, number: int) -> PieceReport:
+    def failing_encode(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
         encoded.append(number)
         if disk_full and number == 7:
             raise OSError("disk full")
-        return encode(self, piece, number)
+        return encode_piece(job, piece, number)
 
-    monkeypatch.setattr(PieceEncoder, "encode", failing_encode)
+    monkeypatch.setattr(workers, "encode_piece", failing_encode)
     for _ in range(2):
         with pytest.raises(OSError, match="disk full"):
             prepare(source, tmp_path / "out", num_workers=1)
@@ -151,7 +150,8 @@ def test_a_worker_that_lost_its_prepare_is_waited_for_before_another_one_begins(
         with prepare_module._work_folder(tmp_path, {}):
             assert not _is_locked(tmp_path / workers._LOCK_NAME)
 
-    worker = workers._Worker(tmp_path, partial(workers._call, partial(time.sleep, 600)))
+    worker = workers._Worker(tmp_path)
+    worker.give(partial(time.sleep, 600))
     waiting = threading.Thread(target=begin)
     while not _is_locked(tmp_path / workers._LOCK_NAME):
         time.sleep(0.01)
@@ -185,7 +185,7 @@ def test_a_worker_that_dies_is_named_and_what_is_finished_is_kept(
         return report
 
     monkeypatch.setattr(workers._Worker, "take", killing_take)
-    with pytest.raises(RuntimeError, match=r"a worker died at piece \d+ \(exit code -9; .* finished pieces are kept"):
+    with pytest.raises(OSError, match=r"a worker died at piece \d+ \(exit code -9; .* finished pieces are kept"):
         prepare(source, tmp_path / "out", num_workers=2)
     monkeypatch.undo()
     assert list((tmp_path / "out.partial" / "pieces").glob("*.json"))

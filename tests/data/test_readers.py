@@ -113,11 +113,11 @@ _PEAK = """
 import sys
 from pathlib import Path
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
-request = Request(tokenizer=TokenizerChoice(sys.argv[2]), valid_fraction=0)
-effort = Effort(num_workers=1, piece_bytes=2**20)
-prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request, effort)
+choice = TokenizerChoice(sys.argv[2])
+request = Request(tokenizer=choice, valid_fraction=0, num_workers=1, piece_bytes=2**20)
+prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request)
 # Not getrusage: its peak begins with that of the process this one was forked from.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
@@ -147,7 +147,7 @@ _PEAK_OF_ALL = """
 import os, sys, threading, time
 from pathlib import Path
 from megamix.data.prepare.corpus import input_corpus
-from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
 def resident(pid):
@@ -167,8 +167,8 @@ def watch():
 if __name__ == "__main__":
     peak = 0
     threading.Thread(target=watch, daemon=True).start()
-    request = Request(tokenizer=TokenizerChoice("train", 32000), valid_fraction=0.1)
-    prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request, Effort(num_workers=2))
+    request = Request(tokenizer=TokenizerChoice("train", 32000), valid_fraction=0.1, num_workers=2)
+    prepare_corpus(input_corpus([sys.argv[1]]), Path(sys.argv[1] + ".out"), request)
     print(peak)
 """
 

@@ -97,8 +97,8 @@ def test_document_offsets_are_read_by_number_slice_and_array(tmp_path: Path) -> 
     assert [type(offsets[0]), type(offsets[3]), offsets[-1]] == [int, int, 6]
     assert offsets[1:3].tolist() == [3, 4]
     assert offsets[np.array([3, 0])].tolist() == [6, 0]
-    assert np.asarray(offsets).tolist() == want
-    assert np.asarray(offsets).dtype == np.int64
+    assert offsets[:].tolist() == want
+    assert offsets[:].dtype == np.int64
     assert [bisect.bisect_right(offsets, token) - 1 for token in range(6)] == [0, 0, 0, 1, 2, 2]
 
 

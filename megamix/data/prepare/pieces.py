@@ -1,5 +1,6 @@
 """Pieces of a corpus encoded, each on its own, and joined in order to the files that training reads."""
 
+import functools
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from megamix.data.prepare.corpus import CorpusFile
 from megamix.data.prepare.plan import CorpusPiece, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
-from megamix.data.tokenizer import open_tokenizer
+from megamix.data.tokenizer import TextTokenizer, open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
@@ -23,14 +24,6 @@ _BLOCK = 2**22
 _BATCH_DOCUMENTS = 256  # enough to keep every core of an encoder with threads busy
 _BATCH_CHARACTERS = 2**20  # ... and few enough to hold in memory with their token ids
 Moved = dict[int, list[list[int]]]  # of each piece the documents of its train part: number and bytes
-
-
-class TooManyBadRecordsError(Exception):
-    """More than asked for. `bad_records` are those that were found, in the form of the side file."""
-
-    def __init__(self, bad_records: list[dict[str, str | int]]) -> None:
-        super().__init__(bad_records)
-        self.bad_records = bad_records
 
 
 class DocumentInPart(NamedTuple):
@@ -109,47 +102,47 @@ class PieceReport:
     checksums: list[int] = field(default_factory=list)  # of the token files
 
 
-class PieceEncoder:
-    """Encodes pieces of one job. Opening the tokenizer costs more than a small piece: once for each process."""
+@functools.lru_cache(1)
+def _opened_tokenizer(job: EncodingJob) -> TextTokenizer:
+    """Once for each process: it costs more than a small piece."""
+    tokenizer = open_tokenizer(job.tokenizer, job.end_token)
+    if job.fast:
+        tokenizer.speed_up(())  # whether the ids are equal was looked at before
+    return tokenizer
 
-    def __init__(self, job: EncodingJob) -> None:
-        self._job = job
-        self._tokenizer = open_tokenizer(job.tokenizer, job.end_token)
-        if job.fast:
-            self._tokenizer.speed_up(())  # whether the ids are equal was looked at before
 
-    def encode(self, piece: CorpusPiece, number: int) -> PieceReport:
-        """Write the piece's files, its report last: a piece with a report is whole.
+def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
+    """Write the piece's files, its report last: a piece with a report is whole. One with more bad records than the
+    whole corpus may have is given up, and gets none.
 
-        Raises: ValueError if a file cannot be read in the way that was asked for. TooManyBadRecordsError.
-        """
-        vocab_size = self._tokenizer.vocab_size
-        writers = {part: TokenFileWriter(self._job.prefix(number, part), vocab_size, sync=False) for part in PARTS}
-        report = PieceReport()
-        with writers["train"], writers["valid"]:
-            documents = documents_of(piece, self._job.text_key, self._job.split, report, self._job.max_bad_records)
-            for batch in _batches(documents):
-                token_ids = self._tokenizer.encode_documents([document.text for document in batch])
-                for document, document_ids in zip(batch, token_ids, strict=True):
-                    writers[document.part].add(document_ids)
-        report.checksums = self._job.checksums(number)
-        with written_aside(self._job.report_path(number), sync=False) as file:
+    Raises: ValueError if a file cannot be read in the way that was asked for.
+    """
+    tokenizer, report = _opened_tokenizer(job), PieceReport()
+    writers = {part: TokenFileWriter(job.prefix(number, part), tokenizer.vocab_size, sync=False) for part in PARTS}
+    with writers["train"], writers["valid"]:
+        for batch in _batches(documents_of(piece, job.text_key, job.split, report, job.max_bad_records)):
+            token_ids = tokenizer.encode_documents([document.text for document in batch])
+            for document, document_ids in zip(batch, token_ids, strict=True):
+                writers[document.part].add(document_ids)
+    if len(report.bad_records) <= job.max_bad_records:
+        report.checksums = job.checksums(number)
+        with written_aside(job.report_path(number), sync=False) as file:
             file.write(json.dumps(asdict(report)).encode())
-        return report
+    return report
 
 
 def documents_of(
     piece: CorpusPiece, text_key: str, split: Split, report: PieceReport, max_bad_records: int = sys.maxsize
 ) -> Iterator[DocumentInPart]:
-    """Yield the documents of a piece; they and what is none are counted in the report.
-
-    Raises: TooManyBadRecordsError.
+    """Yield the documents of a piece, until there is one bad record too many; they and what is none are counted in the
+    report.
     """
     for file, record in read_piece(piece, text_key):
         if isinstance(record, BadRecord):
-            report.bad_records.append(_side_line(file, record))
+            place = {"line" if file.kind == "jsonl" else "row": record.number} if record.number else {}
+            report.bad_records.append({"path": file.path, **place, "reason": record.reason})
             if len(report.bad_records) > max_bad_records:
-                raise TooManyBadRecordsError(report.bad_records)
+                return
         elif not record.text:
             report.num_empty += 1
         else:
@@ -171,12 +164,6 @@ def _crc32(path: Path) -> int:
         while block := file.read(_BLOCK):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def _side_line(file: CorpusFile, record: BadRecord) -> dict[str, str | int]:
-    """A line of bad_records.jsonl."""
-    place = {"line" if file.kind == "jsonl" else "row": record.number} if record.number else {}
-    return {"path": file.path, **place, "reason": record.reason}
 
 
 def _batches(documents: Iterable[DocumentInPart]) -> Iterator[list[DocumentInPart]]:

@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megamix.data.prepare.corpus import Corpus, CorpusFile
-from megamix.data.prepare.jsonl import cut_jsonl, read_jsonl
-from megamix.data.prepare.records import BadRecord, Blocks, Document, Records, Stretch, cut_text, read_text
+from megamix.data.prepare.records import (
+    BadRecord,
+    Blocks,
+    Document,
+    Records,
+    Stretch,
+    cut_jsonl,
+    cut_text,
+    read_jsonl,
+    read_text,
+)
 from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
 
 PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
@@ -60,10 +69,6 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
-
-    def listing(self) -> list[dict[str, Any]]:
-        """Return what the manifest says of every file that was read."""
-        return [{"path": file.file.name, "num_bytes": file.num_bytes, "sha256": file.sha256} for file in self.files]
 
 
 def num_cores() -> int:

@@ -5,7 +5,6 @@ request goes on from there; one of another request begins anew. The last act is 
 """
 
 import fcntl
-import hashlib
 import importlib.util
 import json
 import os
@@ -19,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megamix.data.prepare.corpus import Corpus
-from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, TooManyBadRecordsError, merge_pieces
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
+from megamix.data.prepare.records import Blocks
 from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
@@ -28,48 +28,40 @@ from megamix.durable import folder_aside, open_own, remove_asides, write_text
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"
-MAX_BAD_RECORDS = 100
 _FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What decides the result, beside the corpus: two equal requests write the same bytes."""
+    """What decides the result, beside the corpus; and how the work is done, which changes no byte of it."""
 
     tokenizer: TokenizerChoice
     valid_fraction: float  # share of the documents that training never sees, 0 <= F < 1; 0 writes no valid files
     text_key: str = "text"  # key or column of the text in files of records
+    num_workers: int | None = None  # processes; one for each core
+    max_bad_records: int = 100  # more of them stop the run
+    piece_bytes: int = PIECE_BYTES
 
     def __post_init__(self) -> None:
         if not 0 <= self.valid_fraction < 1:
             raise ValueError(
                 f"--valid-fraction {self.valid_fraction} must lie in 0 <= F < 1; 0.05 keeps one document in twenty"
             )
+        if self.num_workers is not None and self.num_workers < 1:
+            raise ValueError(f"--workers {self.num_workers} must be at least 1; leave it out for one a core")
+        if self.max_bad_records < 0:
+            raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0")
 
     def manifest(self, corpus: Corpus, plan: Plan) -> dict[str, Any]:
+        """Return what decides the result: where two are equal, so are the bytes."""
         return {
             "format": _FORMAT,
             "corpus": corpus.flag,
             **self.tokenizer.manifest(),
             "valid_fraction": self.valid_fraction,
             "text_key": self.text_key,
-            "files": plan.listing(),
+            "files": [{"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256} for x in plan.files],
         }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How the work is done; changes no byte of the result."""
-
-    num_workers: int | None = None  # processes; one for each core
-    max_bad_records: int = MAX_BAD_RECORDS  # more of them stop the run
-    piece_bytes: int = PIECE_BYTES
-
-    def __post_init__(self) -> None:
-        if self.num_workers is not None and self.num_workers < 1:
-            raise ValueError(f"--workers {self.num_workers} must be at least 1; leave it out for one a core")
-        if self.max_bad_records < 0:
-            raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +88,7 @@ class Prepared:
         )
 
 
-def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: Effort = Effort()) -> Prepared:
+def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request) -> Prepared:
     """Make the tokenizer, encode everything piece by piece, join the pieces, commit by one rename.
 
     Raises: ValueError naming flag, value and fix; WorkerDiedError; OSError of a full disk. What is finished is kept
@@ -105,16 +97,16 @@ def prepare_corpus(corpus: Corpus, output_dir: Path, request: Request, effort: E
     output_dir = output_dir.resolve()
     unfinished = output_dir.with_name(f"{output_dir.name}.partial")
     corpus = corpus.outside(output_dir, unfinished)
-    plan = make_plan(corpus, effort.piece_bytes)
+    plan = make_plan(corpus, request.piece_bytes)
     if not plan.pieces or not plan.num_bytes:
         raise ValueError(f"{corpus.flag} holds no text; give files, or a folder of them, by --input PATH")
     manifest = request.manifest(corpus, plan)
     if output_dir.exists() and (not output_dir.is_dir() or any(output_dir.iterdir())):
         return Prepared(output_dir=output_dir, reused=True, manifest=_finished_manifest(output_dir, manifest))
-    with _work_folder(unfinished, {"piece_bytes": effort.piece_bytes, **manifest}):
+    with _work_folder(unfinished, {"piece_bytes": request.piece_bytes, **manifest}):
         # The commit is a rename, refused by the system if the output has been filled meanwhile.
         with folder_aside(output_dir, inside=unfinished) as result:
-            manifest = _write(corpus, plan, request, effort, unfinished, result) | {"request": manifest}
+            manifest = _write(corpus, plan, request, unfinished, result) | {"request": manifest}
             write_text(result / MANIFEST_NAME, json.dumps(manifest, indent=1) + "\n")
         shutil.rmtree(unfinished)
     return Prepared(output_dir=output_dir, reused=False, manifest=manifest)
@@ -150,12 +142,10 @@ def _work_folder(unfinished: Path, request: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _write(
-    corpus: Corpus, plan: Plan, request: Request, effort: Effort, unfinished: Path, result: Path
-) -> dict[str, Any]:
+def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, result: Path) -> dict[str, Any]:
     """Write everything but the manifest to the result's folder; return what the manifest says of it."""
     split = Split(request.valid_fraction, longest=request.valid_fraction * plan.num_bytes / 2)
-    num_workers = min(effort.num_workers or num_cores(), len(plan.pieces))
+    num_workers = min(request.num_workers or num_cores(), len(plan.pieces))
     make = partial(make_tokenizer, request.tokenizer, plan, request.text_key, split, unfinished / "tokenizer")
     path = call_apart(unfinished, make) if num_workers > 1 else make()  # apart: its memory goes before the workers come
     tokenizer = open_tokenizer(path, request.tokenizer.end_token)
@@ -166,7 +156,7 @@ def _write(
         fast=tokenizer.speed_up(sample_texts(plan, request.text_key)),
         text_key=request.text_key,
         split=split,
-        max_bad_records=effort.max_bad_records,
+        max_bad_records=request.max_bad_records,
     )
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
     del tokenizer  # each process has its own
@@ -187,7 +177,10 @@ def _write(
         "parts": counts,
         "num_empty": sum(report.num_empty for report in reports),
         "num_bad_records": len(bad_records),
-        "outputs": {file.name: _listed(file) for file in sorted(result.iterdir())},
+        "outputs": {
+            file.name: {"num_bytes": file.stat().st_size, "sha256": Blocks(file).sha256()}
+            for file in sorted(result.iterdir())
+        },
     }
 
 
@@ -196,29 +189,28 @@ def _encode(unfinished: Path, job: EncodingJob, plan: Plan, num_workers: int) ->
 
     Raises: ValueError if there are too many bad records; those that were found lie in the side file then.
     """
-    reports: dict[int, PieceReport] = {}
-    try:
-        with _progress_bar(sum(piece.num_bytes for piece in plan.pieces)) as advance:
-            for number, piece in enumerate(plan.pieces):
-                if report := job.finished_report(number):
-                    reports[number] = report
-                    advance(piece.num_bytes)
-            _check_bad_records(job, reports)
-            missing = [number for number in range(len(plan.pieces)) if number not in reports]
-            for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
-                reports[number] = report
-                advance(plan.pieces[number].num_bytes)
-                _check_bad_records(job, reports)
-    except TooManyBadRecordsError as error:
-        found = [line for number in sorted(reports) for line in reports[number].bad_records]
-        found = found if len(found) > job.max_bad_records else found + error.bad_records
-        side_file = unfinished / BAD_RECORDS_NAME
+    numbers = range(len(plan.pieces))
+    reports = {number: report for number in numbers if (report := job.finished_report(number))}
+    missing = [number for number in numbers if number not in reports]
+    side_file = unfinished / BAD_RECORDS_NAME
+    with _progress_bar(sum(piece.num_bytes for piece in plan.pieces)) as advance:
+        advance(sum(plan.pieces[number].num_bytes for number in reports))
+        _check_bad_records(reports, job.max_bad_records, side_file)
+        for number, report in encode_pieces(unfinished, job, plan.pieces, missing, num_workers):
+            reports[number] = report
+            advance(plan.pieces[number].num_bytes)
+            _check_bad_records(reports, job.max_bad_records, side_file)
+    return [reports[number] for number in numbers]
+
+
+def _check_bad_records(reports: dict[int, PieceReport], limit: int, side_file: Path) -> None:
+    found = [line for number in sorted(reports) for line in reports[number].bad_records]
+    if len(found) > limit:
         _write_lines(side_file, found)
         raise ValueError(
-            f"more than --max-bad-records {job.max_bad_records} bad records; the first: {_told(found[0])}; those found "
-            f"so far lie in {side_file}; mend the files, or give a higher limit: what is encoded is kept"
-        ) from error
-    return [reports[number] for number in range(len(plan.pieces))]
+            f"more than --max-bad-records {limit} bad records; the first: {_told(found[0])}; those found so far lie in "
+            f"{side_file}; mend the files, or give a higher limit: what is encoded is kept"
+        )
 
 
 @contextmanager
@@ -233,11 +225,6 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _check_bad_records(job: EncodingJob, reports: dict[int, PieceReport]) -> None:
-    if sum(len(report.bad_records) for report in reports.values()) > job.max_bad_records:
-        raise TooManyBadRecordsError([])
-
-
 def _told(line: dict[str, Any]) -> str:
     place = "".join(f" {unit} {line[unit]}" for unit in ("line", "row") if unit in line)
     return f"{line['path']}{place}: {line['reason']}"
@@ -245,11 +232,6 @@ def _told(line: dict[str, Any]) -> str:
 
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _listed(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"num_bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,21 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.prepare.pieces import EncodingJob, PieceEncoder, PieceReport, TooManyBadRecordsError
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece
 from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import open_own
 
 _LOCK_NAME = "workers.lock"
 
 
-class WorkerDiedError(RuntimeError):
+class WorkerDiedError(OSError):
     """Ended by the system, most often because memory ran out."""
 
 
@@ -29,35 +30,36 @@ def encode_pieces(
 ) -> Iterator[tuple[int, PieceReport]]:
     """Encode the pieces with these numbers; yield number and report of each as it is finished.
 
-    `folder` is that of the unfinished work. Raises: as `PieceEncoder.encode`; WorkerDiedError.
+    `folder` is that of the unfinished work. Raises: as `encode_piece`; WorkerDiedError.
     """
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
-        encoder = PieceEncoder(job) if numbers else None
         for number in numbers:
-            assert encoder is not None
-            yield number, encoder.encode(pieces[number], number)
+            yield number, encode_piece(job, pieces[number], number)
         return
     waiting = iter(numbers)
-    workers = [_Worker(folder, partial(_serve, job)) for _ in range(num_workers)]
+    workers = [_Worker(folder) for _ in range(num_workers)]
     try:
-        for worker in workers:
-            worker.give(pieces, next(waiting))
+        for worker, number in zip(workers, waiting, strict=False):
+            worker.give(partial(_encode_on_one_core, job, pieces[number], number), number)
         busy = {worker.connection: worker for worker in workers}
         while busy:
             for connection in wait(list(busy)):
                 worker = busy[connection]  # type: ignore[index]  # wait() returns what it was given
-                report = worker.take()
-                assert isinstance(report, PieceReport)
-                yield worker.number, report
+                yield worker.number, worker.take()
                 following = next(waiting, None)
                 if following is None:
                     del busy[worker.connection]
                 else:
-                    worker.give(pieces, following)
+                    worker.give(partial(_encode_on_one_core, job, pieces[following], following), following)
     finally:
         for worker in workers:
             worker.end()
+
+
+def _encode_on_one_core(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceReport:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return encode_piece(job, piece, number)
 
 
 def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
@@ -65,32 +67,34 @@ def call_apart(folder: Path, function: Callable[[], Any]) -> Any:
 
     Raises: what the function raises; WorkerDiedError.
     """
-    worker = _Worker(folder, partial(_call, function))
+    worker = _Worker(folder)
     try:
+        worker.give(function)
         return worker.take()
     finally:
         worker.end()
 
 
 class _Worker:
-    """A process that encodes one piece at a time, or calls one function.
+    """A process that calls functions, one at a time.
 
     It is spawned, not forked: a fork of a process whose tokenizer has threads may wait for them for ever. It ends when
     the process that started it ends, however that comes about.
     """
 
-    def __init__(self, folder: Path, serve: Callable[[Connection], None]) -> None:
+    def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self.number = -1  # of the piece; -1: none yet
         self.connection, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_work, args=(folder, serve, theirs), daemon=True)
+        self._process: BaseProcess = context.Process(target=_work, args=(folder, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
-    def give(self, pieces: Sequence[CorpusPiece], number: int) -> None:
+    def give(self, function: Callable[[], Any], number: int = -1) -> None:
+        """`number`: of the piece that it encodes."""
         self.number = number
         try:
-            self.connection.send((pieces[number], number))
+            self.connection.send(function)
         except ConnectionError:
             self._raise_death()
 
@@ -123,7 +127,7 @@ def wait_for_orphans(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def _work(folder: Path, serve: Callable[[Connection], None], connection: Connection) -> None:
+def _work(folder: Path, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all of them; the first process ends the others
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -131,7 +135,7 @@ def _work(folder: Path, serve: Callable[[Connection], None], connection: Connect
         fcntl.flock(lock, fcntl.LOCK_SH)
         if parent.is_alive():  # else another prepare may have taken the folder before the lock was ours
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-            serve(connection)
+            _serve(connection)
 
 
 def _end_with(parent: BaseProcess) -> None:
@@ -139,30 +143,16 @@ def _end_with(parent: BaseProcess) -> None:
     os._exit(1)
 
 
-def _serve(job: EncodingJob, connection: Connection) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
-    encoder: PieceEncoder | None = None
-
-    def encode(piece: CorpusPiece, number: int) -> PieceReport:
-        nonlocal encoder
-        encoder = encoder or PieceEncoder(job)
-        return encoder.encode(piece, number)
-
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:  # nobody wants more
-            return
-        _call(partial(encode, *task), connection)
-
-
-def _call(function: Callable[[], Any], connection: Connection) -> None:
-    """Send what the function returns or raises."""
-    answer: Any
-    try:
-        answer = function()
-    except (ValueError, TooManyBadRecordsError, OSError) as error:
-        answer = error
-    except Exception:  # a defect, which the first process tells with its place, and ends
-        answer = RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
-    connection.send(answer)
+def _serve(connection: Connection) -> None:
+    """Send what each function returns or raises, until nobody wants more."""
+    with suppress(EOFError):
+        while True:
+            function = connection.recv()
+            answer: Any
+            try:
+                answer = function()
+            except (ValueError, OSError) as error:
+                answer = error
+            except Exception:  # a defect, which the first process tells with its place, and ends
+                answer = RuntimeError(f"a worker failed:\n{traceback.format_exc()}")
+            connection.send(answer)
