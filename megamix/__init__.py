@@ -3,8 +3,6 @@
 The engine is a library, re-exported here; `megamix train CONFIG` runs whole jobs.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -7,12 +7,12 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config
-from megamix.hub.verbs import add_verbs
+from megamix.hub.verbs import add_verb, add_verbs, lines_told
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.status import EndedEarlyError
 
@@ -28,12 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     try:
         status: int | None = arguments.run(arguments)
-    except ConfigError as error:
+    except (ConfigError, EndedEarlyError) as error:
         _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
-        return 2
-    except EndedEarlyError as error:
-        _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
-        return error.exit_status
+        return error.exit_status if isinstance(error, EndedEarlyError) else 2
     finally:
         if arguments.verb == "train":  # whose exit status decides whether it is started again
             drop_unwritten()
@@ -63,38 +60,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megamix", description="Pretrain large models in mixed precision.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    train = verbs.add_parser("train", help="train by a configuration file (many ranks: launch/pretrain.sh)")
-    train.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
-    train.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    train = add_verb(verbs, "train", _train, "train by a configuration file (many ranks: launch/pretrain.sh)")
+    _add_config(train)
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
-    train.set_defaults(run=_train)
 
-    plan = verbs.add_parser("plan", help="the memory that each rank of a job will need, before anything is started")
-    plan.add_argument("config", metavar="CONFIG", type=Path, help="TOML file")
-    plan.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    plan = add_verb(verbs, "plan", _plan, "the memory that each rank of a job will need, before anything is started")
+    _add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
     plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
-    plan.set_defaults(run=_plan)
 
-    verify = verbs.add_parser("verify", help="does a layout of ranks train as one rank does? exit status 1 if not")
-    verify.add_argument("config", metavar="CONFIG", type=Path, help="TOML file; its data are not read")
-    verify.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    verify = add_verb(verbs, "verify", _verify, "does a layout of ranks train as one rank does? exit status 1 if not")
+    _add_config(verify, "TOML file; its data are not read")
     verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
-    verify.set_defaults(run=_verify)
 
-    _add_prepare(verbs.add_parser("prepare", help="make tokenizer and token files from text"))
+    _add_prepare(add_verb(verbs, "prepare", _prepare, "make tokenizer and token files from text"))
 
     add_verbs(verbs)
 
-    plot = verbs.add_parser("plot", help="draw a run's loss, loss scale and use of FP16's range as PNGs in its folder")
+    drawn = "a run's loss, loss scale and use of FP16's range"
+    plot = add_verb(verbs, "plot", lines_told(_plot), f"draw {drawn} as PNGs in its folder")
     plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
-    plot.set_defaults(run=_plot)
 
-    _add_checkpoint(verbs.add_parser("checkpoint", help="look at a run's checkpoints, or hand one to torch"))
+    checkpoint_help = "look at a run's checkpoints, or hand one to torch"
+    _add_checkpoint(add_verb(verbs, "checkpoint", lines_told(_checkpoint), checkpoint_help))
 
-    bench = verbs.add_parser("bench", help="measure megamix on this machine's CPU beside torch's own ways to train")
+    bench_help = "measure megamix on this machine's CPU beside torch's own ways to train"
+    bench = add_verb(verbs, "bench", _bench, bench_help)
     benches = ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup", "all"]
     bench.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
     bench.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
@@ -103,18 +96,20 @@ def _parser() -> argparse.ArgumentParser:
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
         help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
     )  # fmt: skip
-    bench.set_defaults(run=_bench)
 
-    config = verbs.add_parser("config", help="show what a configuration comes to, or what it may hold")
-    config.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="TOML file")
-    config.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    config = add_verb(verbs, "config", _config, "show what a configuration comes to, or what it may hold")
+    _add_config(config, nargs="?")
     what = config.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--show", action="store_true", help="the effective configuration, checked, every key that is read"
     )
     what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
-    config.set_defaults(run=_config)
     return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=help)
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
 
 
 def _add_prepare(prepare: argparse.ArgumentParser) -> None:
@@ -142,7 +137,6 @@ def _add_prepare(prepare: argparse.ArgumentParser) -> None:
         "--max-bad-records", metavar="N", type=int, default=100,
         help="more stop the run; fewer are left out and listed in bad_records.jsonl (100)",
     )  # fmt: skip
-    prepare.set_defaults(run=_prepare)
 
 
 def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
@@ -158,7 +152,6 @@ def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
-    checkpoint.set_defaults(run=_checkpoint)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -203,9 +196,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> None:
     from megamix.data.prepare.corpus import input_corpus, named_corpus
-    from megamix.data.prepare.prepare_corpus import Effort, Request, prepare_corpus
+    from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
-    from megamix.data.prepare.workers import WorkerDiedError
 
     what, vocab_size = arguments.tokenizer, arguments.vocab_size
     try:
@@ -215,52 +207,34 @@ def _prepare(arguments: argparse.Namespace) -> None:
             ),
             valid_fraction=arguments.valid_fraction,
             text_key=arguments.text_key,
+            num_workers=arguments.workers,
+            max_bad_records=arguments.max_bad_records,
         )
-        effort = Effort(num_workers=arguments.workers, max_bad_records=arguments.max_bad_records)
         inputs = arguments.input
         corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
-        prepared = prepare_corpus(corpus, arguments.output, request, effort)
+        prepared = prepare_corpus(corpus, arguments.output, request)
     except ValueError as error:  # by the contract of these a mistake in the flags
         raise ConfigError([str(error)], "flags") from error
-    except (OSError, WorkerDiedError) as error:  # the disk, or memory
+    except OSError as error:  # the disk, or memory
         raise ConfigError([f"{error}; mend that and run the same command again: it goes on"], "prepare") from error
     print(prepared.summary())
 
 
-def _plot(arguments: argparse.Namespace) -> None:
+def _plot(arguments: argparse.Namespace) -> Iterator[str]:
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(["matplotlib is not installed; run pip install 'megamix[plot]'"], "plot")
+        raise ValueError("matplotlib is not installed; run pip install 'megamix[plot]'")
     from megamix.train.plot import plot
 
-    try:
-        for line in plot(arguments.run_folder):
-            print(line)
-    except ValueError as error:  # by the contract of plot a mistake in the flags
-        raise ConfigError([str(error)], "flags") from error
+    return plot(arguments.run_folder)
 
 
-def _checkpoint(arguments: argparse.Namespace) -> int:
+def _checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.checkpoint import commands
-    from megamix.checkpoint.verify import DamagedCheckpoint
     from megamix.train.saved_run import check_if_run
 
-    actions = {
-        "ls": lambda: commands.ls(arguments.path, check_if_run),
-        "verify": lambda: commands.verify(arguments.path, check_if_run),
-        "diff": lambda: commands.diff(arguments.path, arguments.other, check_if_run),
-        "export": lambda: commands.export(arguments.path, arguments.output, check_if_run),
-    }
-    try:
-        for line in actions[arguments.action]():
-            print(line)
-    except DamagedCheckpoint as error:
-        print(f"megamix checkpoint {arguments.action}: damaged", file=sys.stderr)
-        for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError) as error:  # by the contract of these functions a mistake in the flags, or the disk
-        raise ConfigError([str(error)], arguments.action) from error
-    return 0
+    paths = [getattr(arguments, name) for name in ("path", "other", "output") if name in arguments]
+    action: Callable[..., Iterator[str]] = getattr(commands, arguments.action)
+    return action(*paths, check_if_run)
 
 
 def _bench(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,5 @@
 """Where the time of a step goes: named spans, measured on the host or, on a GPU, on the device without waiting."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 for CPUs.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,12 +36,11 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter((args, kwargs, result)):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and self._has_memory(leaf):
+            if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
+                continue
+            if self._counts_meta or leaf.device.type != "meta":
                 self._count(leaf.untyped_storage())
         return result
-
-    def _has_memory(self, tensor: Tensor) -> bool:
-        return self._counts_meta or tensor.device.type != "meta"
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -126,7 +126,7 @@ def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(
 
 
 def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megamix.data.prepare.prepare_corpus import Effort
+    from megamix.data.prepare.prepare_corpus import Request
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
     module = importlib.import_module("megamix.data.prepare.prepare_corpus")
@@ -136,13 +136,13 @@ def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.Monkey
         def summary(self) -> str:
             return "done"
 
-    def prepare_corpus(corpus: Any, output: Path, request: Any, effort: Any) -> Prepared:
-        seen.append((corpus.flag, output, request.tokenizer, request.valid_fraction, effort))
+    def prepare_corpus(corpus: Any, output: Path, request: Request) -> Prepared:
+        seen.append((corpus.flag, output, request))
         return Prepared()
 
     monkeypatch.setattr(module, "prepare_corpus", prepare_corpus)
     assert main(["prepare", "--corpus", "torch", "--output", str(tmp_path), "--valid-fraction", "0.1"]) == 0
-    assert seen == [("--corpus torch", tmp_path, TokenizerChoice("train", 2048), 0.1, Effort())]
+    assert seen == [("--corpus torch", tmp_path, Request(tokenizer=TokenizerChoice("train", 2048), valid_fraction=0.1))]
 
 
 def test_wrong_input_is_answered_before_torch_is_imported() -> None:

@@ -8,8 +8,9 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megamix.cli import main
-from megamix.config import DataSource, DataStage, OptimizerGroup, RopeScaling, config_schema
-from megamix.config.sections import SECTIONS
+from megamix.config import DataSource, RopeScaling, config_schema
+from megamix.config.model_and_data import DataStage
+from megamix.config.sections import SECTIONS, OptimizerGroup
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 

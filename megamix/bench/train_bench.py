@@ -17,7 +17,7 @@ from megamix.bench.layout_sides import OursPipeline, OursTensorParallel, TorchPi
 from megamix.bench.ranks import Settings, Side, TrainRank, Turn, rotated, start_ranks
 from megamix.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
 from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero
-from megamix.config import MetricsConfig
+from megamix.config.sections import MetricsConfig
 from megamix.mixed_precision.settings import ReduceDtype
 from megamix.model.ops import cpu_multiplies_fp16
 from megamix.ranks import RankPool

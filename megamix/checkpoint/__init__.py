@@ -2,8 +2,7 @@
 
 boxes        arithmetic: a flat range of a block as boxes of the full parameter, and whether boxes cover it
 folder       the names in a folder of checkpoints, what each says, and the only calls that change the disk
-record       JSON that is checked when read
-manifest     the JSON that makes files a checkpoint
+manifest     the JSON that makes files a checkpoint, checked when read
 snapshot     what one rank holds of the run's state: views of one instant, or a copy in the host's memory
 tensor_file  a safetensors file, streamed
 together     work that succeeds on every rank or on none

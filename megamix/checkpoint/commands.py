@@ -4,8 +4,6 @@ DamagedCheckpoint.
 `check`: what the caller knows of checkpoints beyond their files, see `verify.Check`.
 """
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +13,7 @@ import torch
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
-from megamix.checkpoint.manifest import read_manifest
-from megamix.checkpoint.record import printable
+from megamix.checkpoint.manifest import printable, read_manifest
 from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, PieceReader, check_size, verify_checkpoint
 from megamix.config import effective_tables
 

@@ -5,8 +5,6 @@ optimizer's states, and as `step` the number of applied updates, as torch's Adam
 (torch's `param_groups`) are not in a checkpoint; its configuration is.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -3,8 +3,6 @@
 `Files` has the only calls that change the disk, each a method of its own, so that a test can let any of them fail.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

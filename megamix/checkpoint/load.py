@@ -3,8 +3,6 @@
 Its bytes are verified on their way into a rank's memory: none is read twice for it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict, deque
@@ -19,16 +17,9 @@ from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
 from megamix.checkpoint.manifest import FileRecord, Manifest
 from megamix.checkpoint.snapshot import Part, owned_parts, state_names
+from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import (
-    Check,
-    Checkpoint,
-    DamagedCheckpoint,
-    PieceReader,
-    Stored,
-    read_checkpoint,
-    verified_chunks,
-)
+from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, PieceReader, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")

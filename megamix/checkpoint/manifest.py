@@ -2,18 +2,56 @@
 
 Its last line is its own checksum, over every byte before that line; so a damaged manifest is told apart from one that
 was never right, and no byte of it is free to change.
+
+JSON is checked when read: no unknown field, no other type, no number that another reader would not have.
 """
 
-from __future__ import annotations
-
+import json
 import zlib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from megamix.checkpoint.record import Count, Record
-from megamix.config import toml_tables
+from megamix.config.load import toml_tables
+
+Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
+_SHOWN = 5  # problems, of a text that may have thousands
+_LONGEST = 500  # characters of a line that says what is wrong
+
+
+def printable(text: str, longest: int = _LONGEST) -> str:
+    """Return one line of a text that may hold anything: what would move a terminal's cursor is escaped, the end cut."""
+    shown = text if len(text) <= longest else text[:longest] + "..."
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
+
+
+class Record(BaseModel):
+    """Base of what is kept as JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Raises: ValueError naming the fields."""
+        try:
+            record = cls.model_validate_json(text)
+        except ValidationError as error:
+            problems = error.errors()[:_SHOWN]
+            where = [f"{'.'.join(map(str, problem['loc'])) or 'the text'}: {problem['msg']}" for problem in problems]
+            raise ValueError("; ".join(where)) from None
+        json.loads(text, object_pairs_hook=_each_once)  # of a field that is there twice, readers take this or that one
+        return record
+
+
+def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises: ValueError naming a field that is there twice."""
+    once = dict(fields)
+    if len(once) < len(fields):
+        names = [name for name, _ in fields]
+        raise ValueError(f"{next(name for name in once if names.count(name) > 1)}: the field is there twice")
+    return once
+
 
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
 _MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two

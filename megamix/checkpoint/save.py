@@ -8,8 +8,6 @@ interpreter's lock, and a process would need the copy in shared memory, a start 
 end of its own when this one is killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
@@ -101,9 +99,6 @@ def remove_old(folder: Path, keep: int, saved: Path, files: Files) -> None:
         log.warning("an old checkpoint could not be removed: %s", error)
 
 
-FEWEST_KEPT = 2  # if the newest is found damaged, there is another one
-
-
 class Saver:
     """Saves an engine's states into one folder. Every call must be made by all ranks, in the same order.
 
@@ -117,8 +112,7 @@ class Saver:
         self, folder: Path, keep: int, together: Together,
         saved: Callable[[Path], None], failed: Callable[[Exception], None], files: Files | None = None,
     ):  # fmt: skip
-        if keep < FEWEST_KEPT:
-            raise ValueError(f"keep must be at least {FEWEST_KEPT} checkpoints, got {keep}; the newest may be damaged")
+        assert keep >= 2, keep  # if the newest is found damaged, there is another one
         self.folder, self._keep, self._together, self._files = folder, keep, together, files or Files()
         self._saved, self._failed = saved, failed
         self._copy = HostCopy()

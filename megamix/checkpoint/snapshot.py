@@ -3,8 +3,6 @@
 It is saved as the snapshot of one instant: views of the engine, or a copy that training leaves alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -77,7 +75,24 @@ class Snapshot:
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     """Return the engine's state between two steps: views, so save it before the next one. Reads the device."""
-    return Snapshot(describe(engine, state_names(engine), run), owned_parts(engine))
+    manifest = Manifest(
+        applied_updates=int(engine.applied_updates),
+        skipped_steps=int(engine.skipped_steps),
+        loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
+        loss_scale_rule=engine.loss_scale.rule,
+        run=run,
+        layout=LayoutRecord(
+            dp_size=engine.topology.dp.size,
+            tp_size=engine.topology.tp.size,
+            pp_size=engine.topology.pp.size,
+            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
+        ),
+        states=state_names(engine),
+        params=tuple(
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
+        ),
+    )
+    return Snapshot(manifest, owned_parts(engine))
 
 
 class HostCopy:
@@ -108,24 +123,3 @@ class HostCopy:
         """Return once the copy is whole; for any thread."""
         if self._copied is not None:  # pragma: CUDA only
             self._copied.synchronize()
-
-
-def describe(engine: ShardedEngine, states: tuple[str, ...], run: RunRecord) -> Manifest:
-    """Return the manifest of the engine's state, its files still to be named. Reads the device."""
-    return Manifest(
-        applied_updates=int(engine.applied_updates),
-        skipped_steps=int(engine.skipped_steps),
-        loss_scale={name: value.double().tolist() for name, value in engine.loss_scale.state_dict().items()},
-        loss_scale_rule=engine.loss_scale.rule,
-        run=run,
-        layout=LayoutRecord(
-            dp_size=engine.topology.dp.size,
-            tp_size=engine.topology.tp.size,
-            pp_size=engine.topology.pp.size,
-            buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
-        ),
-        states=states,
-        params=tuple(
-            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
-        ),
-    )

@@ -4,23 +4,24 @@ The format (github.com/huggingface/safetensors): 8 bytes, the header's length; t
 tensor's dtype, shape and place; the tensors' bytes without gaps. What reads it here is the `safetensors` library.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import struct
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamix import tuned
 from megamix.checkpoint.boxes import Box
+from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
@@ -35,7 +36,21 @@ def key_of(param: str, state: str, box: Box) -> str:
     return f"{param}|{state}|{','.join(map(str, box.offset))}"
 
 
-def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a box lies on the disk."""
+
+    file: str
+    key: str
+    box: Box
+    start: int  # byte in the file
+
+    @property
+    def end(self) -> int:
+        return self.start + 4 * self.box.numel
+
+
+def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
     """Return the parameter, the state and the box of `key_of`. Raises: ValueError."""
     try:
         param, state, numbers = key.rsplit("|", 2)  # from the right: a module may bear any name
@@ -48,7 +63,7 @@ def parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
 
 
 def header(parts: Sequence[StateBox]) -> bytes:
-    """Return all that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_tensors` takes."""
+    """Return all that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_header` takes."""
     text = safetensors_header({key_of(part.param, part.state, part.box): part.box.size for part in parts}, "F32", 4)
     if len(text) > _LARGEST_HEADER:
         raise ValueError(
@@ -72,8 +87,15 @@ def safetensors_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], int]]:
-    """Key, dtype by the format's name, shape and first byte of every tensor. Raises: ValueError, OSError."""
+def read_header(path: Path) -> list[tuple[str, str, Stored]]:
+    """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
+    try:
+        return list(_places(path))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _places(path: Path) -> Iterator[tuple[str, str, Stored]]:
     with open(path, "rb", buffering=0) as file:
         # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
         os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)
@@ -83,9 +105,15 @@ def read_tensors(path: Path) -> Iterator[tuple[str, str, Sequence[int], int]]:
     with safe_open(path, "pt"), open(path, "rb") as file:  # the library judges the header, and the tensors' places
         file.seek(8)
         entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
     for key, entry in entries.items():
-        if key != "__metadata__":
-            yield key, entry["dtype"], entry["shape"], 8 + length + entry["data_offsets"][0]
+        start = 8 + length + entry["data_offsets"][0]
+        if entry["dtype"] != "F32":
+            raise ValueError(f"{key[:200]!r} is {entry['dtype']}, every state is F32")
+        if start % 4:  # its elements would not be whole in a chunk
+            raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of 4")
+        param, state, box = _parse_key(key, entry["shape"])
+        yield param, state, Stored(path.name, key, box, start)
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
@@ -112,6 +140,18 @@ def _read_whole(file: FileIO, buffer: memoryview) -> memoryview:
             raise OSError(f"{file.name}: it has become shorter while it was read")
         rest = rest[length:]
     return buffer
+
+
+def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
+    """Yield all bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was
+    written is known when all have gone by. Raises: ValueError then, if they are not; OSError.
+    """
+    crc32 = 0
+    for chunk in read_ahead(path, record.size):
+        crc32 = zlib.crc32(chunk, crc32)
+        yield chunk
+    if crc32 != record.crc32:
+        raise ValueError(f"{path}: its checksum is not that of what was written")
 
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:

@@ -3,11 +3,8 @@
 `PieceReader` reads the states of a good one piece by piece, so that nothing as large as a parameter is ever held.
 """
 
-from __future__ import annotations
-
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +15,8 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import FileRecord, Manifest, read_manifest
-from megamix.checkpoint.record import printable
-from megamix.checkpoint.tensor_file import parse_key, read_ahead, read_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a box lies on the disk."""
-
-    file: str
-    key: str
-    box: Box
-    start: int  # byte in the file
-
-    @property
-    def end(self) -> int:
-        return self.start + 4 * self.box.numel
+from megamix.checkpoint.manifest import FileRecord, Manifest, printable, read_manifest
+from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,34 +96,6 @@ def check_size(path: Path, record: FileRecord) -> None:
         raise ValueError(f"{path}: not there, or no ordinary file")
     if (size := path.stat().st_size) != record.size:
         raise ValueError(f"{path}: {size} bytes, written were {record.size}")
-
-
-def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
-    """Yield all bytes of a file, 1 MiB at a time, each good until the next is asked for. Whether they are what was
-    written is known when all have gone by. Raises: ValueError then, if they are not; OSError.
-    """
-    crc32 = 0
-    for chunk in read_ahead(path, record.size):
-        crc32 = zlib.crc32(chunk, crc32)
-        yield chunk
-    if crc32 != record.crc32:
-        raise ValueError(f"{path}: its checksum is not that of what was written")
-
-
-def read_header(path: Path) -> list[tuple[str, str, Stored]]:
-    """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
-    found = []
-    try:
-        for key, dtype, shape, start in read_tensors(path):
-            if dtype != "F32":
-                raise ValueError(f"{key[:200]!r} is {dtype}, every state is F32")
-            if start % 4:  # its elements would not be whole in a chunk
-                raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of 4")
-            param, state, box = parse_key(key, shape)
-            found.append((param, state, Stored(path.name, key, box, start)))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    return found
 
 
 class PieceReader:

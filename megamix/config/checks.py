@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
+from megamix.config.model_and_data import ModelConfig
 from megamix.config.sections import SCALE_RANGES, SECTIONS, Config
 from megamix.config.toml_text import value_text
 
@@ -30,6 +31,12 @@ def check_draft(tree: Mapping[str, object], bad: Collection[tuple[int | str, ...
 def check_config(config: Config) -> list[str]:
     """Return the problems between fields, one line each."""
     return [problem for check in _CHECKS for problem in check(config)]
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """Return the problems between the sizes of one that no file has been read for, one line each."""
+    config = cast(Config, SimpleNamespace(model=model))
+    return [problem for check in _MODEL_CHECKS for problem in check(config)]
 
 
 def check_world_size(config: Config, world_size: int) -> list[str]:
@@ -156,33 +163,21 @@ def _scale_starts_in_range(config: Config) -> Iterator[str]:
         )
 
 
-def _micro_batches_fill_batch(config: Config) -> Iterator[str]:
-    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
-    if global_batch_size % micro_batch_size:
-        yield (
-            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
-            f"{micro_batch_size}; write global_batch_size = {_multiples(global_batch_size, micro_batch_size)}"
-        )
-
-
-def _batch_problems(config: Config, dp_size: int) -> Iterator[str]:
-    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
-    share = micro_batch_size * dp_size
-    if global_batch_size % share:
-        yield (
-            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
-            f"{micro_batch_size} * dp_size {dp_size} = {share}; "
-            f"write global_batch_size = {_multiples(global_batch_size, share)}"
-        )
-    else:
-        yield from micro_batch_problems(config, dp_size)
-
-
 def _ranks_fill_batch(config: Config) -> Iterator[str]:
-    dp_size = config.parallelism.dp_size
-    # What micro-batches alone do not fill is reported once, by the check above.
-    if dp_size is not None and config.training.global_batch_size % config.training.micro_batch_size == 0:
-        yield from _batch_problems(config, dp_size)
+    yield from _batch_problems(config, config.parallelism.dp_size)
+
+
+def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
+    global_batch_size, micro_batch_size = config.training.global_batch_size, config.training.micro_batch_size
+    share = micro_batch_size * (dp_size or 1)
+    if global_batch_size % share:
+        factors = f"{micro_batch_size}" if dp_size is None else f"{micro_batch_size} * dp_size {dp_size} = {share}"
+        yield (
+            f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
+            f"{factors}; write global_batch_size = {_multiples(global_batch_size, share)}"
+        )
+    elif dp_size is not None:
+        yield from micro_batch_problems(config, dp_size)
 
 
 def _validation_has_tokens(config: Config) -> Iterator[str]:
@@ -212,17 +207,15 @@ def _profile_ends_in_time(config: Config) -> Iterator[str]:
         )
 
 
+_MODEL_CHECKS = (_heads_share_width, _rotary_turns_pairs, _heads_share_keys)
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _heads_share_width,
-    _rotary_turns_pairs,
-    _heads_share_keys,
+    *_MODEL_CHECKS,
     _lr_falls,
     _warmup_fits,
     _decay_fits,
     _fp16_is_scaled,
     _sums_suit_gradients,
     _scale_starts_in_range,
-    _micro_batches_fill_batch,
     _ranks_fill_batch,
     *MESH_CHECKS,
     _validation_has_tokens,

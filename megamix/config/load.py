@@ -15,7 +15,7 @@ from megamix.config.checks import check_config, check_draft
 from megamix.config.problems import ConfigError, dropped_line, explain, explain_unread, nearest, one_line, short
 from megamix.config.sections import RENAMED, SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
-from megamix.config.unread import Unread, is_default, is_set, part_read, with_defaults
+from megamix.config.unread import is_default, is_set, part_read, with_defaults
 
 Tree = dict[str, Any]
 
@@ -130,8 +130,10 @@ def _build(layers: Sequence[Layer], problems: list[str], source: str, say: Calla
         wrong = [item["loc"] for item in errors]
     read, unread = part_read(tree, wrong)
     unread = [item for item in unread if not is_default(item.key, item.value)]
-    refused = [item for item in unread if _is_refused(item, layers)]
-    problems = [*problems, *(explain_unread(item, tree) for item in refused)]
+    for item in unread:
+        origin = _origin(item.key, layers)
+        if origin >= max(_origin(key, layers) for key in item.deciders) and not layers[origin].lists_all:
+            problems = [*problems, explain_unread(item, tree)]
     if wrong:
         problems += check_draft(read, {loc[:2] for loc in wrong})
     else:
@@ -142,11 +144,6 @@ def _build(layers: Sequence[Layer], problems: list[str], source: str, say: Calla
     for item in unread:
         say(dropped_line(item, tree, layers[_origin(item.key, layers)].name))
     return config
-
-
-def _is_refused(item: Unread, layers: Sequence[Layer]) -> bool:
-    origin = _origin(item.key, layers)
-    return origin >= max(_origin(key, layers) for key in item.deciders) and not layers[origin].lists_all
 
 
 def _origin(key: str, layers: Sequence[Layer]) -> int:

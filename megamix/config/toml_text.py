@@ -6,8 +6,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
 from megamix.config.sections import Config
 from megamix.config.unread import part_read
 
@@ -73,15 +71,11 @@ def config_to_toml(config: Config) -> str:
 
     TOML has no null, so a key that is not set stands as a comment.
     """
-    return _tables_text(config.model_dump())
+    return tables_to_toml(config.model_dump())
 
 
-def section_to_toml(name: str, section: BaseModel) -> str:
-    """Return one table of it, whose keys no other section decides."""
-    return _tables_text({name: section.model_dump()})
-
-
-def _tables_text(tables: Mapping[str, Any]) -> str:
+def tables_to_toml(tables: Mapping[str, Any]) -> str:
+    """Return some tables of a configuration, or all, without the keys that others make unread."""
     read, _ = part_read(tables)
     return "\n".join(f"[{name}]\n{''.join(_key_line(*item) for item in keys.items())}" for name, keys in read.items())
 

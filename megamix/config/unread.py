@@ -1,7 +1,5 @@
 """Keys that are read only where another key says so: one table, held by tests against what the code reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,18 +23,15 @@ def _one_of(key: str, *values: object) -> tuple[Where, ...]:
     return (Where(key, values.__contains__, values[0]),)
 
 
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
 def _at_least(key: str, least: int) -> tuple[Where, ...]:
     return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
 
 
-def _given(*examples: tuple[str, object]) -> tuple[Where, ...]:
-    return tuple(Where(key, lambda value: value is not None, example) for key, example in examples)
-
-
-def _rule(*names: str) -> tuple[Where, ...]:
-    return _one_of("precision.loss_scale", *names)
-
-
+_RULE = "precision.loss_scale"
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
@@ -53,17 +48,20 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "optimizer.momentum_form": _one_of("optimizer.name", "nag"),
     "optimizer.decoupled_weight_decay": _one_of("optimizer.name", "nag"),
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
-    "precision.init_scale": _rule(*SCALE_RANGES),
-    "precision.growth_factor": _rule("dynamic", "torch"),
-    "precision.backoff_factor": _rule("dynamic", "torch"),
-    "precision.growth_interval": _rule("dynamic", "torch", "megatron", "deepspeed"),
-    "precision.hysteresis": _rule("dynamic", "megatron", "deepspeed"),
-    "precision.consecutive_hysteresis": _rule("deepspeed"),
-    "precision.margin": _rule("headroom"),
-    "precision.min_scale": _rule(*SCALE_RANGES),
-    "precision.max_scale": _rule(*SCALE_RANGES),
+    "precision.init_scale": _one_of(_RULE, *SCALE_RANGES),
+    "precision.growth_factor": _one_of(_RULE, "dynamic", "torch"),
+    "precision.backoff_factor": _one_of(_RULE, "dynamic", "torch"),
+    "precision.growth_interval": _one_of(_RULE, "dynamic", "torch", "megatron", "deepspeed"),
+    "precision.hysteresis": _one_of(_RULE, "dynamic", "megatron", "deepspeed"),
+    "precision.consecutive_hysteresis": _one_of(_RULE, "deepspeed"),
+    "precision.margin": _one_of(_RULE, "headroom"),
+    "precision.min_scale": _one_of(_RULE, *SCALE_RANGES),
+    "precision.max_scale": _one_of(_RULE, *SCALE_RANGES),
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
-    "training.eval_batches": _given(("data.valid", "runs/data/valid"), ("data.split", [95, 5])),
+    "training.eval_batches": (
+        Where("data.valid", _is_set, "runs/data/valid"),
+        Where("data.split", _is_set, [95, 5]),
+    ),
     "parallelism.pp_schedule": _at_least("parallelism.pp_size", 2),
     "parallelism.pp_stages_per_rank": _at_least("parallelism.pp_size", 2),
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
@@ -145,9 +143,10 @@ def with_defaults(tree: Mapping[str, Any]) -> Tree:
 def _decided(tree: Mapping[str, Any], where: Where) -> tuple[bool, tuple[str, ...]]:
     """Whether it holds, and the keys that decide it."""
     value = setting(tree, where.key)
-    if where.key == "precision.loss_scale" and value == "auto":  # then dtype names the rule
-        return where.holds(loss_scale_rule(value, setting(tree, "precision.dtype"))), (where.key, "precision.dtype")
-    return where.holds(value), (where.key,)
+    if where.key != _RULE or value != "auto":
+        return where.holds(value), (where.key,)
+    rule = loss_scale_rule(value, setting(tree, "precision.dtype"))  # dtype names it
+    return where.holds(rule), (where.key, "precision.dtype")
 
 
 def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:

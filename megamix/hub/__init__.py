@@ -4,8 +4,7 @@ family_configs   gpt2, llama, qwen2, qwen3: config.json and ModelConfig
 families         which part of which of their tensors a parameter is
 hugging_face     a Hugging Face folder, read tensor by tensor, and its sizes against those of its config.json
 tokenizer_files  what belongs to a tokenizer, and which tokens end a text
-import_model     a Hugging Face folder becomes a checkpoint that a run can begin from
-export_model     a checkpoint becomes a Hugging Face folder
+convert          a Hugging Face folder becomes a checkpoint that a run can begin from, a model a Hugging Face folder
 source           a model by its path: a run, a checkpoint, a Hugging Face folder; weights that are NaN or inf
 evaluate         perplexity of a token file, and lm-eval-harness on the export
 verbs            what `megamix import`, `export`, `generate` and `evaluate` take and print

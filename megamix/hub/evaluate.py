@@ -3,9 +3,6 @@
 And the tasks of lm-eval-harness (github.com/EleutherAI/lm-evaluation-harness; the extra `harness`).
 """
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -109,15 +106,8 @@ def _text_bytes(prefix: Path) -> int | None:
         return None  # no data of `megamix prepare`, or of an older one
 
 
-def check_harness() -> None:
-    """Raises: ValueError naming what to install."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("--harness: the package lm_eval is not installed; run pip install 'megamix[harness]'")
-
-
 def run_harness(folder: Path, tasks: Sequence[str], dtype: str) -> dict[str, dict[str, Any]]:
     """Return every task's metrics by name. A task is one of lm-eval's, or the path of a YAML file that defines one."""
-    check_harness()
     import lm_eval
     from lm_eval.tasks import TaskManager
 

@@ -3,8 +3,6 @@
 The names are those of transformers' modeling_*.py of the same families, `family_configs` has their config.json.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,14 +4,12 @@ What our transformer does not compute is refused; keys that change neither weigh
 not read. Dropout is not taken over: it belongs to a training, not to a model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from megamix.config import ModelConfig, RopeScaling
+from megamix.config import ModelConfig, RopeScaling, model_problems
 from megamix.model import sizes
 
 Json = Mapping[str, Any]
@@ -204,9 +202,12 @@ def _model(json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -
         if isinstance(values[ours], int) and values[ours] >= 2**63:
             raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
     try:
-        return ModelConfig(**values)
+        model = ModelConfig(**values)
     except ValidationError as error:
         raise ValueError(f"config.json: {_first(error, keys)}") from None
+    for problem in model_problems(model):
+        raise ValueError(f"config.json: {problem}")
+    return model
 
 
 def _first(error: ValidationError, keys: Mapping[str, str]) -> str:

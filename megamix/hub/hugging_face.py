@@ -3,8 +3,6 @@
 The sizes in config.json are held against those of the tensors before anything is built by them: the tensors are there.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -18,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.record import printable
+from megamix.checkpoint.manifest import printable
 from megamix.config import ModelConfig
 from megamix.hub.families import FAMILIES, Family, Link, their_shapes
 from megamix.hub.family_configs import effective, read_config, shown
@@ -202,8 +200,11 @@ def contradictions(family: Family, base: str, config: ModelConfig, shapes: Shape
     if len(layers) != config.num_layers:
         problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors are of {len(layers)} layers")
     for module, dim, factors in _FACTORS:
-        tensor = next(_tensors(names.get(module), layers, shapes), None)
-        if tensor is None or not keys.keys() >= set(factors):
+        if module not in names or not keys.keys() >= set(factors):
+            continue
+        weights = (names[module].replace("{}", layer) + ".weight" for layer in (layers or [""]))
+        tensor = next((weight for weight in weights if weight in shapes), None)
+        if tensor is None:
             continue
         shape = shapes[tensor][::-1] if family.places[module].transposed else shapes[tensor]
         if dim < len(shape) and shape[dim] != math.prod(values[factor] for factor in factors):
@@ -218,14 +219,6 @@ def _layers(name: str, shapes: Shapes) -> list[str]:
     end += ".weight"
     middles = [tensor[len(start) : -len(end)] for tensor in shapes if tensor.startswith(start) and tensor.endswith(end)]
     return sorted((middle for middle in middles if middle.isdecimal()), key=lambda middle: (len(middle), middle))
-
-
-def _tensors(name: str | None, layers: list[str], shapes: Shapes) -> Iterator[str]:
-    """The weight of a module, of each layer where layers have one."""
-    if name is not None:
-        for tensor in (f"{name}.weight".replace("{}", layer) for layer in (layers if "{}" in name else [""])):
-            if tensor in shapes:
-                yield tensor
 
 
 def tables_problem(config: ModelConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:

@@ -3,8 +3,6 @@
 Weights that are NaN or inf are told by tensor: one of them makes every loss and every text of the model NaN.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -101,8 +99,7 @@ class Source:
         """Return the model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
         watched = WatchedWeights(self.weights)
         model = meta_model(self.config).to(dtype).to_empty(device=device)
-        if self.config.tie_embeddings:
-            model.head.weight = model.embedding.weight  # to_empty() unties them
+        model.tie()
         with torch.no_grad():
             for name, param in model.named_parameters():
                 whole = Box.whole(tuple(param.shape))

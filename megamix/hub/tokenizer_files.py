@@ -1,7 +1,5 @@
 """What belongs to a tokenizer in a Hugging Face folder, and which tokens end a text."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

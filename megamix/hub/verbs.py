@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,22 +22,21 @@ _DTYPES = ["fp32", "bf16", "fp16"]
 
 def add_verbs(verbs: Any) -> None:
     """To the subparsers of the command line."""
-    importing = verbs.add_parser("import", help="make a checkpoint to train on from a Hugging Face folder")
-    importing.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
-    importing.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
-    _add_allow(importing)
-    importing.set_defaults(run=_or_config_error(_import))
+    help = "make a checkpoint to train on from a Hugging Face folder"
+    imported = add_verb(verbs, "import", lines_told(_import), help)
+    imported.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
+    imported.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
+    _add_allow(imported)
 
-    export = verbs.add_parser("export", help="write a model as a Hugging Face folder")
+    export = add_verb(verbs, "export", lines_told(_export), "write a model as a Hugging Face folder")
     export.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
     export.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
     export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
     export.add_argument("--dtype", choices=_DTYPES, default="fp32", help="of the weights (fp32)")
     export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
     export.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
-    export.set_defaults(run=_or_config_error(_export))
 
-    generate = verbs.add_parser("generate", help="continue prompts with a model")
+    generate = add_verb(verbs, "generate", lines_told(_generate), "continue prompts with a model")
     generate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
     generate.add_argument(
         "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
@@ -49,9 +48,8 @@ def add_verbs(verbs: Any) -> None:
     generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
     _add_allow(generate)
-    generate.set_defaults(run=_or_config_error(_generate))
 
-    evaluate = verbs.add_parser("evaluate", help="perplexity of a model on a token file")
+    evaluate = add_verb(verbs, "evaluate", lines_told(_evaluate), "perplexity of a model on a token file")
     evaluate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
     evaluate.add_argument(
         "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
@@ -62,40 +60,51 @@ def add_verbs(verbs: Any) -> None:
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval-harness instead, with commas between")
     _add_allow(evaluate)
-    evaluate.set_defaults(run=_or_config_error(_evaluate))
 
 
 def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
 
 
-def _or_config_error(verb: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], int]:
-    """The verb, its mistakes in what the command line catches. A damaged checkpoint is status 1, as elsewhere."""
+def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
+    """Return the parser of one more verb; `run` gives its exit status."""
+    parser = verbs.add_parser(name, help=help)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:
+    """Return what prints the verb's lines, its mistakes in what the command line catches. A damaged checkpoint is
+    status 1.
+    """
 
     def run(arguments: argparse.Namespace) -> int:
-        from megamix.checkpoint.verify import DamagedCheckpoint
-
+        action = getattr(arguments, "action", None)
         try:
-            verb(arguments)
-        except DamagedCheckpoint as error:
-            print(f"megamix {arguments.verb}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
-            return 1
+            for line in verb(arguments):
+                print(line)
         except (ValueError, OSError) as error:  # by the contract of what is called: a mistake in the flags, or the disk
-            raise ConfigError([str(error)], "flags") from error
+            from megamix.checkpoint.verify import DamagedCheckpoint  # imports torch
+
+            if not isinstance(error, DamagedCheckpoint):
+                raise ConfigError([str(error)], action or "flags") from error
+            name = f"{arguments.verb} {action}" if action else arguments.verb
+            print(f"megamix {name}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
+            return 1
         return 0
 
     return run
 
 
-def _import(arguments: argparse.Namespace) -> None:
-    from megamix.hub.import_model import MODEL, import_model
+def _import(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.hub.convert import MODEL, import_model
 
     checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
-    print(f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}")
+    yield f"{checkpoint}: the weights; a run begins from them with base = {str(arguments.output / MODEL)!r}"
 
 
-def _export(arguments: argparse.Namespace) -> None:
-    from megamix.hub.export_model import export_model
+def _export(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.hub.convert import export_model
     from megamix.hub.source import open_source
 
     if not 0 < arguments.shard_gb < math.inf:
@@ -103,10 +112,10 @@ def _export(arguments: argparse.Namespace) -> None:
     source = open_source(arguments.path)
     shard_size = int(arguments.shard_gb * 1e9)
     size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
-    print(f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB")
+    yield f"{arguments.output}: {source.path} in {arguments.dtype}, {size / 1e6:,.1f} MB"
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+def _generate(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
     from megamix.hub.source import DTYPES, open_source
@@ -122,10 +131,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     dtype = DTYPES[arguments.dtype or source.dtype]
     model = source.load(dtype, local_device(), allow_non_finite=arguments.allow_non_finite)
     for prompt in arguments.prompt or [""]:
-        print(sample_text(model, tokenizer, prompt, sampling, ends))
+        yield sample_text(model, tokenizer, prompt, sampling, ends)
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.comm.topology import local_device
     from megamix.hub.evaluate import evaluate
     from megamix.hub.source import DTYPES, open_source
@@ -133,7 +142,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     source = open_source(arguments.path)
     dtype = arguments.dtype or source.dtype
     if arguments.harness is not None:
-        _harness(arguments, source, dtype)
+        yield from _harness(arguments, source, dtype)
         return
     prefix = arguments.data or (None if source.valid is None else Path(source.valid))
     if prefix is None:
@@ -148,10 +157,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         "perplexity": result.perplexity, "bits_per_byte": result.bits_per_byte,
     }  # fmt: skip
     if arguments.json:
-        print(json.dumps(facts, indent=2))
+        yield json.dumps(facts, indent=2)
         return
     bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits a byte"
-    print(
+    yield (
         f"{source.path} in {dtype} on {prefix}: {result.targets:,} tokens in windows of {seq_len}, "
         f"{stride} apart: {result.nats_per_token:.4f} nats a token, perplexity {result.perplexity:.4f}{bits}"
     )
@@ -166,13 +175,14 @@ def _within(flag: str, value: int | None, most: int, what: str) -> int:
     return value
 
 
-def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
-    from megamix.hub.evaluate import check_harness, run_harness
-    from megamix.hub.export_model import export_model
+def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Iterator[str]:
+    from megamix.data import import_extra
+    from megamix.hub.convert import export_model
+    from megamix.hub.evaluate import run_harness
     from megamix.hub.hugging_face import is_hugging_face
     from megamix.hub.source import DTYPES
 
-    check_harness()  # before an export of many gigabytes
+    import_extra("lm_eval", "harness", what="--harness: ")  # before an export of many gigabytes
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="megamix-") as folder:
         path = source.path
@@ -181,7 +191,7 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> None:
             export_model(source, path, dtype)
         scores = run_harness(path, arguments.harness.split(","), torch_name)
     if arguments.json:
-        print(json.dumps(scores, indent=2))
+        yield json.dumps(scores, indent=2)
         return
     for task, metrics in scores.items():
-        print(f"{task}: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+        yield f"{task}: " + ", ".join(f"{name} {value}" for name, value in metrics.items())

@@ -38,7 +38,8 @@ def generate(
     cache = KeyValueCache(model.config.num_layers, room)
     ends = tokens.new_tensor(end_tokens)
     ended = torch.zeros(tokens.shape[0], 1, dtype=torch.bool, device=tokens.device)
-    with _eager(model):
+    # Every length of the growing window would be compiled anew, up to torch's limit of 8.
+    with torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext():
         for _ in range(max_new_tokens):
             if tokens.shape[1] <= seq_len:
                 logits = model(tokens[:, cache.length :], cache=cache)
@@ -78,8 +79,3 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator | Non
         ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
         shares = torch.zeros_like(shares).scatter_(-1, places, ordered)
     return torch.multinomial(shares, 1, generator=generator)
-
-
-def _eager(model: Transformer) -> contextlib.AbstractContextManager[object]:
-    # Every length of the growing window would be compiled anew, up to torch's limit of 8.
-    return torch.compiler.set_stance("force_eager") if model.is_compiled else contextlib.nullcontext()

@@ -78,7 +78,8 @@ class RotaryTable(nn.Module):
     def _fill(self, device: torch.device) -> None:
         # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
         # Computed on the CPU: every device has the same tables, and an outline on meta does not import the compiler.
-        frequencies = _frequencies(self.head_dim, self.theta)
+        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
+        frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
         if self.scaling is not None:
             frequencies = _stretched(frequencies, self.scaling)
         positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
@@ -96,11 +97,6 @@ class RotaryTable(nn.Module):
         """Return the tables' rows of the given positions, INT64 (B, T), or of the first num_positions."""
         rows = slice(num_positions) if positions is None else positions
         return self.cos[rows], self.sin[rows]
-
-
-def _frequencies(head_dim: int, theta: float) -> Tensor:
-    """Radians per position, theta**(-2i / head_dim), FP64 (head_dim / 2,)."""
-    return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -1,8 +1,4 @@
-"""Sizes that follow from a ModelConfig, and counts of parameters and floating-point operations by them.
-
-Raises: ValueError where sizes do not divide. A configuration file is checked as a whole before it comes here; this is
-for a ModelConfig made by hand.
-"""
+"""Sizes that follow from a ModelConfig, and counts of parameters and floating-point operations by them."""
 
 import re
 
@@ -13,35 +9,16 @@ from megamix.config import ModelConfig, default_ffn_hidden_size
 
 def head_dim(config: ModelConfig) -> int:
     """Return what one head has of the width."""
-    size, rest = divmod(config.hidden_size, config.num_heads)
-    what, fix = f"model.hidden_size {config.hidden_size}", size * config.num_heads
-    if config.head_dim is not None:
-        size, odd, even = config.head_dim, f"model.head_dim {config.head_dim} is odd", config.head_dim + 1
-    elif rest:
-        raise ValueError(f"{what} must divide by num_heads {config.num_heads}: write {fix} or {fix + config.num_heads}")
-    else:
-        odd, even = f"{what} over num_heads {config.num_heads} is a head of {size}", fix + config.num_heads
-    if config.position == "rotary" and size % 2:
-        raise ValueError(f'{odd}, but rotary positions turn pairs: write {even} or position = "learned"')
-    return size
+    return config.head_dim or config.hidden_size // config.num_heads
 
 
 def num_kv_heads(config: ModelConfig) -> int:
-    if config.num_kv_heads is None:
-        return config.num_heads
-    if config.num_heads % config.num_kv_heads:
-        raise ValueError(
-            f"model.num_kv_heads {config.num_kv_heads} must divide num_heads {config.num_heads}: write 1 or "
-            f"{config.num_heads}"
-        )
-    return config.num_kv_heads
+    return config.num_kv_heads or config.num_heads
 
 
 def ffn_hidden_size(config: ModelConfig) -> int:
     """Inner width of the feed-forward part."""
-    if config.ffn_hidden_size is not None:
-        return config.ffn_hidden_size
-    return default_ffn_hidden_size(config.activation, config.hidden_size)
+    return config.ffn_hidden_size or default_ffn_hidden_size(config.activation, config.hidden_size)
 
 
 def qkv_bias(config: ModelConfig) -> bool:
@@ -75,17 +52,11 @@ def parameter_count(config: ModelConfig) -> int:
     norm = config.hidden_size * (2 if config.norm == "layernorm" and config.bias else 1)
     head_norms = 2 * config.num_layers * head_dim(config) if config.qk_norm else 0
     norms = (2 * config.num_layers + 1) * norm + head_norms
-    return matmul_weights(config) + lookups + norms + _linear_biases(config)
-
-
-def _linear_biases(config: ModelConfig) -> int:
-    biases = 0
-    if qkv_bias(config):
-        biases += (config.num_heads + 2 * num_kv_heads(config)) * head_dim(config)
+    biases = (config.num_heads + 2 * num_kv_heads(config)) * head_dim(config) if qkv_bias(config) else 0
     if config.bias:  # of attention's output and of the feed-forward part
         inner = (2 if config.activation == "swiglu" else 1) * ffn_hidden_size(config)
         biases += config.hidden_size + inner + config.hidden_size
-    return config.num_layers * biases
+    return matmul_weights(config) + lookups + norms + config.num_layers * biases
 
 
 def flops_per_token(config: ModelConfig) -> int:
@@ -93,16 +64,6 @@ def flops_per_token(config: ModelConfig) -> int:
     attention (layers, heads, head_dim, seq_len); the causal half is not subtracted, recompute is never counted."""
     attention = 12 * config.num_layers * config.num_heads * head_dim(config) * config.seq_len
     return 6 * matmul_weights(config) + attention
-
-
-def hardware_flops_per_token(config: ModelConfig) -> int:
-    """Return what is computed: flops_per_token, and with recompute = "full" the blocks' forward (a third of their
-    share) once more. What "selective" recomputes multiplies nothing.
-    """
-    if config.recompute != "full":
-        return flops_per_token(config)
-    blocks = flops_per_token(config) - 6 * config.vocab_size * config.hidden_size
-    return flops_per_token(config) + blocks // 3
 
 
 def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:

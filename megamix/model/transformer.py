@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megamix.config import ModelConfig
+from megamix.config import ModelConfig, model_problems
 from megamix.model import sizes
 from megamix.model.context import BlockCache, Documents, KeyValueCache, find_documents
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
@@ -115,10 +115,6 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
     return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
 
 
-def _rotary_table(config: ModelConfig) -> RotaryTable:
-    return RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
-
-
 class Transformer(nn.Module):
     """Token embedding, `blocks`, final norm and head.
 
@@ -126,13 +122,17 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None) -> None:
+        """Raises: ValueError if the sizes do not divide: a config file is checked before, one made by hand is not."""
+        for problem in model_problems(config):
+            raise ValueError(problem)
         super().__init__()
         self.config, self.ops = config, ops or Ops()
         ops = self.ops
         self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
         learned = config.position == "learned"
         self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
-        self.rotary = None if learned else _rotary_table(config)
+        table = partial(RotaryTable, config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
+        self.rotary = None if learned else table()
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from megamix.checkpoint.record import printable
+from megamix.checkpoint.manifest import printable
 from megamix.supervise.processes import Siblings, process, process_start
 from megamix.supervise.status import NoAnswerError
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
 
-from megamix.checkpoint.record import printable
+from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
 from megamix.config.toml_text import value_text

@@ -16,8 +16,7 @@ from typing import Any, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
-from megamix.checkpoint.manifest import Manifest
-from megamix.checkpoint.record import Count
+from megamix.checkpoint.manifest import Count, Manifest
 from megamix.config import Config, ModelConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.config import Config, ModelConfig, load_config
-from megamix.hub.export_model import export_model
+from megamix.hub.convert import export_model
 from megamix.hub.source import Source
 from megamix.model.transformer import Transformer
 from tests.train.jobs import SEQ_LEN, VOCAB

@@ -18,8 +18,7 @@ from megamix.checkpoint.boxes import Box
 from megamix.cli import main
 from megamix.config import ModelConfig
 from megamix.data.tokenizer import END_OF_TEXT, Tokenizer
-from megamix.hub.export_model import export_model
-from megamix.hub.import_model import import_model
+from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import Source, open_source
 from tests.checkpoint.faults import listing
 from tests.hub.folders import GPT2, LLAMA, InMemory, own_model, write_hugging_face

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from megamix.checkpoint.verify import read_checkpoint
-from megamix.hub.export_model import export_model
-from megamix.hub.import_model import import_model
+from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.model.generation import generate
 from megamix.model.transformer import Transformer

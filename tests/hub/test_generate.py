@@ -10,8 +10,7 @@ import pytest
 from megamix.cli import main
 from megamix.data.tokenizer import Tokenizer, open_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
-from megamix.hub.export_model import export_model
-from megamix.hub.import_model import import_model
+from megamix.hub.convert import export_model, import_model
 from megamix.hub.source import open_source
 from megamix.train import results
 from tests.hub.folders import LLAMA, write_hugging_face

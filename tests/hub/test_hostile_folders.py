@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from megamix.cli import main
 from megamix.config import ModelConfig
 from megamix.data.tokenizer import Tokenizer
+from megamix.hub.convert import import_model
 from megamix.hub.families import meta_model, param_shapes
 from megamix.hub.family_configs import GPT2_SIZES, ROTARY_SIZES
 from megamix.hub.hugging_face import HuggingFaceWeights
-from megamix.hub.import_model import import_model
 from megamix.hub.source import open_source
 from tests.checkpoint.faults import listing
 from tests.checkpoint.seal import edit as edit_manifest

@@ -19,8 +19,8 @@ from megamix.checkpoint.folder import Files
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.config import ConfigError, ModelConfig, load_config
+from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
-from megamix.hub.import_model import import_model
 from megamix.hub.source import CheckpointWeights, open_source
 from megamix.mixed_precision.engine import ShardedEngine
 from tests.checkpoint.faults import listing
@@ -111,7 +111,7 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
         (GPT2, {"activation_function": "relu"}, "activation_function is 'relu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
-        (GPT2, {"n_embd": 13}, "model.hidden_size 13 must divide by num_heads 2"),
+        (GPT2, {"n_embd": 13}, "model.hidden_size: got 13, must divide by num_heads 2"),
     ],
 )
 def test_what_our_transformer_does_not_do_is_refused(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megamix.cli import main
-from megamix.hub.import_model import import_model
+from megamix.hub.convert import import_model
 from tests.checkpoint.seal import edit
 from tests.hub.folders import LLAMA, write_hugging_face
 
