@@ -7,20 +7,10 @@ import math
 import os
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Literal, Self, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)  # fmt: skip
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic_core.core_schema import ValidationInfo
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
 # Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
@@ -50,6 +40,13 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 PowerOfTwo = Annotated[PositiveFloat, AfterValidator(power_of_two)]
 
 
+def _above_low(value: float, info: ValidationInfo) -> float:
+    low = info.data.get("low_freq_factor", 0.0)  # absent if it failed a check of its own
+    if value <= low:
+        raise ValueError(f"must be greater than low_freq_factor {low}")
+    return value
+
+
 class RopeScaling(Section):
     """How rotary wavelengths are stretched, so that a model reads further than it was first trained to."""
 
@@ -61,18 +58,10 @@ class RopeScaling(Section):
     """What a wavelength is multiplied by."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths above original_seq_len / low_freq_factor are stretched in full."""
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: Annotated[PositiveFloat, AfterValidator(_above_low)] = 4.0
     """llama3: wavelengths below original_seq_len / high_freq_factor stay; above low_freq_factor."""
     original_seq_len: PositiveInt = 8192
     """llama3: the sequence length of the training before."""
-
-    @field_validator("high_freq_factor")
-    @classmethod
-    def _above_low(cls, value: float, info: ValidationInfo) -> float:
-        low = info.data.get("low_freq_factor", 0.0)  # absent if it failed a check of its own
-        if value <= low:
-            raise ValueError(f"must be greater than low_freq_factor {low}")
-        return value
 
 
 class ModelConfig(Section):
@@ -146,12 +135,6 @@ class DataSource(Section):
     weight: Annotated[PositiveFloat | None, Field(examples=[1.0])] = None
     """Share of the samples, on any scale. Not set for all: the files are read as one corpus, by their tokens."""
 
-    @model_validator(mode="after")
-    def _is_one_of_two(self) -> Self:
-        if (self.path is None) == (self.markov is None):
-            raise ValueError("must have either path or markov")
-        return self
-
     @property
     def name(self) -> str | int:
         """Return what it is, weight aside: equal for two spellings of one path."""
@@ -175,6 +158,12 @@ def _as_list(value: object) -> object:
     return [{"path": value}] if isinstance(value, str) else value
 
 
+def _check_source(source: DataSource) -> DataSource:
+    if (source.path is None) == (source.markov is None):
+        raise ValueError("must have either path or markov")
+    return source
+
+
 def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
     if not sources:
         raise ValueError("must not be empty")
@@ -196,7 +185,7 @@ def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 Sources = Annotated[
-    tuple[DataSource, ...],
+    tuple[Annotated[DataSource, AfterValidator(_check_source)], ...],
     BeforeValidator(_as_list, json_schema_input_type=str | list[DataSource]),
     AfterValidator(_check_sources),
     Field(strict=False, examples=["runs/data/train"]),
@@ -239,3 +228,12 @@ class DataConfig(Section):
     positions restart with each, and its first token is not predicted."""
     tokenizer: Text | None = None
     """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""
+
+
+# Tables inside the sections, by the key that holds them.
+TABLES: dict[str, type[Section]] = {
+    "rope_scaling": RopeScaling,
+    "train": DataSource,
+    "valid": DataSource,
+    "stages": DataStage,
+}

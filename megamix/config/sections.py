@@ -9,17 +9,15 @@ from typing import Annotated, Literal, NamedTuple, cast, get_args
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megamix.config.model_and_data import (
+    TABLES,
     DataConfig,
-    DataSource,
-    DataStage,
     ModelConfig,
     PowerOfTwo,
-    RopeScaling,
     Section,
     Share,
     Text,
     power_of_two,
-)  # fmt: skip
+)
 
 
 class OptimizerGroup(Section):
@@ -272,11 +270,4 @@ class Config(Section):
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
 # Keys that had another name: a user's file is told the new one, a saved configuration is read by it.
 RENAMED = {"checkpoint.verify_interval": "replica_check_interval"}
-# Tables inside a section, by the key that holds them.
-NESTED: dict[str, type[Section]] = {
-    "groups": OptimizerGroup,
-    "rope_scaling": RopeScaling,
-    "train": DataSource,
-    "valid": DataSource,
-    "stages": DataStage,
-}
+NESTED = TABLES | {"groups": OptimizerGroup}

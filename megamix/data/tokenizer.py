@@ -103,7 +103,7 @@ class Tokenizer(TextTokenizer):
         A corpus with few pairs gives fewer tokens than `vocab_size`, never more.
         Raises: ValueError if `vocab_size` cannot hold every byte, or `tokenizers` is not installed.
         """
-        check_vocab_size(vocab_size)
+        cls.check_vocab_size(vocab_size)
         tokenizers = import_extra("tokenizers", "tokenizers")
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,6 +116,15 @@ class Tokenizer(TextTokenizer):
         )
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
+
+    @staticmethod
+    def check_vocab_size(vocab_size: int) -> None:
+        """Check the size. Raises: ValueError if the vocabulary cannot hold every byte."""
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
+                f"give at least {MIN_VOCAB_SIZE}"
+            )
 
     @classmethod
     def load(cls, path: Path, end_token: str | None = None) -> "Tokenizer":
@@ -190,15 +199,6 @@ class Tokenizer(TextTokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return text of token ids, the end token shown; a character cut in two shows as the replacement character."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
-
-def check_vocab_size(vocab_size: int) -> None:
-    """Check the size. Raises: ValueError if the vocabulary cannot hold every byte."""
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"--vocab-size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need {MIN_VOCAB_SIZE}; "
-            f"give at least {MIN_VOCAB_SIZE}"
-        )
 
 
 def _configured_end_token(path: Path) -> str | None:

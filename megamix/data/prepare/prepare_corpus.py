@@ -21,7 +21,7 @@ from megamix.data.prepare.corpus import Corpus
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
 from megamix.data.prepare.records import Blocks
-from megamix.data.prepare.tokenizer_choice import TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
+from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import folder_aside, open_own, remove_asides, write_text
@@ -170,9 +170,10 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
         shutil.copyfile(file, result / file.name)
     if bad_records:
         _write_lines(result / BAD_RECORDS_NAME, bad_records)
+    is_sampled = request.tokenizer.what == TRAIN and plan.num_bytes > TRAIN_BYTES
     return {
         "vocab_size": vocab_size,  # may be below the size asked for: a small corpus has few pairs
-        **({"tokenizer_bytes": TRAIN_BYTES} if request.tokenizer.is_sampled(plan) else {}),
+        **({"tokenizer_bytes": TRAIN_BYTES} if is_sampled else {}),
         "end_token": {"text": job.end_token, "id": end_of_text},
         "parts": counts,
         "num_empty": sum(report.num_empty for report in reports),

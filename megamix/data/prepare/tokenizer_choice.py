@@ -10,14 +10,7 @@ from typing import Any
 from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
-from megamix.data.tokenizer import (
-    END_OF_TEXT,
-    TextTokenizer,
-    Tokenizer,
-    check_vocab_size,
-    open_tokenizer,
-    save_tokenizer,
-)
+from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
 
@@ -49,7 +42,7 @@ class TokenizerChoice:
         if self.what == TRAIN:
             if self.vocab_size is None:
                 raise ValueError("--tokenizer train needs --vocab-size")
-            check_vocab_size(self.vocab_size)
+            Tokenizer.check_vocab_size(self.vocab_size)
         elif self.vocab_size is not None:
             raise ValueError(
                 f"--vocab-size {self.vocab_size} is the size of a tokenizer that is trained; leave it out for "
@@ -66,10 +59,6 @@ class TokenizerChoice:
         tokenizer = open_tokenizer(Path(self.what), self.end_token)
         assert tokenizer.end_of_text >= 0
         return tokenizer
-
-    def is_sampled(self, plan: Plan) -> bool:
-        """Tell whether it is trained on a part of the corpus."""
-        return self.what == TRAIN and plan.num_bytes > TRAIN_BYTES
 
     def manifest(self) -> dict[str, Any]:
         if self.what in (TRAIN, BYTES):
