@@ -20,19 +20,15 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.settings import Precision, Sharding
     from megamix.mixed_precision.step import StepResult
 
-_HOME = {
-    "ShardedEngine": "engine", "Precision": "settings", "Sharding": "settings", "StepResult": "step",
-    "StaticLossScale": "loss_scale", "DynamicLossScale": "loss_scale", "HeadroomLossScale": "headroom",
-    "TorchLossScale": "loss_scale", "MegatronLossScale": "loss_scale", "DeepSpeedLossScale": "loss_scale",
-    "AdamW": "optimizers", "NAG": "optimizers", "ParamGroup": "optimizers",
-}  # fmt: skip
-
 __all__ = ["NAG", "AdamW", "DeepSpeedLossScale", "DynamicLossScale", "HeadroomLossScale", "MegatronLossScale"]
 __all__ += ["ParamGroup", "Precision", "ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "TorchLossScale"]
 
 
 def __getattr__(name: str) -> Any:
     # On first use: a wrong config file must be answered before the seconds that importing torch takes.
-    if name not in _HOME:
-        raise AttributeError(f"module 'megamix' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"megamix.mixed_precision.{_HOME[name]}"), name)
+    if name in __all__:
+        for home in ("engine", "settings", "step", "loss_scale", "headroom", "optimizers"):
+            module = importlib.import_module(f"megamix.mixed_precision.{home}")
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'megamix' has no attribute {name!r}")

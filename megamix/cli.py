@@ -200,11 +200,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
     what, vocab_size = arguments.tokenizer, arguments.vocab_size
+    vocab_size = 2048 if vocab_size is None and what == "train" else vocab_size
     try:
         request = Request(
-            tokenizer=TokenizerChoice(
-                what, (vocab_size or 2048) if what == "train" else vocab_size, arguments.end_token
-            ),
+            tokenizer=TokenizerChoice(what, vocab_size, arguments.end_token),
             valid_fraction=arguments.valid_fraction,
             text_key=arguments.text_key,
             num_workers=arguments.workers,

@@ -97,20 +97,16 @@ def _lr_falls(config: Config) -> Iterator[str]:
         yield f"optimizer.min_lr: got {min_lr}, must be at most lr {lr}; write min_lr = {lr / 10:g}"
 
 
-def _warmup_fits(config: Config) -> Iterator[str]:
+def _schedule_fits(config: Config) -> Iterator[str]:
     warmup_steps, steps = config.lr_schedule.warmup_steps, config.training.steps
-    if warmup_steps > steps:
+    room = steps - warmup_steps
+    if room < 0:
         yield (
             f"lr_schedule.warmup_steps: got {warmup_steps}, must be at most training.steps {steps}; "
             f"write warmup_steps = {steps // 10}"
         )
-
-
-def _decay_fits(config: Config) -> Iterator[str]:
-    warmup_steps, decay_steps = config.lr_schedule.warmup_steps, config.lr_schedule.decay_steps
-    steps, decay_style = config.training.steps, config.lr_schedule.decay_style
-    room = steps - warmup_steps
-    if decay_steps is None and decay_style == "wsd" and room > 0:
+    decay_steps = config.lr_schedule.decay_steps
+    if room > 0 and decay_steps is None and config.lr_schedule.decay_style == "wsd":
         yield (
             'lr_schedule.decay_steps: not set, but decay_style = "wsd" needs the length of its final decay; '
             f"write decay_steps = {max(1, room // 5)}"
@@ -180,20 +176,17 @@ def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
         yield from micro_batch_problems(config, dp_size)
 
 
-def _validation_has_tokens(config: Config) -> Iterator[str]:
-    if config.training.eval_interval and config.data.valid is None and config.data.split is None:
-        yield (
-            f"training.eval_interval: got {config.training.eval_interval}, but data.valid is not set; "
-            "write valid under [data], or eval_interval = 0"
-        )
-
-
-def _one_validation_set(config: Config) -> Iterator[str]:
+def _validation_is_named_once(config: Config) -> Iterator[str]:
     split, valid = config.data.split, config.data.valid
     if split is not None and valid is not None:
         yield (
             f"data.split: got {value_text(split)}, but data.valid names other validation tokens; "
             "leave split or valid out"
+        )
+    if split is None and valid is None and config.training.eval_interval:
+        yield (
+            f"training.eval_interval: got {config.training.eval_interval}, but data.valid is not set; "
+            "write valid under [data], or eval_interval = 0"
         )
 
 
@@ -211,14 +204,12 @@ _MODEL_CHECKS = (_heads_share_width, _rotary_turns_pairs, _heads_share_keys)
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
     _lr_falls,
-    _warmup_fits,
-    _decay_fits,
+    _schedule_fits,
     _fp16_is_scaled,
     _sums_suit_gradients,
     _scale_starts_in_range,
     _ranks_fill_batch,
     *MESH_CHECKS,
-    _validation_has_tokens,
-    _one_validation_set,
+    _validation_is_named_once,
     _profile_ends_in_time,
 )

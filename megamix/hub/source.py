@@ -37,11 +37,9 @@ class Weights(Protocol):
 
     def read(self, param: str, box: Box) -> Tensor:
         """FP32, of the box's size."""
-        ...
 
     def where(self, param: str, place: tuple[int, ...]) -> str:
         """Return a place of a parameter as the files name it."""
-        ...
 
 
 class WatchedWeights:

@@ -21,7 +21,7 @@ class Linear(nn.Linear):
         self.ops = ops
 
     def reset_parameters(self) -> None:
-        pass
+        """Draw nothing: the transformer does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
@@ -33,7 +33,7 @@ class Embedding(nn.Embedding):
         self.ops = ops
 
     def reset_parameters(self) -> None:
-        pass
+        """Draw nothing: the transformer does."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.ops.embedding(tokens, self.weight)
