@@ -14,7 +14,8 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.durable import ASIDE, folder_aside, sync_directory, sync_file
+from megamix import durable
+from megamix.durable import ASIDE, folder_aside
 
 CHECKPOINTS = "checkpoints"  # the folder's name in a run's folder
 MANIFEST = "manifest.json"
@@ -91,9 +92,12 @@ class Files:
 
     begun_each = 4 << 20  # bytes of a file that are handed to the disk together while more is written
     written = 0  # bytes that the disk has taken so far: shows any thread that a long save is getting on
-
-    def make_directory(self, path: Path) -> None:
-        path.mkdir()
+    make_directory = staticmethod(Path.mkdir)
+    rename = staticmethod(Path.rename)
+    remove_file = staticmethod(Path.unlink)
+    remove_directory = staticmethod(Path.rmdir)
+    sync_file = staticmethod(durable.sync_file)
+    sync_directory = staticmethod(durable.sync_directory)
 
     def create(self, path: Path) -> FileIO:
         return open(path, "xb", buffering=0)
@@ -108,21 +112,6 @@ class Files:
         written need not stay in the kernel's memory, says the advice; that it writes at once is what it is given for.
         """
         os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
-
-    def sync_file(self, file: FileIO) -> None:
-        sync_file(file)
-
-    def sync_directory(self, path: Path) -> None:
-        sync_directory(path)
-
-    def rename(self, path: Path, target: Path) -> None:
-        path.rename(target)
-
-    def remove_file(self, path: Path) -> None:
-        path.unlink()
-
-    def remove_directory(self, path: Path) -> None:
-        path.rmdir()
 
     def free_space(self, path: Path) -> int:
         """Return the bytes that an ordinary user may still write there."""

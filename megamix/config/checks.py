@@ -61,27 +61,17 @@ def _multiples(value: int, factor: int) -> str:
 
 
 def _heads_share_width(config: Config) -> Iterator[str]:
-    hidden_size, num_heads = config.model.hidden_size, config.model.num_heads
-    if config.model.head_dim is None and hidden_size % num_heads:
-        # Twice num_heads, so that the proposal also gives rotary positions their even head size.
-        fix = _multiples(hidden_size, 2 * num_heads)
-        yield f"model.hidden_size: got {hidden_size}, must divide by num_heads {num_heads}; write hidden_size = {fix}"
-
-
-def _rotary_turns_pairs(config: Config) -> Iterator[str]:
-    hidden_size, num_heads, position = config.model.hidden_size, config.model.num_heads, config.model.position
-    head_dim = config.model.head_dim
-    if position == "rotary" and head_dim is not None and head_dim % 2:
-        yield (
-            f"model.head_dim: got {head_dim}, rotary positions turn pairs and need an even one; "
-            f'write head_dim = {_multiples(head_dim, 2)}, or position = "learned"'
-        )
-    if position == "rotary" and head_dim is None and hidden_size % num_heads == 0 and hidden_size // num_heads % 2:
-        yield (
-            f"model.hidden_size: got {hidden_size}, over num_heads {num_heads} this is a head size of "
-            f"{hidden_size // num_heads}, rotary positions turn pairs and need an even one; "
-            f'write hidden_size = {_multiples(hidden_size, 2 * num_heads)}, or position = "learned"'
-        )
+    hidden_size, num_heads, head_dim = config.model.hidden_size, config.model.num_heads, config.model.head_dim
+    size, rest = divmod(hidden_size, num_heads)
+    # Twice num_heads, so that the proposal also gives rotary positions their even head size.
+    fix = f"write hidden_size = {_multiples(hidden_size, 2 * num_heads)}"
+    if head_dim is None and rest:
+        yield f"model.hidden_size: got {hidden_size}, must divide by num_heads {num_heads}; {fix}"
+    elif config.model.position == "rotary" and (head_dim or size) % 2:
+        got = f"model.hidden_size: got {hidden_size}, over num_heads {num_heads} this is a head size of {size}"
+        if head_dim is not None:
+            got, fix = f"model.head_dim: got {head_dim}", f"write head_dim = {_multiples(head_dim, 2)}"
+        yield f'{got}, rotary positions turn pairs and need an even one; {fix}, or position = "learned"'
 
 
 def _heads_share_keys(config: Config) -> Iterator[str]:
@@ -200,7 +190,7 @@ def _profile_ends_in_time(config: Config) -> Iterator[str]:
         )
 
 
-_MODEL_CHECKS = (_heads_share_width, _rotary_turns_pairs, _heads_share_keys)
+_MODEL_CHECKS = (_heads_share_width, _heads_share_keys)
 _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
     _lr_falls,

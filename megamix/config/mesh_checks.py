@@ -93,27 +93,23 @@ def micro_batch_problems(config: Config, dp_size: int) -> Iterator[str]:
         )
 
 
-def _stages_suit_schedule(config: Config) -> Iterator[str]:
+def _stages_fit(config: Config) -> Iterator[str]:
     section = config.parallelism
-    if section.pp_size == 1 or section.pp_stages_per_rank is None:
+    given, per_rank = section.pp_stages_per_rank, stages_per_rank(section)
+    if section.pp_size == 1:
         return
     fewest, most, usual = _STAGES[section.pp_schedule]
-    if section.pp_stages_per_rank < fewest or section.pp_stages_per_rank > (most or section.pp_stages_per_rank):
+    if given is not None and not fewest <= given <= (most or given):
         yield (
-            f'parallelism.pp_stages_per_rank: got {section.pp_stages_per_rank}, pp_schedule = "{section.pp_schedule}" '
+            f'parallelism.pp_stages_per_rank: got {given}, pp_schedule = "{section.pp_schedule}" '
             f"takes {fewest if most else f'{fewest} or more'}; write pp_stages_per_rank = {usual}"
         )
-
-
-def _stages_have_layers(config: Config) -> Iterator[str]:
-    section, num_layers = config.parallelism, config.model.num_layers
-    per_rank = stages_per_rank(section)
-    if section.pp_size > 1 and section.pp_size * per_rank > num_layers:
-        fits = max(1, num_layers // per_rank)
+    num_layers, num_stages = config.model.num_layers, section.pp_size * per_rank
+    if num_stages > num_layers:
         yield (
             f"parallelism.pp_size: got {section.pp_size}, times {per_rank} stages per rank this is "
-            f"{section.pp_size * per_rank} stages, but model.num_layers is {num_layers}, and each needs one; "
-            f"write pp_size = {fits}, or num_layers = {section.pp_size * per_rank}"
+            f"{num_stages} stages, but model.num_layers is {num_layers}, and each needs one; "
+            f"write pp_size = {max(1, num_layers // per_rank)}, or num_layers = {num_stages}"
         )
 
 
@@ -128,7 +124,6 @@ def _split_backward_is_not_compiled(config: Config) -> Iterator[str]:
 
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
-    _stages_suit_schedule,
-    _stages_have_layers,
+    _stages_fit,
     _split_backward_is_not_compiled,
 )

@@ -79,19 +79,16 @@ def special_ids(folder: Path, tokenizer: Path | None) -> dict[str, Any]:
         if (folder / name).is_file():
             told = {key: value for key, value in read_json(folder / name).items() if key in _IDS and value is not None}
             for key, value in told.items():
-                _require_ids(folder / name, key, value)
+                several = value if isinstance(value, list) else [value]
+                if not all(type(one) is int and -(2**31) <= one < 2**31 for one in several):
+                    what = f"{folder / name}: {key} is {shown(value)}"
+                    raise ValueError(f"{what}, and must be a token's id or a list of such")
             ids |= told
     if ids["eos_token_id"] is None and tokenizer is not None:
         opened = open_tokenizer(tokenizer)
         with contextlib.suppress(ValueError):  # it has none, and nothing else names one
             ids["eos_token_id"] = opened.end_of_text
     return ids
-
-
-def _require_ids(path: Path, key: str, value: object) -> None:
-    several = value if isinstance(value, list) else [value]
-    if not all(type(one) is int and -(2**31) <= one < 2**31 for one in several):
-        raise ValueError(f"{path}: {key} is {shown(value)}, and must be a token's id or a list of such")
 
 
 def end_ids(ids: Mapping[str, Any]) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class FaultyFiles(Files):
 def _counted(name: str) -> Callable[..., Any]:
     def call(self: FaultyFiles, *arguments: Any) -> Any:
         self.count(name, arguments)
-        return getattr(Files, name)(self, *arguments)
+        return getattr(super(FaultyFiles, self), name)(*arguments)
 
     return call
 

@@ -96,13 +96,13 @@ def _send(number: int, after_s: float) -> None:
 def _before_calls(names: Sequence[str], strike: Callable[[str], None]) -> None:
     """From now on, in this process; the first call is of a save that is under way, or of the next one."""
     for name in names:
-        setattr(Files, name, _struck(name, getattr(Files, name), strike))
+        setattr(Files, name, _struck(name, vars(Files)[name], strike))
 
 
-def _struck(name: str, call: Callable[..., Any], strike: Callable[[str], None]) -> Callable[..., Any]:
+def _struck(name: str, call: Any, strike: Callable[[str], None]) -> Callable[..., Any]:
     def strike_and_call(files: Files, *arguments: Any) -> Any:
         strike(name)
-        return call(files, *arguments)
+        return call.__get__(files)(*arguments)  # of a method or a static one
 
     return strike_and_call
 
