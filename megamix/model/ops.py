@@ -40,21 +40,19 @@ class Ops:
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""
-        return (
-            wide.apply(wide.WideEmbedding, tokens, weight) if self._sums_wide(weight) else F.embedding(tokens, weight)
-        )
+        if self._sums_wide(weight):
+            return wide.apply(wide.WideEmbedding, tokens, weight)
+        return F.embedding(tokens, weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return (
-            wide.apply(wide.WideLinear, x, weight, bias) if self._computes_wide(weight) else F.linear(x, weight, bias)
-        )
+        if self._computes_wide(weight):
+            return wide.apply(wide.WideLinear, x, weight, bias)
+        return F.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return (
-            wide.apply(wide.WideRMSNorm, x, weight, eps)
-            if self._sums_wide(x)
-            else F.rms_norm(x, weight.shape, weight, eps)
-        )
+        if self._sums_wide(x):
+            return wide.apply(wide.WideRMSNorm, x, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         if self._sums_wide(x):

@@ -49,9 +49,8 @@ class Corpus:
         of the user's.
         """
         inside = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
-        return Corpus(
-            self.flag, tuple(file for file in self.files if not os.path.realpath(file.path).startswith(inside))
-        )
+        files = (file for file in self.files if not os.path.realpath(file.path).startswith(inside))
+        return Corpus(self.flag, tuple(files))
 
 
 def named_corpus(name: str) -> Corpus:
@@ -141,9 +140,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
             raise ValueError(f"--input {given!r} has no split {split!r}; set --split to one of {', '.join(splits)}")
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return _files(
-            path, _saved(path / "state.json", lambda content: [x["filename"] for x in content["_data_files"]])
-        )
+        return _files(path, _saved(path / "state.json", lambda state: [x["filename"] for x in state["_data_files"]]))
     return folder_files(path)
 
 
