@@ -41,7 +41,7 @@ PowerOfTwo = Annotated[PositiveFloat, AfterValidator(power_of_two)]
 
 
 def _above_low(value: float, info: ValidationInfo) -> float:
-    low = info.data.get("low_freq_factor", 0.0)  # absent if it failed a check of its own
+    low = (info.data or {}).get("low_freq_factor", 0.0)  # absent if it failed a check of its own, or beside no table
     if value <= low:
         raise ValueError(f"must be greater than low_freq_factor {low}")
     return value
