@@ -165,7 +165,9 @@ class Tokenizer(TextTokenizer):
     @property
     def end_of_text(self) -> int:  # type: ignore[override]  # read-only
         """Return id of the token that ends a document. Raises: ValueError as `end_token`."""
-        return int(self._tokenizer.token_to_id(self.end_token))
+        token_id = self._tokenizer.token_to_id(self.end_token)
+        assert token_id is not None, "end_token has looked"
+        return int(token_id)
 
     def speed_up(self, sample: Sequence[str]) -> bool:
         """Encode by tiktoken from now on, if it can express this tokenizer and gives equal ids on the sample."""

@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from megamix.checkpoint.record import Count, Record
+from megamix.checkpoint.manifest import Count, Record
 from megamix.data.sampler import Samples, cut, num_samples
 from megamix.mixed_precision.loss_scale import LARGEST, SMALLEST_USED
 
