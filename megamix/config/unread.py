@@ -23,10 +23,6 @@ def _one_of(key: str, *values: object) -> tuple[Where, ...]:
     return (Where(key, values.__contains__, values[0]),)
 
 
-def _is_set(value: object) -> bool:
-    return value is not None
-
-
 def _at_least(key: str, least: int) -> tuple[Where, ...]:
     return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
 
@@ -59,8 +55,8 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "precision.max_scale": _one_of(_RULE, *SCALE_RANGES),
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
     "training.eval_batches": (
-        Where("data.valid", _is_set, "runs/data/valid"),
-        Where("data.split", _is_set, [95, 5]),
+        Where("data.valid", bool, "runs/data/valid"),
+        Where("data.split", bool, [95, 5]),
     ),
     "parallelism.pp_schedule": _at_least("parallelism.pp_size", 2),
     "parallelism.pp_stages_per_rank": _at_least("parallelism.pp_size", 2),

@@ -11,14 +11,7 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint
-from megamix.config import (
-    Config,
-    ConfigError,
-    DataSource,
-    ModelConfig,
-    config_to_toml,
-    whole_weights,
-)
+from megamix.config import Config, ConfigError, DataSource, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model import sizes

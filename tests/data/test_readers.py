@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data.prepare.corpus import input_corpus, named_corpus
-from megamix.data.prepare.plan import make_plan, read_piece
+from megamix.data.prepare.corpus import input_corpus, make_plan, named_corpus, read_piece
 from megamix.data.prepare.records import Document
 from tests.conftest import FULL
 

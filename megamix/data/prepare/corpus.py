@@ -1,16 +1,32 @@
-"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied."""
+"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied.
+
+And how it is cut into pieces of work: each is encoded on its own, by any worker, and kept when prepare is stopped.
+"""
 
 import importlib.util
 import json
 import os
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megamix.data import import_extra
+from megamix.data.prepare.records import (
+    BadRecord,
+    Blocks,
+    Document,
+    Records,
+    Stretch,
+    cut_jsonl,
+    cut_text,
+    read_jsonl,
+    read_text,
+)
+from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
@@ -169,3 +185,101 @@ def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:
             "give that folder"
         )
     return files
+
+
+PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
+
+
+class Reader(NamedTuple):
+    """Two functions for a kind of file. What is wrong with one record is a BadRecord, with the request a ValueError."""
+
+    cut: Callable[[str, Blocks, int], list[Stretch]]  # what of a file can be read on its own, in order
+    read: Callable[[str, Stretch, str], Records]  # its records, in order; never holds the whole file
+
+
+_READERS = {
+    "text": Reader(cut_text, read_text),
+    "jsonl": Reader(cut_jsonl, read_jsonl),
+    "parquet": Reader(cut_parquet, read_parquet),
+    "arrow": Reader(cut_arrow, read_arrow),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file as it was when it was hashed."""
+
+    file: CorpusFile
+    num_bytes: int
+    mtime_ns: int
+    sha256: str
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusPiece:
+    """Stretches in order, each with the file it is part of."""
+
+    stretches: tuple[tuple[PlannedFile, Stretch], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(stretch.num_bytes for _, stretch in self.stretches)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    files: tuple[PlannedFile, ...]
+    pieces: tuple[CorpusPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+def num_cores() -> int:
+    """Return cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
+    """Read every file once, for its checksum and for where it can be cut.
+
+    Where the pieces begin changes no byte of the result. Raises: ValueError if a package for a file is missing.
+    """
+    with ThreadPoolExecutor(num_cores()) as threads:  # hashing holds no lock of Python's
+        files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
+    pieces: list[CorpusPiece] = []
+    waiting: list[tuple[PlannedFile, Stretch]] = []
+    num_bytes = 0
+    for file in files:
+        for stretch in file.stretches:
+            waiting.append((file, stretch))
+            num_bytes += stretch.num_bytes
+            if num_bytes >= piece_bytes:
+                pieces.append(CorpusPiece(tuple(waiting)))
+                waiting, num_bytes = [], 0
+    if waiting:
+        pieces.append(CorpusPiece(tuple(waiting)))
+    return Plan(files, tuple(pieces))
+
+
+def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
+    path = Path(file.path)
+    before = path.stat()
+    blocks = Blocks(path)
+    stretches = _READERS[file.kind].cut(file.path, blocks, piece_bytes)
+    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches))
+
+
+def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
+    """Yield its records in order; holds the memory of one at a time, about.
+
+    Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
+    """
+    for planned, stretch in piece.stretches:
+        for record in _READERS[planned.file.kind].read(planned.file.path, stretch, text_key):
+            yield planned.file, record
+        now = os.stat(planned.file.path)
+        if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):
+            raise ValueError(f"{planned.file.path} changed while it was being read; run prepare again")

@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.data.prepare.corpus import CorpusFile
-from megamix.data.prepare.plan import CorpusPiece, read_piece
+from megamix.data.prepare.corpus import CorpusFile, CorpusPiece, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import TextTokenizer, open_tokenizer

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.corpus import Corpus
+from megamix.data.prepare.corpus import PIECE_BYTES, Corpus, Plan, make_plan, num_cores
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
-from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan, num_cores
 from megamix.data.prepare.records import Blocks
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
