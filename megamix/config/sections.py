@@ -4,6 +4,7 @@ The text under a field is the description that `megamix config --schema` prints.
 field live in `checks.py`.
 """
 
+from contextlib import suppress
 from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -109,11 +110,9 @@ def check_loss_scale(value: object) -> object:
     names = get_args(LossScaleName)
     if isinstance(value, str) and value in names:
         return value
-    try:
+    with suppress(ValueError, OverflowError):
         if isinstance(value, int | float) and not isinstance(value, bool):
             return power_of_two(float(value))
-    except (ValueError, OverflowError):
-        pass
     words = ", ".join(f'"{name}"' for name in names)
     raise ValueError(f"must be {words} or a power of two from 2**-126 to 2**126")
 

@@ -140,13 +140,10 @@ _LLAMA = {
     "head": Location("lm_head"),
 }
 FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, configs.GPT2_SIZES),
-        Family("llama", "LlamaForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
-        Family("qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
-    )
+    "gpt2": Family("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, configs.GPT2_SIZES),
+    "llama": Family("llama", "LlamaForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, configs.ROTARY_SIZES),
 }
 
 
