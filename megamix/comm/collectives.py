@@ -22,6 +22,8 @@ _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter
 
 _GATHER_TAG = 0x6D6D  # apart from the user's own sends and receives, which have tag 0 unless told otherwise
 
+Use = Callable[[Tensor], None]  # what is done with all ranks' parts of a sum, instead of it
+
 _USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
 _LENGTH = 8  # bytes
 
@@ -63,9 +65,7 @@ class Collectives:
         """Return this rank's part of what is divided evenly, a view. Shapes: (n,) -> (n / size,)."""
         return flat.view(self.axis.size, -1)[self.axis.rank]
 
-    def reduce_scatter(
-        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
-    ) -> Pending:
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         """Start summing `half_grads` over the ranks into this rank's part.
 
         `use(parts)` does so itself, where the sum is to have another dtype; it is called once, by the first `wait` or
@@ -111,9 +111,7 @@ class _ManyRanks(Collectives):
         self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
         self._exchanging: Pending = Pending()
 
-    def reduce_scatter(
-        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
-    ) -> Pending:
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         self._exchanging.wait()  # its parts are summed before these come into their place
         parts = self.scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
@@ -141,9 +139,7 @@ class _ManyRanks(Collectives):
 class NcclCollectives(_ManyRanks):  # pragma: CUDA only
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
-    def reduce_scatter(
-        self, half_grads: Tensor, grad_shard: Tensor, use: Callable[[Tensor], None] | None = None
-    ) -> Pending:
+    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         if use is not None:
             return super().reduce_scatter(half_grads, grad_shard, use)
         return Pending(_reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True))

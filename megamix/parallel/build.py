@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from megamix.comm.collectives import ShapesAlone, make_collectives
+from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.settings import Placement
@@ -53,14 +53,6 @@ def outline(
             placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
     take_blocks(model, topology.tp.size)
     return model, placements
-
-
-def outline_ops(config: ModelConfig, topology: Topology, *, sequence_parallel: bool) -> Transformer:
-    """Build all blocks as a tensor-parallel rank computes them, on the meta device; nothing needs to be connected."""
-    model, _ = outline(config, topology, sequence_parallel=sequence_parallel)
-    if topology.tp.size > 1:
-        divide_layers(model, Border(ShapesAlone(topology.tp), sequence=sequence_parallel))
-    return model
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,25 +17,16 @@ class MicroBatch(NamedTuple):
     seed: int | None = None  # of what its forward drops out
 
 
-class Passes(Protocol):
-    engine: ShardedEngine
-
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Forward and backward of all micro-batches of a step; `engine.step()` comes next."""
-
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
-        """Forward of as many micro-batches as a step has: the sum of the losses that this rank knows and the sum of
-        their weights, FP64 (2,).
-        """
-
-
-class OneByOne:
-    """This rank has the whole of the model, or a part of every layer."""
+class Passes:
+    """One after the other, on a rank that has the whole of the model or a part of every layer. The base of a pipeline's
+    (pipeline_parallel.py).
+    """
 
     def __init__(self, engine: ShardedEngine):
         self.engine = engine
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
+        """Forward and backward of all micro-batches of a step; `engine.step()` comes next."""
         for batch, seed in micro_batches:
             if seed is not None:
                 torch.manual_seed(seed)
@@ -44,8 +35,15 @@ class OneByOne:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+        """Forward of as many micro-batches as a step has: the sum of the losses that this rank knows and the sum of
+        their weights, FP64 (2,).
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        for batch in batches:
-            sums[0] += self.engine(*batch.inputs)
-            sums[1] += batch.weight
+        for loss, weight in self._losses(batches):
+            sums[0] += loss
+            sums[1] += weight
         return sums
+
+    def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
+        for batch in batches:
+            yield self.engine(*batch.inputs), batch.weight

@@ -20,7 +20,7 @@ from megamix.comm.topology import Axis
 from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
-from megamix.parallel.passes import MicroBatch
+from megamix.parallel.passes import MicroBatch, Passes
 from megamix.parallel.stages import Stage
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -41,7 +41,7 @@ class Handover:
     parts: int = 1  # of T, between the stages, while activations are kept for backward; of which this rank has one
 
 
-class Pipeline:
+class Pipeline(Passes):
     """Runs the stages of this rank; every rank of the pipeline has one and calls it together with the others.
 
     Every call takes as many micro-batches as a step has, `engine.grad_accum_steps`.
@@ -51,7 +51,7 @@ class Pipeline:
         self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, handover: Handover
     ):
         """`parts`: the blocks of each of this rank's stages, by the stage's number."""
-        self.engine = engine
+        super().__init__(engine)
         width = model.config.hidden_size
         # Two, since shapes may differ, and torch would set one up anew whenever the other use begins.
         self._training, self._evaluation = (
@@ -69,15 +69,11 @@ class Pipeline:
         with self.engine.clock.span("forward_backward"), self.engine.accumulate(len(batches)):
             self._run(self._training.step, batches, seeds)
 
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> Tensor:
+    def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
         batches, losses = [*batches], list[Tensor]()
         self._run(self._evaluation.eval, batches, [None], losses=losses)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        for loss, batch in zip(losses, batches, strict=False):  # no loss is known on ranks without the last stage
-            sums[0] += loss
-            sums[1] += batch.weight
-        return sums
+        # No loss is known on ranks without the last stage.
+        yield from zip(losses, (batch.weight for batch in batches), strict=False)
 
     def _run(
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any

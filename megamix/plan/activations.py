@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
@@ -25,8 +26,10 @@ from megamix.model.context import Documents
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.model.wide import apply
-from megamix.parallel.build import outline_ops
+from megamix.parallel.borders import Border
+from megamix.parallel.build import outline
 from megamix.parallel.stages import Stage
+from megamix.parallel.tensor_parallel import divide_layers
 
 Machine = Literal["cpu", "gpu"]
 
@@ -65,10 +68,13 @@ class TracedWork:
         return 2 * torch.int64.itemsize * math.prod(self.batch)
 
     def build(self, num_layers: int) -> Transformer:
-        """Build so many of a rank's blocks with both ends, on the meta device."""
+        """Build so many of a rank's blocks with both ends, on the meta device; nothing needs to be connected."""
         model = self.model.model_copy(update={"num_layers": num_layers, "compile": False})
         topology = Topology.place(0, tp_size=self.tp_size)
-        return outline_ops(model, topology, sequence_parallel=self.sequence_parallel)
+        part, _ = outline(model, topology, sequence_parallel=self.sequence_parallel)
+        if self.tp_size > 1:
+            divide_layers(part, Border(ShapesAlone(topology.tp), sequence=self.sequence_parallel))
+        return part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +126,12 @@ class _Peaks:
 @cache  # most of the time of a plan; advice plans the same work for many ranks
 def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> _Peaks:
     found, device = _Peaks(), torch.device("cpu" if work.machine == "cpu" else "meta")
-    with without_memory(work.machine):
+    without_memory: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # on meta, as a GPU's
+    if work.machine == "cpu":
+        from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
+
+        without_memory = FakeTensorMode()  # they say that they lie there, as the model's own operations ask
+    with without_memory:
         model = work.build(num_blocks + (not is_first) + (not is_last))
         place(model, work.dtype, device)
         kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
@@ -154,17 +165,6 @@ def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> 
     if not halves:
         found.input, found.between, found.weight = found.kept, found.kept, max(found.backward, found.backward_end)
     return found
-
-
-def without_memory(machine: Machine) -> contextlib.AbstractContextManager[object]:
-    """On a CPU as fake tensors, which say that they lie there, as the model's own operations ask; meta tensors count
-    as a GPU's.
-    """
-    if machine == "gpu":
-        return contextlib.nullcontext()
-    from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
-
-    return FakeTensorMode()
 
 
 class Meter:

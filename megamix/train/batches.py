@@ -18,15 +18,11 @@ class RankBatches:
     """Cuts global batches into this rank's micro-batches, and reads those."""
 
     def __init__(self, loader: BatchLoader, topology: Topology, micro_batch_size: int):
-        self._loader, self._topology, self._micro_batch_size = loader, topology, micro_batch_size
+        self._loader, self._dp, self._micro_batch_size = loader, topology.dp, micro_batch_size
 
     def micro_batches(self, batch: Samples) -> list[Samples]:
-        return micro_batches(
-            batch,
-            micro_batch_size=self._micro_batch_size,
-            dp_rank=self._topology.dp.rank,
-            dp_size=self._topology.dp.size,
-        )
+        size, dp = self._micro_batch_size, self._dp
+        return micro_batches(batch, micro_batch_size=size, dp_rank=dp.rank, dp_size=dp.size)
 
     def prefetch(self, batch: Samples) -> None:
         """Announce a global batch, so that it is read while another one is computed."""

@@ -23,7 +23,7 @@ from megamix.mixed_precision.loss_scale import (
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.transformer import Transformer
-from megamix.parallel.passes import OneByOne, Passes
+from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -87,7 +87,7 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
 def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stages: Sequence[StagePlan]) -> Passes:
     """Return how a step's micro-batches pass through this rank's part of the model."""
     if not stages:
-        return OneByOne(engine)
+        return Passes(engine)
     # torch's pipelines import the compiler: 2 s that no other job waits for.
     from megamix.parallel.pipeline_parallel import Handover, Pipeline
 

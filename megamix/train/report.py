@@ -39,20 +39,15 @@ class IntervalReport:
         self._start_s, self._done = time.perf_counter(), 0
         # Of one attempt of the last interval, on average: itself, and each of its spans.
         self._step_s, self._span_s = math.inf, dict[str, float]()
-        self._losses: list[float] = []
-
-    @property
-    def losses(self) -> list[float]:
-        """Return the losses of the interval so far."""
-        return [*self._losses]
+        self.losses: list[float] = []  # of the interval so far
 
     def go_on_from(self, attempts: int, losses: list[float]) -> None:
         """Take up a run that has launched `attempts` and, since its last line, has had these losses."""
-        self._done, self._losses = attempts, [*losses]
+        self._done, self.losses = attempts, losses
 
     def add(self, loss: float) -> None:
         """Take an applied update's loss into the interval's mean."""
-        self._losses.append(loss)
+        self.losses.append(loss)
 
     def metrics(
         self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
@@ -62,7 +57,7 @@ class IntervalReport:
         """
         if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
             self._measure(attempts)
-        losses, self._losses = self._losses, []
+        losses, self.losses = self.losses, []
         tokens_per_s = self._tokens_per_step / self._step_s
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),

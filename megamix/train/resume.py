@@ -46,7 +46,10 @@ def find_start(config: Config, fingerprints: dict[str, str], together: Together)
 
     Raises: ConfigError on every rank, if the run must not go on; the run's folder holds what it held.
     """
-    record = RunRecord.model_validate(together.first(lambda: run_record(config, fingerprints).model_dump(mode="json")))
+    # Each start may validate on other data.
+    trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
+    own = RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE)
+    record = RunRecord.model_validate(together.first(lambda: own.model_dump(mode="json")))
     checkpoint = find_checkpoint(config, together)
     if checkpoint is None:
         return Start(None, Progress(), record, [], together)
@@ -121,12 +124,6 @@ def _none_is_whole(config: Config) -> ConfigError:
 
 def _path_is_damaged(error: DamagedCheckpoint) -> ConfigError:
     return ConfigError([f"checkpoint.resume: {error}; write the path of a whole checkpoint"], "job")
-
-
-def run_record(config: Config, fingerprints: dict[str, str]) -> RunRecord:
-    """Return what every checkpoint of this run says, without its progress. Each start may validate on other data."""
-    trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
-    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE)
 
 
 def changes(checkpoint: Checkpoint, now: RunRecord, cursor: int) -> list[str]:

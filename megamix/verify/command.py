@@ -9,7 +9,6 @@ import torch
 from megamix.config import Config, ConfigError, check_world_size
 from megamix.config.checks import check_config
 from megamix.ranks import RankFailure, RankPool
-from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
 from megamix.verify.layouts import Layout, parse_layout
 from megamix.verify.observe import observe
@@ -66,8 +65,7 @@ def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
     """Run one layout on its ranks and judge it."""
     here = _here(config, layout)
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=DEADLINE_S)
-    optimizer = build_optimizer(here.optimizer, [here.optimizer.lr])
-    return judge(here, optimizer, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
+    return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 
 
 def _here(config: Config, layout: Layout) -> Config:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.train.build import DTYPES
+from megamix.train.build import DTYPES, build_optimizer
 from megamix.verify.observe import GRADIENT, MASTER, Fragment, Observation, Whole, assemble, batches, equal_bits
 from megamix.verify.reference import MicroBatches, Reference, Step, exact_update
 
@@ -71,16 +71,15 @@ class Verdict:
 
 
 def judge(
-    config: Config, optimizer: Optimizer, ranks: Sequence[Observation], device: torch.device, updates: int,
-    overflow_at: int | None,
-) -> Verdict:  # fmt: skip
+    config: Config, ranks: Sequence[Observation], device: torch.device, updates: int, overflow_at: int | None
+) -> Verdict:
     """Compare a layout's run with one rank's, step by step.
 
     `config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
     applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
     verdict = Verdict(attempts=len(ranks[0].attempts))
-    reference = Reference(config, device)
+    reference, optimizer = Reference(config, device), build_optimizer(config.optimizer, [config.optimizer.lr])
     before = assemble([rank.start for rank in ranks])
     _ownership(verdict, -1, before)
     for name, initial in reference.initial.items():

@@ -22,7 +22,7 @@ from megamix.checkpoint.together import Together
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Block, Transformer
-from megamix.parallel.passes import OneByOne
+from megamix.parallel.passes import Passes
 from megamix.parallel.pipeline_parallel import SCHEDULES
 from tests.conftest import FULL
 from tests.distributed.pipelines import (
@@ -65,7 +65,7 @@ def _differences(case: Case, topology: Topology) -> list[str]:
     """What is not bitwise the same after some steps on this rank's part."""
     engine, pipeline = make_pipeline(case, topology)
     whole = make_whole(case, topology)
-    plain, dp_rank, wrong = OneByOne(whole), topology.dp.rank, []
+    plain, dp_rank, wrong = Passes(whole), topology.dp.rank, []
     for step in range(STEPS):
         pipeline.backward(micro_batches(case, step, dp_rank))
         plain.backward(micro_batches(case, step, dp_rank))
@@ -146,7 +146,7 @@ def _tied(case: Case) -> list[str]:
     whole = make_whole(case, topology)
     wrong = []
     pipeline.backward(micro_batches(case, 0, topology.dp.rank))
-    OneByOne(whole).backward(micro_batches(case, 0, topology.dp.rank))
+    Passes(whole).backward(micro_batches(case, 0, topology.dp.rank))
     grads, expected = _summed(engine), _summed(whole)
     for name, grad in grads.items():
         if name == "embedding.weight":
@@ -231,13 +231,13 @@ def _on_a_full_mesh(cases: list[Case]) -> list[str]:
         whole = make_engine(case, Transformer(case.config()), Topology(), copies=2)
         for step in range(2):
             pipeline.backward(micro_batches(case, step, topology.dp.rank))
-            OneByOne(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+            Passes(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
             got, want = engine.step(), whole.step()
             for one, other in ((got.loss, want.loss), (got.grad_norm, want.grad_norm)):
                 if abs(one / other - 1) > 64 * 2.0**-24:
                     wrong.append(f"{case}, step {step}: {one} instead of {other}")
         loss, weight = engine.collectives.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
-        evaluated = [OneByOne(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)]
+        evaluated = [Passes(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)]
         expected = sum(evaluated)
         if abs(loss / weight - float(expected[0] / expected[1])) > 1e-5:
             wrong.append(f"{case}: {loss / weight} instead of {expected[0] / expected[1]} in an evaluation")
@@ -286,7 +286,7 @@ def _moves(folder: Path) -> list[str]:
     torch.manual_seed(6)
     second = make_engine(case, Transformer(case.config()), Topology.current())
     wrong = _move(first, second, folder / "first")
-    OneByOne(second).backward(micro_batches(case, 3, topology.pp.rank))
+    Passes(second).backward(micro_batches(case, 3, topology.pp.rank))
     second.step()
     torch.manual_seed(7)
     third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)

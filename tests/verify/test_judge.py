@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megamix.config import Config
-from megamix.train.build import build_optimizer
 from megamix.verify.judge import Verdict, judge
 from megamix.verify.observe import MOST_SKIPPED, Observation
 from tests.conftest import FULL
@@ -16,8 +15,7 @@ from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, ob
 
 
 def _judge(config: Config, ranks: list[Observation], overflow_at: int | None) -> Verdict:
-    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
-    return judge(config, optimizer, ranks, torch.device("cpu"), UPDATES, overflow_at)
+    return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
 
 
 @pytest.mark.parametrize(
