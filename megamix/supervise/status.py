@@ -201,14 +201,14 @@ def noted_signals() -> list[signal.Signals]:
 
 
 @contextmanager
-def signals_noted(shutdown_s: float = math.inf) -> Iterator[LeaveRequest]:
+def signals_noted(*, launched: bool = False) -> Iterator[LeaveRequest]:
     """Note signals until the end of the block: they only fill in the request, and training ends at its next update. A
     handler must not do more: it may run in the middle of anything, a save included. A third SIGINT raises
     KeyboardInterrupt.
 
-    Only the main thread may call it.
+    Only the main thread may call it. `launched`: a launcher ends this process some time after a signal.
     """
-    request = LeaveRequest(shutdown_s)
+    request = LeaveRequest(shutdown_s(launched))
     interrupts = 0
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -224,6 +224,13 @@ def signals_noted(shutdown_s: float = math.inf) -> Iterator[LeaveRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def leaves(reason: int, applied: int, steps: int) -> EndedEarlyError:
+    """Return how a run ends that leaves for this reason after update `applied` of `steps`."""
+    if reason == SAVE_FAILED:
+        return SaveFailedError(f"ended after update {applied}: {reason_words(reason)}, see the log")
+    return PreemptedError(f"asked to leave ({reason_words(reason)}): ended after update {applied} of {steps}")
 
 
 def reason_words(reason: int) -> str:

@@ -26,15 +26,7 @@ from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
-from megamix.supervise.status import (
-    EndedEarlyError,
-    LeaveRequest,
-    RunStatus,
-    StuckError,
-    WrongDataError,
-    shutdown_s,
-    signals_noted,
-)
+from megamix.supervise.status import EndedEarlyError, LeaveRequest, RunStatus, StuckError, WrongDataError, signals_noted
 from megamix.supervise.watchdog import Watchdog
 from megamix.train import run_folder
 from megamix.train.build import build_engine, build_passes, plan_pipeline
@@ -162,7 +154,7 @@ def _join(config: Config, stack: ExitStack) -> Job:
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
     # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
-    leave = stack.enter_context(signals_noted(shutdown_s(launcher is not None)))
+    leave = stack.enter_context(signals_noted(launched=launcher is not None))
     together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
     job = Job(config, device, topology, together, leave, launcher, data.identity)
     together.every(lambda: None)  # a slower rank may still be checking that the folder is free: it is claimed only now

@@ -20,14 +20,7 @@ from megamix.mixed_precision.replicas import check_replicas
 from megamix.mixed_precision.step import Examination
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.supervise.console import Console, format_scale
-from megamix.supervise.status import (
-    SAVE_FAILED,
-    EndedEarlyError,
-    LeaveRequest,
-    PreemptedError,
-    SaveFailedError,
-    reason_words,
-)
+from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
@@ -221,12 +214,7 @@ class Trainer:
                 self.writer.write_set_aside(row)
 
     def _leaves(self) -> EndedEarlyError:
-        if self._stop_reason == SAVE_FAILED:
-            return SaveFailedError(f"ended after update {self.plan.applied}: {reason_words(SAVE_FAILED)}, see the log")
-        return PreemptedError(
-            f"asked to leave ({reason_words(self._stop_reason)}): ended after update {self.plan.applied} of "
-            f"{self.config.training.steps}"
-        )
+        return leaves(self._stop_reason, self.plan.applied, self.config.training.steps)
 
     def _log(self, update: int, outcome: Outcome) -> None:
         metrics = self.report.metrics(

@@ -52,7 +52,7 @@ def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Ite
             )  # fmt: skip
             if verdict.differences:
                 failed.append(layout.name)
-                yield f"  first: {verdict.first}"
+                yield f"  first: {verdict.differences[0]}"
                 more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
                 yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
     finally:

@@ -52,10 +52,6 @@ class Verdict:
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
 
-    @property
-    def first(self) -> Difference | None:
-        return self.differences[0] if self.differences else None
-
     def note(self, attempt: int, check: str, where: str, error: float, bound: float) -> None:
         share = 0.0 if error == 0 else error / bound if bound else math.inf
         if not math.isfinite(error):

@@ -228,7 +228,7 @@ def _asked_with_a_slow_disk(config: Config, save_s: float) -> str:
 
     with (
         mock.patch.object(RunCheckpoints, "_saved", saved_slowly),
-        mock.patch.object(job, "signals_noted", lambda shutdown_s: nullcontext(request)),
+        mock.patch.object(job, "signals_noted", lambda launched: nullcontext(request)),
         mock.patch.object(BatchPlan, "take", take_and_be_asked),
     ):
         return _outcome(config)

@@ -52,27 +52,27 @@ def test_data_parallel_ranks_pass_with_every_optimizer(run_ranks, dtype: str, fa
 def test_a_planted_bug_is_caught_and_named(run_ranks, layout: str, bug: str, check: str, dtype: str) -> None:
     config = make_config(layout.removesuffix("sp"), dtype=dtype, loss_scale=4.0, sequence_parallel="sp" in layout)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, bug), None)
-    assert verdict.first is not None
-    assert (verdict.first.attempt, verdict.first.check) == (0, check)
+    first = verdict.differences[0]
+    assert (first.attempt, first.check) == (0, check)
 
 
 def test_a_tied_table_that_is_not_summed_over_the_ends_is_named(run_ranks) -> None:
     config = make_config("pp2", loss_scale=4.0)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "tied_table_not_summed"), None)
-    assert verdict.first is not None
-    assert (verdict.first.attempt, verdict.first.where) == (0, "embedding.weight")
-    assert verdict.first.check.startswith("copies (gradient of rank 1 differs by ")
+    first = verdict.differences[0]
+    assert (first.attempt, first.where) == (0, "embedding.weight")
+    assert first.check.startswith("copies (gradient of rank 1 differs by ")
 
 
 def test_overflows_that_one_rank_would_not_have_are_a_difference(run_ranks) -> None:
     config = make_config("dp2", loss_scale=2.0**10)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "scale_applied_twice"), None)
-    assert verdict.first is not None
-    assert (verdict.first.check, verdict.first.where) == ("overflow flag", "one rank, which has none")
+    first = verdict.differences[0]
+    assert (first.check, first.where) == ("overflow flag", "one rank, which has none")
 
 
 def test_a_run_that_only_overflows_has_proved_nothing(run_ranks) -> None:
     config = make_config("dp1", loss_scale=2.0**100)
     verdict = _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT)
     assert (verdict.attempts, verdict.skipped) == (UPDATES + MOST_SKIPPED, UPDATES + MOST_SKIPPED)
-    assert str(verdict.first) == "attempt 42: applied updates of the run, 0 of 2, is off by 2, bound 0"
+    assert str(verdict.differences[0]) == "attempt 42: applied updates of the run, 0 of 2, is off by 2, bound 0"
