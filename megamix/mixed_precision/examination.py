@@ -67,7 +67,7 @@ def watch(
         cuts.append([])
         for piece in own:
             layer = examination.layers.index(layer_of(piece.name))
-            for chunk in torch.split(grad_shard[piece.start : piece.start + piece.numel], _CHUNK):
+            for chunk in torch.split(grad_shard[piece.elements], _CHUNK):
                 count_exponents(chunk, examination.exponents[layer])
                 examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
             compared = partial(_compare, update, examination.updates[layer])

@@ -87,6 +87,11 @@ class Piece:
     def name(self) -> str:
         return self.spec.name
 
+    @property
+    def elements(self) -> slice:
+        """Return where the parameter's elements lie in the shard, without the padding."""
+        return slice(self.start, self.start + self.numel)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

@@ -48,8 +48,7 @@ class MasterShard:
             tensors = (self.master[index], *self.states[index])
             for piece in bucket.shard_pieces(self._collectives[index].axis.rank):
                 if piece.numel:
-                    part = slice(piece.start, piece.start + piece.numel)
-                    yield OwnedRange(piece.spec, piece.first, tuple(tensor[part] for tensor in tensors))
+                    yield OwnedRange(piece.spec, piece.first, tuple(tensor[piece.elements] for tensor in tensors))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's shards and optimizer states of all buckets."""

@@ -77,20 +77,21 @@ class TracedWork:
         return part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StageMemory:
     """Bytes of one micro-batch in one stage, beside parameters, flat gradients, its batch, and the buffers in which its
     input and its gradient arrive. The most of each pass has in it what is kept for it.
     """
 
-    blocks: int  # kept by the blocks from forward to backward
-    kept: int  # by all, with the output
-    forward: int
-    backward: int
+    blocks: int = 0  # kept by the blocks from forward to backward
+    kept: int = 0  # by all, with the output
+    forward: int = 0
+    backward: int = 0
+    backward_end: int = 0  # its end, when nothing of the blocks is kept any more
     # Of a backward in two halves: the most of each, and what is kept between them.
-    input: int
-    between: int
-    weight: int
+    input: int = 0
+    between: int = 0
+    weight: int = 0
 
 
 def trace_stage(work: TracedWork, num_blocks: int, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
@@ -106,26 +107,16 @@ def trace_stage(work: TracedWork, num_blocks: int, *, is_first: bool = True, is_
         kept=one.kept + block * further,
         forward=one.forward + block * further,
         backward=max(one.backward + block * further, one.backward_end),
+        backward_end=one.backward_end,
         input=one.input + (two.input - one.input) * further,
         between=one.between + (two.between - one.between) * further,
         weight=one.weight + (two.weight - one.weight) * further,
     )
 
 
-@dataclass(slots=True)
-class _Peaks:
-    kept: int = 0
-    forward: int = 0
-    backward: int = 0
-    backward_end: int = 0  # when nothing of the blocks is kept any more
-    input: int = 0
-    between: int = 0
-    weight: int = 0
-
-
 @cache  # most of the time of a plan; advice plans the same work for many ranks
-def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> _Peaks:
-    found, device = _Peaks(), torch.device("cpu" if work.machine == "cpu" else "meta")
+def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> StageMemory:
+    found, device = StageMemory(), torch.device("cpu" if work.machine == "cpu" else "meta")
     without_memory: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # on meta, as a GPU's
     if work.machine == "cpu":
         from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
@@ -202,7 +193,7 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
 
 
 def _trace_halves(
-    stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter, found: _Peaks
+    stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter, found: StageMemory
 ) -> None:
     """A backward in halves, by what torch's stages call."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight

@@ -94,7 +94,7 @@ class Judgement(NamedTuple):
         return self._replace(text="\n".join(printable(line, _LONGEST) for line in lines))
 
 
-_RANK, _SIGN, _VERDICT = TypeAdapter(Annotated[int, Field(ge=0)]), TypeAdapter(Sign), TypeAdapter(Judgement)
+_SIGN, _VERDICT = TypeAdapter(Sign), TypeAdapter(Judgement)
 
 
 class RollCall:

@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 
 
 # Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+def create_handler(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
     """Make the rendezvous, for torchrun's registry. Raises: ValueError for several machines, or a place to meet."""
     if params.max_nodes > 1:
         raise ValueError(
@@ -30,20 +30,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     return LoopbackRendezvous(params.run_id)
 
 
-def handler_creator() -> RendezvousHandlerCreator:
+def handler_creator() -> rendezvous.RendezvousHandlerCreator:
     """Return what the entry point `torchrun.handlers` names."""
     return create_handler
 
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__  # noqa: E402
-from torch.distributed.elastic.rendezvous import (  # noqa: E402
-    RendezvousHandler,
-    RendezvousHandlerCreator,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic import rendezvous  # noqa: E402
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous  # noqa: E402
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
@@ -70,11 +63,11 @@ class LoopbackRendezvous(StaticTCPRendezvous):
     def use_agent_store(self) -> bool:
         return True  # else the first rank opens one of its own, on every interface
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         keep_to_loopback(os.environ)  # which the ranks inherit
         store = loopback_store()
         agents = PrefixStore("agent", store)  # apart from the ranks' keys
-        return RendezvousInfo(agents, 0, 1, RendezvousStoreInfo(_LOOPBACK, store.port))
+        return rendezvous.RendezvousInfo(agents, 0, 1, rendezvous.RendezvousStoreInfo(_LOOPBACK, store.port))
 
 
 def torchrun(arguments: list[str]) -> None:
@@ -85,7 +78,7 @@ def torchrun(arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
     from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
 
-    rendezvous_handler_registry.register(BACKEND, create_handler)
+    rendezvous.rendezvous_handler_registry.register(BACKEND, create_handler)
     args = get_args_parser().parse_args(arguments)
     nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):

@@ -1,9 +1,8 @@
 """Does a layout train as one rank would? A few steps on real ranks, each judged against the same step in FP64.
 
-layouts      the names of layouts, and the settings they mean
 observe      on every rank of a layout: take steps and write down all that can be compared; the ranks' pieces become
              whole parameters, gradients and states by name
 reference    the same step on one rank: in FP64, and in the layout's own precision to know its rounding
 judge        every comparison, each within a bound that is derived beside it
-command      the verb `verify`
+command      the verb `verify`: the names of layouts and the settings they mean, and a table
 """

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,9 +13,9 @@ from megamix.config import Config, ConfigError, check_world_size
 from megamix.config.checks import check_config
 from megamix.ranks import RankFailure, RankPool
 from megamix.verify.judge import Verdict, judge
-from megamix.verify.layouts import Layout, parse_layout
 from megamix.verify.observe import observe
 
+_AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
 ACCUMULATION = 2  # so that micro-batches are summed and divided by as well
@@ -25,6 +28,47 @@ COLUMNS = {
     "weights": ("weight", "initial weight"),
     "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks there are along each axis."""
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]  # (axis, ranks), in the order of the name
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    def apply(self, config: Config, accumulation: int) -> Config:
+        """Return the same training on this layout: `accumulation` micro-batches a step for each data-parallel rank."""
+        settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
+        settings["sequence_parallel"] = self.sequence_parallel
+        batch = config.training.micro_batch_size * self.size("dp") * accumulation
+        return config.model_copy(
+            update={
+                "parallelism": config.parallelism.model_copy(update=settings),
+                "training": config.training.model_copy(update={"global_batch_size": batch}),
+            }
+        )
+
+
+def parse_layout(name: str) -> Layout:
+    """Return the layout of that name. Raises: ValueError for a name that is none."""
+    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", name):
+        raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
+    sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", name))
+    if len({axis for axis, _ in sizes}) < len(sizes):
+        raise ValueError(f"--layouts: got {name}, which names an axis twice; write each one once")
+    layout = Layout(name, sizes, name.endswith("sp"))
+    if layout.sequence_parallel and layout.size("tp") == 1:
+        raise ValueError(f"--layouts: got {name}, but sequence parallel needs tp; write {name[:-2]}tp2sp")
+    return layout
 
 
 def verify_lines(config: Config, names: Sequence[str], failed: list[str]) -> Iterator[str]:

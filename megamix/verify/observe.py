@@ -142,12 +142,10 @@ def _states(engine: ShardedEngine) -> Iterator[Fragment]:
 
 def _gradients(engine: ShardedEngine) -> Iterator[Fragment]:
     """The sums that the step has used: they stay where they were made until the next backward."""
-    buckets = {master.untyped_storage()._cdata: index for index, master in enumerate(engine.master_shard.master)}
-    for owned in engine.owned_ranges():
-        master = owned.tensors[0]  # a view of its bucket's shard, of which the gradient's has the same shape
-        bucket, start = buckets[master.untyped_storage()._cdata], master.storage_offset()
-        values = engine.grad_reduce.grad_shards[bucket][start : start + master.numel()]
-        yield _fragment(owned.spec, GRADIENT, owned.start, values)
+    for pieces, grad_shard in zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True):
+        for piece in pieces:
+            if piece.numel:
+                yield _fragment(piece.spec, GRADIENT, piece.first, grad_shard[piece.elements])
 
 
 def _copies(engine: ShardedEngine) -> Iterator[Fragment]:

@@ -131,8 +131,7 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     ):
         for piece in bucket.shard_pieces(own.axis.rank):
             if piece.numel:
-                values = shard[piece.start : piece.start + piece.numel]
-                found.append(Owned(piece.spec, piece.first, values.float() / scale))
+                found.append(Owned(piece.spec, piece.first, shard[piece.elements].float() / scale))
     return {"gradient": found}
 
 

@@ -17,7 +17,7 @@ from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.plan.memory_plan import EVALUATION, plan_rank
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.verify.layouts import parse_layout
+from megamix.verify.command import parse_layout
 from tests.conftest import FULL
 
 BASE = {
