@@ -38,16 +38,19 @@ def place_params(
     shapes: Mapping[str, tuple[int, ...]], topology: Topology, *, sequence_parallel: bool
 ) -> dict[str, Placement]:
     """`shapes`: of the full parameters, by name in a `Transformer`. Every size that is divided must divide evenly."""
-    tp, placements = topology.tp, {}
-    for name, shape in shapes.items():
-        divided = divided_dim(name)
-        offset = tuple(size // tp.size * tp.rank if dim == divided else 0 for dim, size in enumerate(shape))
-        # Of what every rank holds: with whole activations every rank computes the same gradient; with a part of the
-        # positions, or of the heads, a part of it.
+    return {name: _place(name, shape, topology, sequence_parallel) for name, shape in shapes.items()}
+
+
+def _place(name: str, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
+    tp = topology.tp
+    dim = divided_dim(name)
+    if dim is None:
+        # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
+        # a part of it.
         counts = sequence_parallel or tp.rank == 0 or _module(name).endswith(_WITHIN_HEADS)
-        whole = divided is None
-        placements[name] = Placement(shape, offset, topology.stage if whole else topology.dp, counts or not whole)
-    return placements
+        return Placement(shape, (0,) * len(shape), topology.stage, counts)
+    start = shape[dim] // tp.size * tp.rank
+    return Placement(shape, tuple(start if axis == dim else 0 for axis in range(len(shape))), topology.dp)
 
 
 def divided_dim(name: str) -> int | None:
