@@ -76,16 +76,18 @@ class RotaryTable(nn.Module):
         self._fill(torch.get_default_device())
 
     def _fill(self, device: torch.device) -> None:
-        # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
-        # Computed on the CPU: every device has the same tables, and an outline on meta does not import the compiler.
-        pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu")
-        frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
-        if self.scaling is not None:
-            frequencies = _stretched(frequencies, self.scaling)
-        positions = torch.arange(self.seq_len, dtype=torch.float64, device="cpu")
-        angles = positions[:, None] * frequencies
-        self.register_buffer("cos", angles.cos().float().to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().float().to(device), persistent=False)
+        if device.type == "meta":  # an outline, perhaps of any length; arange would import the compiler
+            cos, sin = (torch.empty(self.seq_len, self.head_dim // 2, device=device) for _ in range(2))
+        else:
+            # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
+            pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)
+            frequencies = self.theta ** -(pairs / self.head_dim)  # radians per position
+            if self.scaling is not None:
+                frequencies = _stretched(frequencies, self.scaling)
+            angles = torch.arange(self.seq_len, dtype=torch.float64, device=device)[:, None] * frequencies
+            cos, sin = angles.cos().float(), angles.sin().float()
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables to three digits, to_empty() would leave them unset: fill them anew instead.

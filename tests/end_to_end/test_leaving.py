@@ -65,7 +65,7 @@ ASKED += [Case(who, number, 1) for who in (LAUNCHER, TWICE, ALL, 0, 1) for numbe
 KILLED = [Case(who, signal.SIGKILL, nodes) for nodes in WHO for who in (0, *WHO[nodes])]
 if not FULL:
     ASKED, KILLED = [Case(TWICE, signal.SIGHUP, 1)], [Case(LAUNCHER, signal.SIGKILL, 2)]
-STEPS = 300  # some seconds: a signal comes long before their end
+STEPS = 300 if FULL else 120  # some seconds: a signal comes long before their end
 
 
 class Job(NamedTuple):
