@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.ranks import DEADLINE_S, RankPool
-from tests.programs import count_no_lines_in_programs
+from tests.programs import count_lines_on_few_ranks, count_no_lines_in_programs, counting
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -24,17 +23,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the 
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-def _counting() -> Any:
-    """Return this process's coverage, None where no lines are counted."""
-    return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
-
-
 def _count_lines_on_few_ranks() -> None:
-    """Stop coverage on all ranks but the first and the last: counting costs 38 % more processor time, and a rank in the
-    middle runs their lines.
-    """
-    if 0 < dist.get_rank() < dist.get_world_size() - 1 and (counting := _counting()) is not None:
-        counting.stop()
+    count_lines_on_few_ranks(dist.get_rank(), dist.get_world_size())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,9 +35,9 @@ def programs_count_no_lines() -> None:
 
 def pytest_sessionfinish() -> None:
     """Save what one of several pytest processes has counted: who takes ten seconds to end is killed, and it is lost."""
-    if "PYTEST_XDIST_WORKER" in os.environ and (counting := _counting()) is not None:
-        counting.stop()
-        counting.save()
+    if "PYTEST_XDIST_WORKER" in os.environ and (coverage := counting()) is not None:
+        coverage.stop()
+        coverage.save()
 
 
 @pytest.fixture(scope="session")

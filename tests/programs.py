@@ -1,8 +1,23 @@
-"""What a program that a test starts finds in its environment."""
+"""What a program that a test starts finds in its environment, and who counts covered lines."""
 
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
+
+
+def counting() -> Any:
+    """Return this process's coverage, None where no lines are counted."""
+    return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+
+
+def count_lines_on_few_ranks(rank: int, size: int) -> None:
+    """Stop coverage on every rank but the first and, of four or more, the last: counting costs 38 % more processor
+    time, and the other ranks run their lines.
+    """
+    if rank > 0 and not (rank == size - 1 and size > 3) and (coverage := counting()) is not None:
+        coverage.stop()
 
 
 def count_no_lines_in_programs() -> None:
