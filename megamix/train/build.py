@@ -3,13 +3,15 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
+from megamix.config.model_and_data import Section
+from megamix.config.sections import LrScheduleConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import (
@@ -26,8 +28,9 @@ from megamix.model.transformer import Transformer
 from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+T = TypeVar("T")
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 LOSS_SCALES: dict[str, Callable[..., LossScale]] = {
     "dynamic": DynamicLossScale,
@@ -45,28 +48,21 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
         return StaticLossScale(kind)
     if kind == "off":
         return None
-    # A rule reads the keys that its constructor names; for one that is not set its own default holds.
-    rule = LOSS_SCALES[kind]
-    given = {key: getattr(section, key, None) for key in inspect.signature(rule).parameters}
-    return rule(**{key: value for key, value in given.items() if value is not None})
+    return _built(LOSS_SCALES[kind], section)
 
 
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     """`lr`: one per update."""
-    groups = tuple(
-        ParamGroup(pattern=group.pattern, lr_factor=group.lr_factor, weight_decay=group.weight_decay)
-        for group in section.groups
-    )
-    if section.name == "nag":
-        return NAG(
-            lr=lr,
-            momentum=section.momentum,
-            momentum_form=section.momentum_form,
-            weight_decay=section.weight_decay,
-            decoupled_weight_decay=section.decoupled_weight_decay,
-            groups=groups,
-        )
-    return AdamW(lr=lr, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay, groups=groups)
+    groups = tuple(_built(ParamGroup, group) for group in section.groups)
+    return _built(NAG if section.name == "nag" else AdamW, section, lr=lr, groups=groups)
+
+
+def _built(kind: Callable[..., T], section: Section, **others: Any) -> T:
+    """What a section describes reads the keys that its constructor names; for one that is not set its own default
+    holds.
+    """
+    given = {key: getattr(section, key, None) for key in inspect.signature(kind).parameters} | others
+    return kind(**{key: value for key, value in given.items() if value is not None})
 
 
 def build_precision(section: PrecisionConfig) -> Precision:
@@ -104,17 +100,9 @@ def build_engine(
     topology: Topology | None = None, placements: Mapping[str, Placement] | None = None,
 ) -> ShardedEngine:  # fmt: skip
     """Return the engine of a job. Every rank must call it."""
-    table = lr_table(
-        optimizer_lr=config.optimizer.lr,
-        min_lr=config.optimizer.min_lr,
-        decay_style=config.lr_schedule.decay_style,
-        warmup_steps=config.lr_schedule.warmup_steps,
-        decay_steps=config.lr_schedule.decay_steps,
-        steps=config.training.steps,
-    )
     return ShardedEngine(
         model,
-        build_optimizer(config.optimizer, table),
+        build_optimizer(config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps)),
         build_precision(config.precision),
         Sharding(
             units=units,
@@ -129,20 +117,9 @@ def build_engine(
     )
 
 
-DecayStyle = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
-
-
-def lr_table(
-    *,
-    optimizer_lr: float,
-    min_lr: float,
-    decay_style: DecayStyle,
-    warmup_steps: int,
-    decay_steps: int | None,
-    steps: int,
-) -> list[float]:
+def lr_table(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> list[float]:
     """Return the learning rate of updates 0 .. steps - 1, FP64: a pure function of the updates applied before, so
-    skipped steps do not count. The keys are those of the configuration.
+    skipped steps do not count.
 
     The warm-up ends at update warmup_steps - 1 with the full lr and begins above 0, so no update is spent on nothing;
     for the same reason the decay begins at the full lr and would reach min_lr with the update after its last one.
@@ -150,20 +127,22 @@ def lr_table(
     `decay_steps` counts from the end of the warm-up, for wsd back from the end of the run; None: all that is left
     after the warm-up. inverse_sqrt and constant have no end and do not use it.
     """
+    lr, min_lr, decay_style = optimizer.lr, optimizer.min_lr, schedule.decay_style
+    warmup_steps, decay_steps = schedule.warmup_steps, schedule.decay_steps
     after_warmup = steps - warmup_steps
-    assert 0 <= min_lr <= optimizer_lr, (min_lr, optimizer_lr)
+    assert 0 <= min_lr <= lr, (min_lr, lr)
     assert decay_steps is None or 0 < decay_steps <= after_warmup, (decay_steps, warmup_steps, steps)
     decay_length = after_warmup if decay_steps is None else decay_steps
     decay_start = steps - decay_length if decay_style == "wsd" else warmup_steps
 
     def lr_at(update: int) -> float:
         if update < warmup_steps:
-            return optimizer_lr * (update + 1) / warmup_steps
+            return lr * (update + 1) / warmup_steps
         if decay_style == "inverse_sqrt":
             # 1 at the last update of the warm-up; without one, at update 0.
-            return max(min_lr, optimizer_lr * math.sqrt(max(warmup_steps, 1) / (update + 1)))
+            return max(min_lr, lr * math.sqrt(max(warmup_steps, 1) / (update + 1)))
         progress = min(max(update - decay_start, 0) / decay_length, 1.0)
-        return min_lr + (optimizer_lr - min_lr) * _DECAYS[decay_style](progress)
+        return min_lr + (lr - min_lr) * _DECAYS[decay_style](progress)
 
     return [lr_at(update) for update in range(steps)]
 

@@ -4,22 +4,18 @@ import math
 
 import pytest
 
-from megamix.train.build import DecayStyle, lr_table
+from megamix.config.sections import LrScheduleConfig, OptimizerConfig
+from megamix.train.build import lr_table
 
-STYLES: list[DecayStyle] = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
+STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 def table(
-    decay_style: DecayStyle, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float
+    decay_style: str, warmup_steps: int, decay_steps: int | None, steps: int, min_lr: float, lr: float = 1.0
 ) -> list[float]:
-    return lr_table(
-        optimizer_lr=1.0,
-        min_lr=min_lr,
-        decay_style=decay_style,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        steps=steps,
-    )
+    schedule = {"decay_style": decay_style, "warmup_steps": warmup_steps, "decay_steps": decay_steps}
+    section = OptimizerConfig.model_construct(lr=lr, min_lr=min_lr)  # unchecked, so that it may be wrong
+    return lr_table(section, LrScheduleConfig.model_construct(**schedule), steps)
 
 
 HALF_ROOT = math.sqrt(0.5)
@@ -45,14 +41,14 @@ HALF_ROOT = math.sqrt(0.5)
     ],
 )
 def test_lr_follows_the_equation(
-    decay_style: DecayStyle, warmup_steps: int, decay_steps: int | None, min_lr: float, want: list[float]
+    decay_style: str, warmup_steps: int, decay_steps: int | None, min_lr: float, want: list[float]
 ) -> None:
     assert table(decay_style, warmup_steps, decay_steps, len(want), min_lr) == pytest.approx(want, rel=1e-15)
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 50, 100])
-def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: DecayStyle, warmup_steps: int) -> None:
+def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: str, warmup_steps: int) -> None:
     lrs = table(decay_style, warmup_steps, None, 100, 0.0)
     assert len(lrs) == 100
     assert all(0 < lr <= 1 for lr in lrs)
@@ -61,7 +57,7 @@ def test_no_update_is_spent_on_nothing_and_none_exceeds_the_peak(decay_style: De
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
-def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: DecayStyle) -> None:
+def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: str) -> None:
     lrs = table(decay_style, 10, 40, 100, 0.1)
     assert lrs[:10] == sorted(lrs[:10])
     assert lrs[9:] == sorted(lrs[9:], reverse=True)
@@ -69,11 +65,9 @@ def test_lr_rises_through_the_warm_up_and_never_after_it(decay_style: DecayStyle
 
 
 @pytest.mark.parametrize("decay_style", STYLES)
-def test_lr_scales_with_the_peak(decay_style: DecayStyle) -> None:
+def test_lr_scales_with_the_peak(decay_style: str) -> None:
     unit = table(decay_style, 3, 5, 20, 0.125)
-    scaled = lr_table(
-        optimizer_lr=2**-10, min_lr=2**-13, decay_style=decay_style, warmup_steps=3, decay_steps=5, steps=20
-    )
+    scaled = table(decay_style, 3, 5, 20, 2**-13, lr=2**-10)
     assert scaled == [lr * 2**-10 for lr in unit]
 
 
