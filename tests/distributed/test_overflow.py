@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
 ACCUM = 2
@@ -68,15 +69,23 @@ def _everything(engine: ShardedEngine) -> list[Tensor]:
 
 
 def _inject_everywhere(
-    optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool, reduce_dtype: str = "half"
+    optimizer, dtype: torch.dtype, values: list[float], all_ranks: bool, reduce_dtype: str = "half", some: bool = False
 ) -> tuple[int, list[str]]:
-    """(injections made, what went wrong) over every rank x bucket x micro-batch x value."""
+    """(injections made, what went wrong) over every rank x bucket x micro-batch x value; with `some` in each bucket of
+    each rank one micro-batch and value.
+    """
     engine, injector = _build(optimizer, dtype, reduce_dtype)
     me, dp_size = engine.topology.dp.rank, engine.topology.dp.size
     wrong, count, step = [], 0, 0
     _step(engine, injector, step)
     ranks = [None] if all_ranks else range(dp_size)
-    for rank, bucket, micro_batch, value in itertools.product(ranks, engine.layout.buckets, range(ACCUM), values):
+    moments = [*itertools.product(range(ACCUM), values)]
+    places = [
+        (rank, bucket, *moment)
+        for number, (rank, bucket) in enumerate(itertools.product(ranks, engine.layout.buckets))
+        for moment in (moments[number % len(moments) :][:1] if some else moments)
+    ]
+    for rank, bucket, micro_batch, value in places:
         where = f"{value} at rank {rank}, {bucket.slots[-1].spec.name}, micro-batch {micro_batch}"
         before, scale = _everything(engine), engine.loss_scale.loss_scale.item()
         injector.target = (bucket.slots[-1].spec.name, micro_batch, value) if rank in (None, me) else None
@@ -101,10 +110,12 @@ def _inject_everywhere(
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size: int) -> None:
     values = [float("inf"), float("-inf"), float("nan")]
-    args = (optimizer, torch.float16, values, False)
+    some = dp_size == 4 and not FULL
+    args = (optimizer, torch.float16, values, False, "half", some)
     answers = [_inject_everywhere(*args)] if dp_size == 1 else run_ranks(_inject_everywhere, dp_size, *args)
     assert not sum((wrong for _, wrong in answers), [])
-    assert min(count for count, _ in answers) >= dp_size * 3 * ACCUM * len(values)  # at least three buckets
+    moments = 1 if some else ACCUM * len(values)
+    assert min(count for count, _ in answers) >= dp_size * 3 * moments  # at least three buckets
 
 
 def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks) -> None:
