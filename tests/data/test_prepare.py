@@ -232,6 +232,18 @@ def test_equal_records_move_to_validation_together(tmp_path: Path) -> None:
     assert sorted(tokenizer_choice._training_texts(plan, "text", Split(1e-6, longest=2**20))) == sorted(train)
 
 
+def test_a_second_job_in_one_process_encodes_by_its_own_tokenizer(tmp_path: Path) -> None:
+    for name, words in (("a", "the cat sat on the mat "), ("b", "zyx wvu tsr qpo nml kji ")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "page.txt").write_text(words * 40)
+    for name in ("a", "b"):  # one folder, so that the second tokenizer lies where the first one lay
+        prepare(tmp_path / name, tmp_path / "out", valid_fraction=0)
+        (tmp_path / "out").rename(tmp_path / f"{name}.out")
+    tokenizer = Tokenizer.load(tmp_path / "b.out" / "tokenizer.json")
+    (want,) = tokenizer.encode_documents(["zyx wvu tsr qpo nml kji " * 40])
+    assert TokenFile(tmp_path / "b.out" / "train").tokens[:].tolist() == want.tolist()
+
+
 def test_files_of_one_name_validate_by_their_text(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}").mkdir()

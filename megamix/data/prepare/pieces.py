@@ -102,8 +102,8 @@ class PieceReport:
 
 
 @functools.lru_cache(1)
-def _opened_tokenizer(job: EncodingJob) -> TextTokenizer:
-    """Once for each process: it costs more than a small piece."""
+def opened_tokenizer(job: EncodingJob) -> TextTokenizer:
+    """Return the tokenizer of a job, opened once for each process: that costs more than a small piece."""
     tokenizer = open_tokenizer(job.tokenizer, job.end_token)
     if job.fast:
         tokenizer.speed_up(())  # whether the ids are equal was looked at before
@@ -116,7 +116,7 @@ def encode_piece(job: EncodingJob, piece: CorpusPiece, number: int) -> PieceRepo
 
     Raises: ValueError if a file cannot be read in the way that was asked for.
     """
-    tokenizer, report = _opened_tokenizer(job), PieceReport()
+    tokenizer, report = opened_tokenizer(job), PieceReport()
     writers = {part: TokenFileWriter(job.prefix(number, part), tokenizer.vocab_size, sync=False) for part in PARTS}
     with writers["train"], writers["valid"]:
         for batch in _batches(documents_of(piece, job.text_key, job.split, report, job.max_bad_records)):

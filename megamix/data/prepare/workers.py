@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megamix.data.prepare.corpus import CorpusPiece
-from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece
+from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
 from megamix.durable import open_own
 
 _LOCK_NAME = "workers.lock"
@@ -34,6 +34,7 @@ def encode_pieces(
     """
     num_workers = min(num_workers, len(numbers))
     if num_workers <= 1:
+        opened_tokenizer.cache_clear()  # a job before may have had another one at the same path
         for number in numbers:
             yield number, encode_piece(job, pieces[number], number)
         return
