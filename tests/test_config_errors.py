@@ -325,6 +325,17 @@ def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:
     tree = changed(model=3, optimizer={"lr": "x", "min_lr": 5}, training={"steps": None, "global_batch_size": 6})
     fields = [problem.split(":")[0] for problem in problems_of(tree)]
     assert sorted(fields) == ["model", "optimizer.lr", "training.global_batch_size", "training.steps"]
+    tree = changed(
+        parallelism={"dp_size": "x", "pp_size": 2, "pp_schedule": "x", "pp_stages_per_rank": 2},
+        training={"global_batch_size": 6},
+    )
+    fields = [problem.split(":")[0] for problem in problems_of(tree)]
+    assert sorted(fields) == [
+        "parallelism.dp_size",
+        "parallelism.pp_schedule",
+        "parallelism.pp_size",  # more stages than layers
+        "training.global_batch_size",
+    ]
 
 
 def test_one_problem_is_counted_in_the_singular() -> None:

@@ -150,7 +150,8 @@ def _scale_starts_in_range(config: Config) -> Iterator[str]:
 
 
 def _ranks_fill_batch(config: Config) -> Iterator[str]:
-    yield from _batch_problems(config, config.parallelism.dp_size)
+    # Not set, or unusable: micro-batches must fill the batch whatever it is.
+    yield from _batch_problems(config, getattr(config.parallelism, "dp_size", None))
 
 
 def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:

@@ -93,19 +93,24 @@ def micro_batch_problems(config: Config, dp_size: int) -> Iterator[str]:
         )
 
 
-def _stages_fit(config: Config) -> Iterator[str]:
+def _stages_suit_schedule(config: Config) -> Iterator[str]:
     section = config.parallelism
-    given, per_rank = section.pp_stages_per_rank, stages_per_rank(section)
-    if section.pp_size == 1:
+    given = section.pp_stages_per_rank
+    if section.pp_size == 1 or given is None:
         return
     fewest, most, usual = _STAGES[section.pp_schedule]
-    if given is not None and not fewest <= given <= (most or given):
+    if not fewest <= given <= (most or given):
         yield (
             f'parallelism.pp_stages_per_rank: got {given}, pp_schedule = "{section.pp_schedule}" '
             f"takes {fewest if most else f'{fewest} or more'}; write pp_stages_per_rank = {usual}"
         )
-    num_layers, num_stages = config.model.num_layers, section.pp_size * per_rank
-    if num_stages > num_layers:
+
+
+def _stages_have_layers(config: Config) -> Iterator[str]:
+    section, num_layers = config.parallelism, config.model.num_layers
+    per_rank = stages_per_rank(section)
+    num_stages = section.pp_size * per_rank
+    if section.pp_size > 1 and num_stages > num_layers:
         yield (
             f"parallelism.pp_size: got {section.pp_size}, times {per_rank} stages per rank this is "
             f"{num_stages} stages, but model.num_layers is {num_layers}, and each needs one; "
@@ -124,6 +129,7 @@ def _split_backward_is_not_compiled(config: Config) -> Iterator[str]:
 
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
-    _stages_fit,
+    _stages_suit_schedule,
+    _stages_have_layers,
     _split_backward_is_not_compiled,
 )
