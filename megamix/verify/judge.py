@@ -17,7 +17,7 @@ from torch import Tensor
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.train.build import DTYPES, build_optimizer
-from megamix.verify.observe import GRADIENT, MASTER, Fragment, Observation, Whole, assemble, batches, equal_bits
+from megamix.verify.observe import GRADIENT, MASTER, Fragment, ObservedStep, Whole, assemble, batches, equal_bits
 from megamix.verify.reference import MicroBatches, Reference, Step, exact_update
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
@@ -67,22 +67,22 @@ class Verdict:
 
 
 def judge(
-    config: Config, ranks: Sequence[Observation], device: torch.device, updates: int, overflow_at: int | None
+    config: Config, ranks: Sequence[list[ObservedStep]], device: torch.device, updates: int, overflow_at: int | None
 ) -> Verdict:
     """Compare a layout's run with one rank's, step by step.
 
     `config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
     applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
-    verdict = Verdict(attempts=len(ranks[0].attempts))
+    (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
+    verdict = Verdict(attempts=len(attempts))
     reference, optimizer = Reference(config, device), build_optimizer(config.optimizer, [config.optimizer.lr])
-    before = assemble([rank.start for rank in ranks])
+    before = assemble([rank.owned for rank in start])
     _ownership(verdict, -1, before)
     for name, initial in reference.initial.items():
         verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], initial.cpu())
-    _copies(verdict, -1, [rank.start_copies for rank in ranks], before, DTYPES[config.precision.dtype])
-    for number in range(verdict.attempts):
-        seen = [rank.attempts[number] for rank in ranks]
+    _copies(verdict, -1, [rank.copies for rank in start], before, dtype)
+    for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
         step = _Judged(config, optimizer, number, before, after, [attempt.scalars for attempt in seen])
@@ -98,7 +98,7 @@ def judge(
             step.gradients(verdict, reference)
             step.norm(verdict)
             step.update(verdict)
-        _copies(verdict, number, [attempt.copies for attempt in seen], after, DTYPES[config.precision.dtype])
+        _copies(verdict, number, [attempt.copies for attempt in seen], after, dtype)
         before = after
     # A step that overflows has nothing to compare: where all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped

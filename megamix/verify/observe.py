@@ -50,17 +50,9 @@ class ObservedStep:
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
 
 
-@dataclass(slots=True)
-class Observation:
-    """A run on one rank."""
-
-    start: list[Fragment]  # masters and states before the first step
-    start_copies: list[Fragment]
-    attempts: list[ObservedStep] = field(default_factory=list)
-
-
-def observe(config: Config, updates: int, overflow_at: int | None) -> Observation:
-    """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite.
+def observe(config: Config, updates: int, overflow_at: int | None) -> list[ObservedStep]:
+    """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite. What is
+    returned begins with what there was before the first step: no scalars, and no gradient.
 
     Every rank of the layout that `config` names must call it.
     """
@@ -73,16 +65,15 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> Observatio
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
     passes = build_passes(config, engine, model, stages)
     poison = Poison(engine)
-    run = Observation(list(_states(engine)), list(_copies(engine)))
-    while len(run.attempts) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
-        attempt = len(run.attempts)
+    run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]
+    while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         micro_batches = batches(config, attempt, topology.dp.rank)
         loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
         passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()
         owned = [*_gradients(engine), *_states(engine)]
-        run.attempts.append(ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
+        run.append(ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
     return run
 
 

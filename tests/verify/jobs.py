@@ -18,7 +18,7 @@ from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
 from megamix.parallel import build
 from megamix.verify.command import parse_layout
-from megamix.verify.observe import Observation, observe
+from megamix.verify.observe import ObservedStep, observe
 
 FAMILIES = {
     "llama": {"num_kv_heads": 4},
@@ -62,11 +62,11 @@ def make_config(
     return place.apply(config_from_dict(tree), accumulation)
 
 
-def observe_case(config: Config) -> Observation:
+def observe_case(config: Config) -> list[ObservedStep]:
     return observe(config, UPDATES, OVERFLOW_AT)
 
 
-def observe_bug(config: Config, bug: str) -> Observation:
+def observe_bug(config: Config, bug: str) -> list[ObservedStep]:
     """The same with a bug planted on every rank."""
     with BUGS[bug]():
         return observe(config, UPDATES, None)

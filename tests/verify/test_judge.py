@@ -9,12 +9,12 @@ import torch
 
 from megamix.config import Config
 from megamix.verify.judge import Verdict, judge
-from megamix.verify.observe import MOST_SKIPPED, Observation
+from megamix.verify.observe import MOST_SKIPPED, ObservedStep
 from tests.conftest import FULL
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
 
 
-def _judge(config: Config, ranks: list[Observation], overflow_at: int | None) -> Verdict:
+def _judge(config: Config, ranks: list[list[ObservedStep]], overflow_at: int | None) -> Verdict:
     return judge(config, ranks, torch.device("cpu"), UPDATES, overflow_at)
 
 

@@ -12,7 +12,7 @@ import torch
 from megamix.config import Config
 from megamix.verify.command import parse_layout
 from megamix.verify.judge import judge
-from megamix.verify.observe import Observation
+from megamix.verify.observe import ObservedStep
 from tests.conftest import FULL
 from tests.verify.covering import Run, covering_runs, whole_matrix
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
@@ -39,7 +39,7 @@ def _allowed(run: Run) -> bool:
     return has_sequence and (layout.size("pp") > 1 or run["schedule"] == SCHEDULES[0])
 
 
-def _observe_all(configs: list[Config]) -> list[Observation]:
+def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
     return [observe_case(config) for config in configs]
 
 
