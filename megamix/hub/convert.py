@@ -6,9 +6,9 @@ tokenizer.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from megamix.hub.family_configs import write_config
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
+
+T = TypeVar("T")
 
 MODEL = "model.toml"
 FILE_SIZE = 1 << 30  # bytes of one file at most: all ranks share in reading them
@@ -67,24 +69,25 @@ def _write_checkpoint(folder: Path, model: ModelConfig, weights: Weights, config
     )  # fmt: skip
     files = Files()
     begun = folder / begin(folder, Snapshot(manifest, []), files)
+    most = file_size // 4  # elements; a parameter larger than a file is cut
+    parts = (StateBox(name, MASTER, box) for name, shape in shapes.items() for box in pieces(Box.whole(shape), most))
     written = [
         write_rank(begun, number, _box_chunks(boxes, weights), files)
-        for number, boxes in enumerate(_files_of(shapes, file_size))
+        for number, boxes in enumerate(_filled(parts, lambda part: part.box.numel, most))
     ]
     return commit(begun, manifest, written, files)
 
 
-def _files_of(shapes: dict[str, tuple[int, ...]], file_size: int) -> Iterator[list[StateBox]]:
-    """Which boxes each file holds; a parameter larger than a file is cut."""
-    held: list[StateBox] = []
-    room = most = file_size // 4  # elements
-    for name, shape in shapes.items():
-        for box in pieces(Box.whole(shape), most):
-            if held and box.numel > room:
-                yield held
-                held, room = [], most
-            held.append(StateBox(name, MASTER, box))
-            room -= box.numel
+def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Which items each file holds, in order: at most `most` elements together, or one item."""
+    held: list[T] = []
+    room = most
+    for item in items:
+        if held and numel(item) > room:
+            yield held
+            held, room = [], most
+        held.append(item)
+        room -= numel(item)
     yield held
 
 
@@ -134,7 +137,8 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
     by_tensor: dict[str, list[Link]] = defaultdict(list)
     for link in links:
         by_tensor[link.theirs].append(link)
-    shards = list(_shards(shapes, shard_size // itemsize))
+    filled = _filled(shapes.items(), lambda tensor: math.prod(tensor[1]), shard_size // itemsize)
+    shards = [dict(tensors) for tensors in filled]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
         head = safetensors_header(shard, _FORMAT[dtype], itemsize, {"format": "pt"})
@@ -144,19 +148,6 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
     return size
-
-
-def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Whole tensors of at most `most` elements together."""
-    shard: dict[str, tuple[int, ...]] = {}
-    held = 0
-    for name, shape in shapes.items():
-        if shard and held + math.prod(shape) > most:
-            yield shard
-            shard, held = {}, 0
-        shard[name] = shape
-        held += math.prod(shape)
-    yield shard
 
 
 def _chunks(

@@ -77,7 +77,7 @@ def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Eva
 
 def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[np.int64]]:
     """INT64 (2, windows, T): tokens, and their targets or IGNORE. Full windows together, a shorter last one alone."""
-    full: list[NDArray[np.int64]] = []
+    alike: list[NDArray[np.int64]] = []  # windows of one length
     most = max(1, _TOKENS // seq_len)
     counted = 0  # the last target that has counted: its place in the file
     for start in range(0, len(tokens), stride):
@@ -85,17 +85,13 @@ def _batches(tokens: FileArray, seq_len: int, stride: int) -> Iterator[NDArray[n
         window = np.stack([tokens[start:end], tokens[start + 1 : end + 1]]).astype(np.int64)
         window[1, : counted - start] = IGNORE
         counted = end
-        if end - start < seq_len:
-            if full:
-                yield np.stack(full, axis=1)
-            yield window[:, None]
-            return
-        full.append(window)
-        if len(full) == most or end == len(tokens) - 1:
-            yield np.stack(full, axis=1)
-            full = []
+        if len(alike) == most or (alike and end - start < seq_len):
+            yield np.stack(alike, axis=1)
+            alike = []
+        alike.append(window)
         if end == len(tokens) - 1:
-            return
+            break
+    yield np.stack(alike, axis=1)
 
 
 def _text_bytes(prefix: Path) -> int | None:
