@@ -43,7 +43,7 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 
 
 def newest_checkpoint(
-    folder: Path, together: Together, files: Files | None = None, before: str | None = None, check: Check | None = None
+    folder: Path, together: Together, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
     """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
     not are set aside, with one line each. Every rank must call it.
@@ -52,15 +52,14 @@ def newest_checkpoint(
         try:
             return read_together(folder / name, together, check)
         except DamagedCheckpoint as error:
-            _set_aside(folder / name, error, together, files)
+            _set_aside(folder / name, error, together)
             before = name  # set aside or not: the disk may be read-only
     return None
 
 
 def load_or_older(
-    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, files: Files | None = None,
-    check: Check | None = None,
-) -> Checkpoint | None:  # fmt: skip
+    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, check: Check | None = None
+) -> Checkpoint | None:
     """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
     aside, with one line each. Every rank must call it.
 
@@ -73,8 +72,8 @@ def load_or_older(
             load(found, engine, together)
             break
         except DamagedCheckpoint as error:
-            _set_aside(found.path, error, together, files)
-            found = newest_checkpoint(found.path.parent, together, files, found.path.name, check)
+            _set_aside(found.path, error, together)
+            found = newest_checkpoint(found.path.parent, together, found.path.name, check)
     return found
 
 
@@ -82,12 +81,12 @@ def _newest_name(folder: Path, before: str | None) -> str | None:
     return next((path.name for path in checkpoints(folder, before)), None)
 
 
-def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together, files: Files | None) -> None:
+def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> None:
     if together.rank != 0:
         return
     target = path.with_name(damaged_name(path.name))
     try:
-        (files or Files()).rename(path, target)
+        Files.rename(path, target)
         log.warning("checkpoint refused and set aside as %s: %s", target.name, reason)
     except OSError as error:
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)

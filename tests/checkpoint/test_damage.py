@@ -138,15 +138,15 @@ def test_what_one_rank_finds_all_ranks_refuse(run_ranks, ready: Path, tmp_path: 
         assert run_ranks(resume, size, folder) == [(1, [])] * size
 
 
-def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path) -> None:
-    class ReadOnly(Files):
-        def rename(self, path: Path, target: Path) -> None:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over(ready: Path, monkeypatch) -> None:
+    def rename(path: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    monkeypatch.setattr(Files, "rename", rename)
     checkpoint, engine = read_checkpoint(ready / NEWER), make_engine()
     wrong = [record.model_copy(update={"crc32": record.crc32 ^ 1}) for record in checkpoint.manifest.files]
     manifest = checkpoint.manifest.model_copy(update={"files": tuple(wrong)})
-    found = load_or_older(replace(checkpoint, manifest=manifest), engine, alone(), ReadOnly())
+    found = load_or_older(replace(checkpoint, manifest=manifest), engine, alone())
     assert found is not None
     assert (found.path.name, differences(engine, 1)) == (OLDER, [])
     assert listing(ready) == [OLDER, NEWER]
