@@ -19,7 +19,7 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update, update_shard
 from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.master_shard import MasterShard
@@ -91,12 +91,10 @@ class UpdateRank:
 
     def _update(self, update: Update) -> None:
         """Update as engine.step() does: bucket by bucket, run by run."""
-        for bucket, half in enumerate(self._half):
-            master, states = self._shard.master[bucket], self._shard.states[bucket]
-            for run in self._shard.runs[bucket]:
-                part = slice(run.start, run.end)
-                run_states = tuple(state[part] for state in states)
-                update(self._grads[bucket][part], master[part], run_states, half[part], run.group, self._scalars)
+        grads, shard, half = self._grads, self._shard, self._half
+        for k, runs in enumerate(shard.runs):
+            cuts = [(run, update) for run in runs]
+            update_shard(cuts, grads[k], shard.master[k], shard.states[k], half[k], self._scalars)
 
     def _make_casts(self) -> Callable[[], None]:
         """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megamix.config import PrecisionConfig
-from megamix.mixed_precision.culprits import Origins, ParamPeak, gather_origins, gather_peaks
+from megamix.mixed_precision.culprits import Origins, ParamPeak, gather_origins, gather_peaks, headroom
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import layers_of
 from megamix.mixed_precision.step import Examination
@@ -44,7 +44,8 @@ def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
 
 def _nearest(rest: Sequence[ParamPeak]) -> str:
     nearest = max(rest, key=lambda peak: peak.max_abs)
-    away = f", {nearest.headroom:.1f} octaves below 65504" if nearest.headroom >= 0 else ""
+    octaves = headroom(nearest.max_abs)
+    away = f", {octaves:.1f} octaves below 65504" if octaves >= 0 else ""
     return f"the largest of the others is {nearest.name} at {nearest.max_abs:.4g}{away}"
 
 

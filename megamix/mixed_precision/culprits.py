@@ -39,10 +39,6 @@ class ParamPeak(NamedTuple):
             return "inf"
         return None if math.isfinite(self.sum_of_squares) else "too large to square"
 
-    @property
-    def headroom(self) -> float:
-        return headroom(self.max_abs)
-
 
 def headroom(max_abs: float) -> float:
     """Octaves between the largest element and the end of FP16, log2(65504 / max_abs), in whatever dtype it is.
