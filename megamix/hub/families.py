@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megamix.checkpoint.boxes import Box
 from megamix.config import ModelConfig
 from megamix.hub import family_configs as configs
+from megamix.model.sizes import effective
 from megamix.model.transformer import meta_model
 
 
@@ -70,7 +71,7 @@ class Family:
 
     def misfits(self, config: ModelConfig) -> list[str]:
         """Return why this family has no such model; empty if it has."""
-        given = configs.effective(config)
+        given = effective(config)
         return [
             f"model.{key} is {given[key]}, {self.model_type} has {' or '.join(map(str, values))}"
             for key, values in configs.allowed(self.model_type, config).items()

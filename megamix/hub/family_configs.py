@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamix.config import ModelConfig, RopeScaling, model_problems
-from megamix.model import sizes
+from megamix.model.sizes import effective
 
 Json = Mapping[str, Any]
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -26,17 +26,6 @@ ROTARY_SIZES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
 }  # fmt: skip
-
-
-def effective(config: ModelConfig) -> dict[str, Any]:
-    """Return the section's values, those that are not set replaced by what they come to."""
-    filled = {
-        "num_kv_heads": sizes.num_kv_heads(config),
-        "head_dim": sizes.head_dim(config),
-        "ffn_hidden_size": sizes.ffn_hidden_size(config),
-        "qkv_bias": sizes.qkv_bias(config),
-    }
-    return {**{key: getattr(config, key) for key in type(config).model_fields}, **filled}
 
 
 def read_config(model_type: str, json: Json) -> ModelConfig:

@@ -19,7 +19,8 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
 from megamix.config import ModelConfig
 from megamix.hub.families import FAMILIES, Family, Link, their_shapes
-from megamix.hub.family_configs import effective, read_config, shown
+from megamix.hub.family_configs import read_config, shown
+from megamix.model.sizes import effective
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")

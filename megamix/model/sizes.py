@@ -1,6 +1,7 @@
 """Sizes that follow from a ModelConfig, and counts of parameters and floating-point operations by them."""
 
 import re
+from typing import Any
 
 import torch
 
@@ -23,6 +24,12 @@ def ffn_hidden_size(config: ModelConfig) -> int:
 
 def qkv_bias(config: ModelConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
+
+
+def effective(config: ModelConfig) -> dict[str, Any]:
+    """Return the section's values, those that are not set replaced by what they come to."""
+    filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias)}
+    return dict(config) | filled
 
 
 # Dense peak of FP16 and BF16 products in operations per second, by the name the driver gives the device. A slice of a

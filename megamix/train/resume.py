@@ -14,7 +14,7 @@ from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint
 from megamix.config import Config, ConfigError, DataSource, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model import sizes
+from megamix.model.sizes import effective
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 from megamix.train.same_job import flat
 from megamix.train.saved_run import Progress, check_run
@@ -181,9 +181,7 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
     known = {name: keys[f"model.{name}"] for name in ModelConfig.model_fields if f"model.{name}" in keys}
-    model = ModelConfig.model_validate(known)
-    sized = {size.__name__: size(model) for size in (sizes.head_dim, sizes.num_kv_heads, sizes.ffn_hidden_size)}
-    meant = model.model_dump() | sized | {"qkv_bias": sizes.qkv_bias(model)}
+    meant = effective(ModelConfig.model_validate(known))
     split = keys.get("data.split")
     return keys | {f"model.{name}": value for name, value in meant.items()} | {
         "data.split": split and split[0] / sum(split)
