@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megamix.comm.topology import Topology
 from megamix.config import Config, ConfigError, check_world_size
 from megamix.config.checks import check_config
 from megamix.plan.activations import Machine
@@ -67,16 +68,10 @@ def _record(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> dict[s
 
 def _table(plan: MemoryPlan) -> Iterator[str]:
     kind = "a GPU" if plan.machine == "gpu" else "a CPU"
-    sizes, of_stage = f"{plan.dp_size} rank(s)", ""
-    if plan.tp_size * plan.pp_size > 1:
-        sizes = (
-            f"{plan.dp_size * plan.tp_size * plan.pp_size} rank(s) "
-            f"(pp {plan.pp_size} x dp {plan.dp_size} x tp {plan.tp_size})"
-        )
-    if plan.pp_size > 1:
-        of_stage = f"; those of pp rank {plan.pp_rank}, which need the most"
+    mesh = Topology.place(0, pp_size=plan.pp_size, dp_size=plan.dp_size, tp_size=plan.tp_size)
+    of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if plan.pp_size > 1 else ""
     yield (
-        f"{sizes}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
+        f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
         f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"
     )
     yield from _rows("held between steps", plan.held, plan.resident)
