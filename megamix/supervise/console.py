@@ -55,8 +55,7 @@ class Console:
 
     def line(self, text: str) -> None:
         if self._bar is not None:
-            with suppress(OSError):
-                self._bar.write(text)
+            self._on_bar("write", text)
         elif self._speaks:
             say(text)
 
@@ -70,14 +69,15 @@ class Console:
 
     def advance(self, steps: int = 1) -> None:
         """Steps have ended."""
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.update(steps)
+        self._on_bar("update", steps)
 
     def close(self) -> None:
-        if self._bar is not None:
-            with suppress(OSError):
-                self._bar.close()
+        self._on_bar("close")
+
+    def _on_bar(self, call: str, *arguments: object) -> None:
+        with suppress(OSError):
+            if self._bar is not None:
+                getattr(self._bar, call)(*arguments)
 
 
 def _progress_bar(steps: int) -> Any:

@@ -129,11 +129,6 @@ class RollCall:
         verdict = verdict.fit()
         return Judgement.read(self._store.compare_set("verdict", "", json.dumps(verdict)), self.size) or verdict
 
-    def end(self, sign: Sign) -> None:
-        """Kill a rank of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""
-        if sign.is_here:
-            self.siblings.end(sign.pid)
-
 
 def names(ranks: Iterable[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2, 4 to 9`; of many runs of neighbours the first, and how many ranks are left."""

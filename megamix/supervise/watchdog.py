@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from torch.distributed import DistNetworkError
@@ -82,9 +81,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closing.set()
         self._thread.join()
         if self._roll is not None:
@@ -280,9 +277,10 @@ class _Suspicion:
 
 
 def _end_missing(verdict: Judgement, roll: RollCall) -> None:
+    """Kill those of this launcher: a stopped process notices nothing, and would keep its memory and its GPU."""
     for rank, sign in roll.signs().items():
-        if rank in verdict.missing:
-            roll.end(sign)
+        if rank in verdict.missing and sign.is_here:
+            roll.siblings.end(sign.pid)
 
 
 def _speaker(verdict: Judgement, roll: RollCall) -> int:
