@@ -26,10 +26,6 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
-    @staticmethod
-    def of(group: dist.ProcessGroup) -> Axis:
-        return Axis(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
-
 
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -67,7 +63,7 @@ class Topology:
                 return Topology()
             group = dist.group.WORLD
             assert group is not None
-        axis = Axis.of(group)
+        axis = Axis(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
         return Topology(world=axis, dp=axis, stage=axis)
 
     @staticmethod

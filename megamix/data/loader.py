@@ -96,7 +96,7 @@ class BatchLoader:
         return self._read(samples) if read is None or read.cancel() else read.result()
 
     def load(self, samples: Samples) -> Batch:
-        """Return the batch of several ranges, on the device."""
+        """Return the batch of several ranges, on the device. Raises: whatever the source raises."""
         return joined([self.get(part) for part in samples]).to(self._device)
 
     def close(self) -> None:

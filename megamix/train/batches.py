@@ -9,7 +9,7 @@ import torch
 
 from megamix.comm.topology import Topology
 from megamix.config import Config
-from megamix.data.loader import Batch, BatchLoader
+from megamix.data.loader import BatchLoader
 from megamix.data.sampler import Samples, micro_batches
 from megamix.parallel.passes import Passes
 
@@ -18,7 +18,7 @@ class RankBatches:
     """Cuts global batches into this rank's micro-batches, and reads those."""
 
     def __init__(self, loader: BatchLoader, topology: Topology, micro_batch_size: int):
-        self._loader, self._dp, self._micro_batch_size = loader, topology.dp, micro_batch_size
+        self.loader, self._dp, self._micro_batch_size = loader, topology.dp, micro_batch_size
 
     def micro_batches(self, batch: Samples) -> list[Samples]:
         size, dp = self._micro_batch_size, self._dp
@@ -28,11 +28,7 @@ class RankBatches:
         """Announce a global batch, so that it is read while another one is computed."""
         for samples in self.micro_batches(batch):
             for part in samples:
-                self._loader.prefetch(part)
-
-    def load(self, samples: Samples) -> Batch:
-        """Return a micro-batch, on the device. Raises: whatever the source raises."""
-        return self._loader.load(samples)
+                self.loader.prefetch(part)
 
 
 class Validation:
@@ -50,16 +46,16 @@ class Validation:
 
         `before_each`: called before each batch; what it raises ends the validation.
         """
-        engine, batches = self._passes.engine, self._batches
+        engine, mine, batches = self._passes.engine, self._rank_batches, self._batches
         engine.module.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=engine.device)  # of losses, of their weights
-        self._rank_batches.prefetch(batches[0])
+        mine.prefetch(batches[0])
         for number, batch in enumerate(batches, start=1):
             before_each()
             if number < len(batches):
-                self._rank_batches.prefetch(batches[number])
+                mine.prefetch(batches[number])
             with engine.clock.span("validation"):
-                sums += self._passes.evaluate(map(self._rank_batches.load, self._rank_batches.micro_batches(batch)))
+                sums += self._passes.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
         engine.module.train()
         loss_sum, weight_sum = engine.collectives.table(sums).sum(0).tolist()
         return loss_sum / weight_sum if weight_sum else math.nan

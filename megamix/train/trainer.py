@@ -160,7 +160,7 @@ class Trainer:
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self.batches.micro_batches(global_batch.samples):
             with self.engine.clock.span("data"):
-                batch = self.batches.load(samples)
+                batch = self.batches.loader.load(samples)
             # Not before: the thread that reads would hold Python's lock, and this one wait for it instead of computing.
             self.batches.prefetch(self.plan.next_new())
             yield MicroBatch(batch, self._seed_of_dropout(samples, global_batch.tries))

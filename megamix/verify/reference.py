@@ -26,9 +26,7 @@ class Step:
 
     losses: list[float]  # of each micro-batch
     grads: Tensors  # FP64, of the mean loss: no scale
-    magnitudes: dict[
-        str, float
-    ]  # of each parameter: the largest sum of magnitudes over the micro-batches, over their number
+    magnitudes: dict[str, float]  # of each parameter: the largest sum over the micro-batches, over their number
 
 
 class ExactOps(Ops):
