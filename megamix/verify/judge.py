@@ -109,8 +109,7 @@ def judge(
 
 def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
     for name, problem in whole.problems:
-        verdict.worst["copies"] = math.inf
-        verdict.differences.append(Difference(number, f"copies ({problem})", name, math.inf, 0.0))
+        verdict.note(number, f"copies ({problem})", name, math.inf, 0.0)
 
 
 def _copies(
