@@ -55,7 +55,7 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
     return checkpoint
 
 
-def _write_checkpoint(folder: Path, model: ModelConfig, weights: Weights, config: str, file_size: int) -> str:
+def _write_checkpoint(folder: Path, model: ModelConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
     """Its name. Committed as a save of a run is."""
     shapes = param_shapes(model)
     tied = ("head.weight",) if model.tie_embeddings else ()
@@ -91,7 +91,7 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
     yield held
 
 
-def _box_chunks(boxes: list[StateBox], weights: Weights) -> Iterator[memoryview]:
+def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memoryview]:
     yield memoryview(header(boxes))
     for part in boxes:
         for piece in pieces(part.box):  # in order, so that one after the other they are the box

@@ -60,9 +60,6 @@ class WatchedWeights:
             self._found[param] = before + count, first
         return values
 
-    def where(self, param: str, place: tuple[int, ...]) -> str:
-        return self._weights.where(param, place)
-
     def judge(self, allow: bool) -> None:
         """After all is read. Raises: ValueError with the tensors' names, unless the user has allowed it."""
         if not self._found:
