@@ -136,10 +136,13 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.norm = _norm(config, ops)
         self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.slopes, self.is_compiled = slopes, False
+        self.slopes, self.is_compiled = slopes, config.compile
         self.reset_parameters()
         if config.compile:
-            self.compile_blocks()
+            # Never the whole model: its gradients would all become ready at the very end of backward.
+            for block in self.blocks:  # one graph serves all of them
+                block.compile(dynamic=False)
+            self.slopes = torch.compile(slopes, dynamic=False)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -170,16 +173,6 @@ class Transformer(nn.Module):
             parameter.normal_(0, self.config.init_std / math.sqrt(branches))
         else:
             parameter.normal_(0, self.config.init_std)
-
-    def compile_blocks(self) -> None:
-        """Compile every block (one graph serves all of them) and the loss's slopes; call it before the first forward.
-
-        Never the whole model: its gradients would all become ready at the very end of backward.
-        """
-        for block in self.blocks:
-            block.compile(dynamic=False)
-        self.slopes = torch.compile(slopes, dynamic=False)
-        self.is_compiled = True
 
     def forward(
         self,
