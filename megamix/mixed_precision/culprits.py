@@ -62,7 +62,7 @@ def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Seque
     """Return one rank's statistics by parameter, 0 where it owns nothing. Shapes: FP64 (2, pieces) -> (params, 2)."""
     index = {name: row for row, name in enumerate(param_names)}
     peaks = torch.zeros(len(param_names), 2, dtype=torch.float64)
-    peaks[[index[piece.name] for piece in pieces]] = by_piece.T
+    peaks[[index[piece.spec.name] for piece in pieces]] = by_piece.T
     return peaks
 
 

@@ -198,7 +198,7 @@ class ShardedEngine:
         """
         grad_shards, by_piece, stats = self._sum_and_agree("step()")
         with self.clock.span("update"):
-            cuts, examination = self._cuts, self.under_way.take_examination()
+            cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
             if examination is not None:
                 cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self._update)
             # The scale that backward used: the next step's may differ from it by the growth factor.

@@ -66,7 +66,7 @@ def watch(
     for own, grad_shard in zip(pieces, grad_shards, strict=True):
         cuts.append([])
         for piece in own:
-            layer = examination.layers.index(layer_of(piece.name))
+            layer = examination.layers.index(layer_of(piece.spec.name))
             for chunk in torch.split(grad_shard[piece.elements], _CHUNK):
                 count_exponents(chunk, examination.exponents[layer])
                 examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()

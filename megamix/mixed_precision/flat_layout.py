@@ -84,10 +84,6 @@ class Piece:
     numel: int  # elements of the parameter; what follows them is padding
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
     def elements(self) -> slice:
         """Return where the parameter's elements lie in the shard, without the padding."""
         return slice(self.start, self.start + self.numel)

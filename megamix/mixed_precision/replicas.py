@@ -136,7 +136,7 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
         unequal = (master != engine.half_params.flat[index].view(bits)).view(size, -1)
         for owner in range(size):
             for piece in engine.layout.buckets[index].shard_pieces(owner):
-                pieces.append((owner, piece.name))
+                pieces.append((owner, piece.spec.name))
                 differs.append(unequal[owner, piece.start : piece.end].any())
     by_rank = among.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
     numbers, found = among.axis.ranks, []

@@ -99,11 +99,6 @@ class StepUnderWay:
         self._ended = last
         return self._ended or self.micro_batches == self.grad_accum_steps
 
-    def take_examination(self) -> Examination | None:
-        """Return the examination of this step; the next one has none."""
-        examination, self.examination = self.examination, None
-        return examination
-
     def reset(self) -> None:
         """Let the next micro-batch be a step's first."""
         self.micro_batches, self._ended = 0, False

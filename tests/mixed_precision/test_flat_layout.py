@@ -48,8 +48,8 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
                 assert piece.start % ROW == 0
                 for element in (piece.start, piece.end - 1):
                     before = [slot for slot in bucket.slots if slot.start <= rank * shard_numel + element]
-                    assert before[-1].spec.name == piece.name
-                (slot,) = [slot for slot in bucket.slots if slot.spec.name == piece.name]
+                    assert before[-1].spec.name == piece.spec.name
+                (slot,) = [slot for slot in bucket.slots if slot.spec.name == piece.spec.name]
                 real = [slot.start <= rank * shard_numel + e < slot.end for e in range(piece.start, piece.end)]
                 assert real == [True] * piece.numel + [False] * (piece.end - piece.start - piece.numel)
         # The ranks' runs, put end to end, are the bucket's elements in order, with their groups.
