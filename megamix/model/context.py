@@ -13,10 +13,9 @@ from torch import Tensor
 class Documents:
     """The documents of a batch in one of two forms."""
 
+    # Those of all pieces of documents, one sequence after the other; they add up to B * T.
     lengths: tuple[int, ...] = ()
-    """Those of all pieces of documents, one sequence after the other; they add up to B * T."""
-    mask: Tensor | None = None
-    """BOOL (B, 1, T, T): whether a row's token sees a column's."""
+    mask: Tensor | None = None  # BOOL (B, 1, T, T): whether a row's token sees a column's
 
 
 def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:

@@ -220,13 +220,10 @@ class BatchPlan:
     def state(self) -> PlanState:
         """Return what is needed to go on as if never stopped; only with nothing in flight."""
         assert not self._in_flight, "outcomes are still to come"
-        return self._so_far()
+        return self.so_far()
 
-    def counters(self) -> dict[str, float | list[int]]:
+    def so_far(self) -> PlanState:
         """Return what every rank must have counted alike, whatever is in flight."""
-        return self._so_far().counters()
-
-    def _so_far(self) -> PlanState:
         waiting = [WaitingBatch.of(batch, due - self.launched) for due, batch in self._waiting]
         left_over = [WaitingBatch.of(GlobalBatch((part,)), 0) for part in self._left_over]
         return PlanState(

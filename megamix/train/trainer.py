@@ -155,7 +155,7 @@ class Trainer:
             self._examinations[attempt.number] = result.examination
         if _is_due(attempt.number, self.config.checkpoint.replica_check_interval):
             with self.engine.clock.span("replica_check"):
-                check_replicas(self.engine, self.plan.counters())
+                check_replicas(self.engine, self.plan.so_far().counters())
 
     def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
         for samples in self.batches.micro_batches(global_batch.samples):
