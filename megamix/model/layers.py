@@ -77,7 +77,8 @@ class RotaryTable(nn.Module):
 
     def _fill(self, device: torch.device) -> None:
         if device.type == "meta":  # an outline, perhaps of any length; arange would import the compiler
-            cos, sin = (torch.empty(self.seq_len, self.head_dim // 2, device=device) for _ in range(2))
+            shape = self.seq_len, self.head_dim // 2
+            cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         else:
             # FP64 until the end: in FP32 an angle of some thousand radians is already off by 1e-4.
             pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.config import ModelConfig
+from megamix.model.layers import RotaryTable
 from megamix.model.ops import Ops
 from megamix.model.transformer import Block, Transformer
 from tests.model.rounding import UNIT, WIDE
@@ -116,6 +117,16 @@ def test_a_model_on_the_meta_device_is_filled_by_to_empty_and_reset() -> None:
     torch.manual_seed(0)
     model.reset_parameters()
     assert torch.equal(model(*batch()), model_of()(*batch()))
+
+
+def test_rotary_tables_are_fp32_on_the_meta_device_too() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            tables = RotaryTable(8, 4, 1e4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {tables.cos.dtype, tables.sin.dtype} == {torch.float32}
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
