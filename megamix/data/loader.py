@@ -58,7 +58,8 @@ class BatchLoader:
 
     The caller alone decides the order, by sample numbers: `get` works for any range, announced or not, and what it
     returns depends on the range only. At most `max_ready` announced batches are read before they are asked for. An
-    exception of the reading thread is raised by the `get` that asks for its batch. One thread makes all calls.
+    exception of the reading thread is raised by the `get` that asks for its batch. One thread makes all calls, `close`
+    the last: without it Python's own end waits for the reads.
     """
 
     def __init__(self, source: SampleSource, device: torch.device, *, max_ready: int = 4) -> None:
