@@ -100,7 +100,7 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path: Path
 
 
 def test_fewer_than_two_are_never_kept(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="keep must be at least 2 checkpoints, got 1"):
         Saver(tmp_path, 1, alone(), lambda path: None, _never)
 
 
