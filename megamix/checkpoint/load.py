@@ -43,7 +43,7 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 
 
 def newest_checkpoint(
-    folder: Path, together: Together, before: str | None = None, check: Check | None = None
+    folder: Path, together: Together, *, before: str | None = None, check: Check | None = None
 ) -> Checkpoint | None:
     """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
     not are set aside, with one line each. Every rank must call it.
@@ -58,7 +58,7 @@ def newest_checkpoint(
 
 
 def load_or_older(
-    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, check: Check | None = None
+    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, check: Check | None = None
 ) -> Checkpoint | None:
     """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
     aside, with one line each. Every rank must call it.
@@ -73,7 +73,7 @@ def load_or_older(
             break
         except DamagedCheckpoint as error:
             _set_aside(found.path, error, together)
-            found = newest_checkpoint(found.path.parent, together, found.path.name, check)
+            found = newest_checkpoint(found.path.parent, together, before=found.path.name, check=check)
     return found
 
 
