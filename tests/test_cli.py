@@ -148,8 +148,8 @@ def test_prepare_takes_a_named_corpus(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_wrong_input_is_answered_before_torch_is_imported() -> None:
     code = (
         "import sys; from megamix.cli import main; "
-        f"status = main(['train', {QUICKSTART!r}, 'optimizer.lr=-1']); "
-        "assert 'torch' not in sys.modules; assert 'numpy' not in sys.modules; sys.exit(status)"
+        f"status = main(['train', {QUICKSTART!r}, 'optimizer.lr=-1']); assert 'numpy' not in sys.modules; "
+        "assert main(['plot', 'nowhere']) == status; assert 'torch' not in sys.modules; sys.exit(status)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 2, done.stderr

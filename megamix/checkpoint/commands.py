@@ -13,8 +13,8 @@ import torch
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
-from megamix.checkpoint.manifest import printable, read_manifest
-from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, PieceReader, check_size, verify_checkpoint
+from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest
+from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint
 from megamix.config import effective_tables
 
 _ABSENT = "(none)"
@@ -82,7 +82,8 @@ def _checkpoints(path: Path) -> list[Path]:
     """Those of a run or folder, the newest first; or the path itself."""
     folder = _folder(path)
     found = checkpoints(folder)
-    if not found and folder != path:
+    # A run that has not saved yet is not damaged; what is named as a checkpoint is.
+    if not found and (folder != path or not (path.name.startswith("step_") or (path / MANIFEST).exists())):
         raise ValueError(f"{folder} holds no checkpoint")
     return found or [path]
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
-from megamix.checkpoint.manifest import FileRecord, Manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from megamix.checkpoint.snapshot import Part, owned_parts, state_names
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Check, Checkpoint, DamagedCheckpoint, PieceReader, read_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")

@@ -26,6 +26,14 @@ def printable(text: str, longest: int = _LONGEST) -> str:
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
 
 
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = [printable(problem) for problem in problems]
+        super().__init__("; ".join(self.problems))
+
+
 class Record(BaseModel):
     """Base of what is kept as JSON."""
 

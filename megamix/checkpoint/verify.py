@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import FileRecord, Manifest, printable, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, read_manifest
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 
 
@@ -30,14 +30,6 @@ class Checkpoint:
 
 # What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says.
 Check = Callable[[Manifest], None]
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint that must not be loaded; each of `problems` is a line that names a file."""
-
-    def __init__(self, problems: list[str]):
-        self.problems = [printable(problem) for problem in problems]
-        super().__init__("; ".join(self.problems))
 
 
 def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:

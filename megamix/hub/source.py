@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
-from megamix.checkpoint.manifest import MASTER
-from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint, PieceReader, verify_checkpoint
+from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint
+from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
 from megamix.config import ModelConfig
 from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
@@ -130,8 +130,10 @@ def open_source(path: Path) -> Source:
     if not (path / MANIFEST).is_file():
         found = checkpoints(path / CHECKPOINTS)
         if not found:
-            raise ValueError(f"{path} is no run, checkpoint or Hugging Face folder; it has none of "
-                             f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json")  # fmt: skip
+            raise ValueError(
+                f"{path} is no run with a checkpoint, no checkpoint and no Hugging Face folder; it has none of "
+                f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json"
+            )
         path = found[0]
     return _of_checkpoint(verify_checkpoint(path, check_if_run))
 

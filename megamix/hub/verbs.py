@@ -84,7 +84,7 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
             for line in verb(arguments):
                 print(line)
         except (ValueError, OSError) as error:  # by the contract of what is called: a mistake in the flags, or the disk
-            from megamix.checkpoint.verify import DamagedCheckpoint  # imports torch
+            from megamix.checkpoint.manifest import DamagedCheckpoint
 
             if not isinstance(error, DamagedCheckpoint):
                 raise ConfigError([str(error)], action or "flags") from error

@@ -8,9 +8,9 @@ from typing import Any
 
 from megamix.checkpoint.folder import checkpoints
 from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read_together
-from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import Checkpoint, DamagedCheckpoint
+from megamix.checkpoint.verify import Checkpoint
 from megamix.config import Config, ConfigError, DataSource, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine

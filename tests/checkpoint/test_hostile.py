@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import LARGEST
-from megamix.checkpoint.verify import DamagedCheckpoint, verify_checkpoint
+from megamix.checkpoint.manifest import LARGEST, DamagedCheckpoint
+from megamix.checkpoint.verify import verify_checkpoint
 from tests.checkpoint.seal import SHARD, body_of, edit, seal
 from tests.checkpoint.state import save_steps
 

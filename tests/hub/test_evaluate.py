@@ -120,7 +120,7 @@ def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
     assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "is no run, checkpoint or Hugging Face folder" in capsys.readouterr().err
+    assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in capsys.readouterr().err
 
 
 def test_the_harness_names_its_extra_where_it_is_missing(

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from megamix.checkpoint.folder import checkpoints
-from megamix.checkpoint.manifest import read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from megamix.checkpoint.together import Together
-from megamix.checkpoint.verify import DamagedCheckpoint, read_checkpoint
+from megamix.checkpoint.verify import read_checkpoint
 from megamix.cli import main
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
