@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.ranks import DEADLINE_S, RankPool
-from tests.programs import count_lines_on_few_ranks, count_no_lines_in_programs, counting
+from tests.programs import count_lines_on_first_rank, count_no_lines_in_programs, counting
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
@@ -23,8 +23,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the 
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-def _count_lines_on_few_ranks() -> None:
-    count_lines_on_few_ranks(dist.get_rank(), dist.get_world_size())
+def _count_lines_on_first_rank() -> None:
+    count_lines_on_first_rank(dist.get_rank())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,7 +50,7 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     def run(case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
         if world_size not in pools:
             pools[world_size] = RankPool(world_size)
-            pools[world_size].call(_count_lines_on_few_ranks)
+            pools[world_size].call(_count_lines_on_first_rank)
         return pools[world_size].call(case, *args, deadline_s=deadline_s)
 
     yield run

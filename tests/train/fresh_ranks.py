@@ -21,13 +21,13 @@ from megamix.supervise import watchdog
 from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.conftest import FULL
-from tests.programs import count_lines_on_few_ranks
+from tests.programs import count_lines_on_first_rank
 
 
 def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
-    count_lines_on_few_ranks(rank, size)
+    count_lines_on_first_rank(rank)
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
