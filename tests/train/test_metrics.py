@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, format_line
+from tests.train.broken_disk import FULL, broken_disk
 
 METRICS = StepMetrics(
     loss=5.43215,
@@ -83,6 +84,16 @@ def test_what_json_has_no_word_for_is_null(tmp_path: Path, value: float | None) 
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.write(1, {"grad_norm": value})
     assert rows(tmp_path) == [{"step": 1, "optim/grad_norm": None}]
+
+
+def test_what_a_full_disk_has_held_back_is_on_disk_when_the_writer_ends(tmp_path: Path) -> None:
+    with broken_disk(tmp_path) as disk:
+        with MetricsWriter(tmp_path, tensorboard=False) as writer:
+            writer.write(1, {"valid_loss": 4.5})
+            disk.fault = FULL
+            writer.write(2, {"valid_loss": 4.0})
+            disk.fault = None
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
 def test_a_second_writer_appends(tmp_path: Path) -> None:
