@@ -195,5 +195,6 @@ def test_a_rank_does_not_take_itself_for_dead_whatever_the_store_says(forged: st
     for rank in (0, 1):
         store.set(f"rank {rank}", forged if forged == "junk" else json.dumps(sign))
     suspicion = watchdog._Suspicion(roll)
+    assert suspicion.age_s() < DEADLINE_S  # it begins now: whoever was stopped itself waits before it blames another
     assert suspicion.idle_s() == 0
     assert suspicion.missing() == [1]
