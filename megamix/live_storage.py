@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 
-class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no types
     """While active, counts the storages that operations return or touch, until each is freed.
 
     Sees forward, backward and optimizer alike, but not the scratch memory inside a single operation. It slows every
@@ -21,7 +21,7 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, counts_meta: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # no types
         self._counts_meta = counts_meta
         self.live_bytes = 0
         self.peak_bytes = 0

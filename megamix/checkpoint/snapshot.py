@@ -114,7 +114,7 @@ class HostCopy:
         for part, piece in zip(snapshot.parts, pieces, strict=True):
             piece.copy_(part.tensor.view(-1), non_blocking=True)
         if on_gpu:  # pragma: CUDA only
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
             self._copied.record()
         parts = [replace(part, tensor=piece) for part, piece in zip(snapshot.parts, pieces, strict=True)]
         return replace(snapshot, parts=parts)

@@ -52,7 +52,7 @@ class HalfGrads:
                 name, view = slot.spec.name, flat[slot.start : slot.end].view(slot.spec.shape)
                 self._grads[name] = _ParamGrad(name, index, view, flat[slot.end : padded_end], slot.spec.counts)
                 hook = partial(HalfGrads._on_grad, weakref.ref(self), name)
-                params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # no types
         self.expect_step()
         self._warned: set[str] = set()
         self._inside_backward = False

@@ -43,12 +43,12 @@ class ParamGather:
         if self._beside_forward:
             # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
             # split it. Here and not where it is defined, since it imports the compiler.
-            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]
+            self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # no types
             for module, buckets in needs:
                 module.register_forward_pre_hook(_Await(self, buckets))
         everything = _Await(self, self.order_of_need)
         for module in model.modules():
-            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
         self._told_of_copy = half_params[0].dtype == torch.float32
 
     def launch(self, bucket: int) -> None:

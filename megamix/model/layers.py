@@ -92,7 +92,7 @@ class RotaryTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # half() would round the tables to three digits, to_empty() would leave them unset: fill them anew instead.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # no types
         self._fill(self.cos.device)
         return self
 

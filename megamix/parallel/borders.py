@@ -34,7 +34,7 @@ class Border:
         self._divides = sequence
         # A compiled block is cut in pieces at its borders: the compiler can trace some collectives of some backends.
         # Here and not above, since it imports the compiler: 2 s.
-        self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]
+        self._cross: Callable[..., Tensor] = torch.compiler.disable(apply)  # type: ignore[no-untyped-call]  # no types
 
     def begin(self, num_positions: int) -> None:
         """Begin a forward. Positions are divided where activations are kept for backward; a prompt has any length.

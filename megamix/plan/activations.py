@@ -129,7 +129,7 @@ def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> 
         for module in model.modules() if work.machine == "gpu" else ():
             # Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those.
             if type(getattr(module, "ops", None)) is Ops:
-                module.ops = kernels  # type: ignore[assignment]
+                module.ops = kernels  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
         stage = Stage(model, range(not is_first, num_blocks + (not is_first)))
         targets = torch.zeros(work.batch, dtype=torch.int64, device=device)
         x, came_back = (torch.zeros(work.hidden, dtype=work.dtype, device=device) for _ in range(2))
@@ -182,13 +182,13 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
     """
 
     def watch(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        args[0].register_hook(lambda grad: blocks_are_done())  # type: ignore[no-untyped-call]
+        args[0].register_hook(lambda grad: blocks_are_done())  # type: ignore[no-untyped-call]  # no types
 
     def drop_grad(param: Tensor) -> None:
         param.grad = None
 
     for param in part.parameters():
-        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(drop_grad)  # type: ignore[no-untyped-call]  # no types
     return first_block.register_forward_pre_hook(watch).remove
 
 

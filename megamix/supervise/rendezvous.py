@@ -35,9 +35,9 @@ def handler_creator() -> rendezvous.RendezvousHandlerCreator:
     return create_handler
 
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__  # noqa: E402
-from torch.distributed.elastic import rendezvous  # noqa: E402
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous  # noqa: E402
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in __all__  # noqa: E402  # see there
+from torch.distributed.elastic import rendezvous  # noqa: E402  # see create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous  # noqa: E402  # see create_handler
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 

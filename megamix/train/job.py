@@ -252,7 +252,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
     topology = engine.topology
     machine = "CPU, Gloo"
     if device.type == "cuda":  # pragma: CUDA only
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     numel = parameter_count(config.model)
     resident = engine.layout.resident_bytes(

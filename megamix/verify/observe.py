@@ -92,7 +92,7 @@ class Poison:
         world = engine.topology.world
         if world.rank == world.size - 1:
             name = next(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots)
-            engine.half_params.params[name].register_hook(self._poison)  # type: ignore[no-untyped-call]
+            engine.half_params.params[name].register_hook(self._poison)  # type: ignore[no-untyped-call]  # no types
 
     def _poison(self, grad: Tensor) -> Tensor:
         if not self.active:
