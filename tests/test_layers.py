@@ -13,11 +13,12 @@ PACKAGE = Path(__file__).parents[1] / "megamix"
 LONGEST_FILE = 300  # lines
 
 LAYER = {
+    "plugins": 0,
     "clock": 0,
     "tuned": 0,
     "durable": 0,
     "live_storage": 0,
-    "config": 0,
+    "config": 1,
     "comm": 1,
     "mixed_precision": 2,
     "data": 2,

@@ -1,4 +1,4 @@
-"""The sections [model] and [data], and what all sections are made of.
+"""The sections [model] and [data].
 
 GPT-2, Llama and Qwen are settings of the same keys (docs/models.md); tokens are mixed and packed as docs/data.md says.
 """
@@ -9,20 +9,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core.core_schema import ValidationInfo
+
+from megamix.plugins import Section
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
 # Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
 MOST_SAMPLES = 1_000_000
-
-
-class Section(BaseModel):
-    """A frozen table: unknown keys, wrong types, inf and nan are errors; a whole number may stand for a float."""
-
-    model_config = ConfigDict(
-        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 def power_of_two(value: float) -> float:

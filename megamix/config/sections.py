@@ -14,11 +14,11 @@ from megamix.config.model_and_data import (
     DataConfig,
     ModelConfig,
     PowerOfTwo,
-    Section,
     Share,
     Text,
     power_of_two,
 )
+from megamix.plugins import Section
 
 
 class OptimizerGroup(Section):

@@ -10,7 +10,6 @@ from torch import nn
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
-from megamix.config.model_and_data import Section
 from megamix.config.sections import LrScheduleConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
@@ -27,6 +26,7 @@ from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.transformer import Transformer
 from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
+from megamix.plugins import Section
 
 T = TypeVar("T")
 

@@ -1,0 +1,80 @@
+"""What a configuration can name: what is built in, and what plugins add. A plugin is a module that calls these
+functions when it is imported. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen table of a configuration: unknown keys, wrong types, inf and nan are errors; a whole number may stand
+    for a float. The text under a field is its description.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Door:
+    """The things of one kind, by name: the keys of each, and what was registered under it."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.sections: dict[str, type[Section]] = {}
+        self.registered: dict[str, Any] = {}  # a function that builds one, or a family
+
+    def register(self, name: str, section: type[Section], thing: Any) -> None:
+        """Raises: ValueError if the name is taken."""
+        if taken := self.registered.get(name) or self.sections.get(name):
+            raise ValueError(
+                f"{self.kind} {name!r} of {thing.__module__}: {taken.__module__} has registered one of that name; "
+                "give it another name"
+            )
+        self.sections[name], self.registered[name] = section, thing
+
+
+OPTIMIZERS = Door("optimizer")
+LOSS_SCALES = Door("loss scale rule")
+FAMILIES = Door("model family")
+SOURCES = Door("data source")
+READERS = Door("reader")
+TRACKERS = Door("tracker")
+
+
+def register_optimizer(name: str, section: type[Section], build: Callable[..., Any]) -> None:
+    """`optimizer.name = "NAME"`, with the section's keys in [optimizer.NAME].
+
+    `build(**keys, lr=, weight_decay=, groups=)` returns a `megamix.mixed_precision.optimizers.Optimizer`; a class does.
+    Raises, as all functions here: ValueError if the name is taken.
+    """
+    OPTIMIZERS.register(name, section, build)
+
+
+def register_loss_scale(name: str, section: type[Section], build: Callable[..., Any]) -> None:
+    """`precision.loss_scale.rule = "NAME"`, with the keys beside it. `build(**keys)` returns a `LossScale`."""
+    LOSS_SCALES.register(name, section, build)
+
+
+def register_family(family: Any) -> None:
+    """`model.family = "NAME"`, with the keys of `family.section` beside it; the name is `family.name`."""
+    FAMILIES.register(family.name, family.section, family)
+
+
+def register_source(name: str, section: type[Section], build: Callable[..., Any]) -> None:
+    """`{ NAME = { keys } }` in data.train, data.valid and stages, beside path and markov."""
+    SOURCES.register(name, section, build)
+
+
+def register_reader(suffix: str, read: Callable[..., Any]) -> None:
+    """Files that `megamix prepare` reads by the end of their name, as ".xyz"."""
+    READERS.register(suffix, Section, read)
+
+
+def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
+    """A table [metrics.NAME] with the section's keys, which turns it on."""
+    TRACKERS.register(name, section, build)
