@@ -43,7 +43,8 @@ class Case:
         return self.rounds * self.pp_size
 
     def config(self) -> ModelConfig:
-        sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 16, "num_layers": 9, "num_heads": 4}
+        layers = 2 * self.pp_size + 1  # two stages a rank, and one block more than stages
+        sizes = {"vocab_size": VOCAB, "seq_len": T, "hidden_size": 16, "num_layers": layers, "num_heads": 4}
         return ModelConfig(**sizes, **MODELS[self.model], tie_embeddings=self.tied, init_std=0.1, **dict(self.more))
 
 

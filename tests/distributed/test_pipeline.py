@@ -36,7 +36,7 @@ from tests.distributed.pipelines import (
     state_of,
 )  # fmt: skip
 
-STEPS = 3
+STEPS = 3 if FULL else 2
 DEADLINE_S = 900.0 if FULL else 120.0  # of many cases
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = ((FP32, None), (BF16, None), (FP16, None), (FP16, FP32))
@@ -49,7 +49,7 @@ def _picks(count: int, pp_size: int = 2) -> list[Case]:
         for schedule, (dtype, grad_dtype), model, rounds in itertools.product(
             SCHEDULES, DTYPES, ("gpt", "llama"), (1, 2)
         )
-        if pp_size == 2 or schedule in ("1f1b", "zbv_zero_bubble")  # 9 layers, and 8 stages need one each
+        if pp_size == 2 or schedule in ("1f1b", "zbv_zero_bubble")  # one stage a rank, and two
     ]
     random.Random(3).shuffle(product)
     covering, seen = [], set()
@@ -318,7 +318,7 @@ def _overflows(schedule: str) -> list[str]:
     case = Case(schedule=schedule, dtype=FP16, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, topology)
     wrong = []
-    for step, layer in enumerate((0, 4, 8)):
+    for step, layer in enumerate((0, 2, 4)):
         before = [tensor for kinds in state_of(engine).values() for tensor in kinds]
         block, handles = engine.module.blocks[layer], []
         if isinstance(block, Block) and schedule == "1f1b":
