@@ -17,7 +17,7 @@ import study
 
 from megamix.config import Config, load_config
 from megamix.diagnosis.overflows import GaveUpError
-from megamix.model.sizes import parameter_count
+from megamix.model.family import parameter_count
 from megamix.train.batch_plan import Fate
 from megamix.train.job import run_job
 from megamix.train.plot import RunHistory, read_history

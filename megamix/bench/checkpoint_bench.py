@@ -21,7 +21,7 @@ from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.durable import sync_file
-from megamix.model.sizes import parameter_count
+from megamix.model.family import parameter_count
 
 SAVE, WRITE = "save", "write + fsync"
 LOAD, READ = "load, from the disk", "read, from the disk"

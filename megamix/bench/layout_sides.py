@@ -20,7 +20,7 @@ from megamix.comm.topology import Topology
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Decoder
 from megamix.parallel.build import build_model
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
@@ -31,7 +31,7 @@ SCHEDULE = "1f1b"
 
 def _make_part(
     work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
-) -> tuple[Transformer, ShardedEngine]:
+) -> tuple[Decoder, ShardedEngine]:
     """Return this rank's part of the model, of the weights that make_model has, and its engine."""
     torch.manual_seed(1234)
     cpu = torch.device("cpu")
@@ -143,7 +143,7 @@ def _mesh(name: str) -> Any:
     return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", name))
 
 
-def _divide(model: Transformer, tp: Any) -> None:
+def _divide(model: Decoder, tp: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, parallel
 
     positions, columns = Shard(1), parallel.ColwiseParallel

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megamix.bench.sides import Engine, Work
 from megamix.live_storage import LiveStorage
-from megamix.model.sizes import parameter_count
+from megamix.model.family import parameter_count
 from megamix.ranks import RankPool
 
 T = TypeVar("T")

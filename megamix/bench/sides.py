@@ -19,6 +19,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
+from megamix.model.decoder import Decoder
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from megamix.train.report import gather_precision
@@ -70,7 +71,7 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
     return Transformer(work.model, Ops(wide=wide))
 
 
-def make_engine(work: Work, model: Transformer, precision: Precision, sharding: Sharding) -> ShardedEngine:
+def make_engine(work: Work, model: Decoder, precision: Precision, sharding: Sharding) -> ShardedEngine:
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
     engine = ShardedEngine(
         model,

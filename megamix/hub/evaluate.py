@@ -18,7 +18,7 @@ from megamix.comm.topology import local_device
 from megamix.data.loader import IGNORE
 from megamix.data.steady_file import FileArray
 from megamix.data.token_file import TokenFile, id_outside
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Decoder
 
 MANIFEST = "manifest.json"  # that `megamix prepare` writes beside its token files
 _TOKENS = 16_384  # in one forward; a longer window is alone
@@ -46,7 +46,7 @@ class Evaluation:
         return None if not self.text_bytes else self.nats / math.log(2) / self.text_bytes
 
 
-def evaluate(model: Transformer, prefix: Path, stride: int, seq_len: int) -> Evaluation:
+def evaluate(model: Decoder, prefix: Path, stride: int, seq_len: int) -> Evaluation:
     """Read the file as one stream, in windows of up to seq_len tokens that begin `stride` tokens apart. In each only
     targets behind the one before count, so each token counts once, seen from the tokens before it in its window: at
     least seq_len - stride of them, but for the file's beginning.

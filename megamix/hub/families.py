@@ -11,8 +11,8 @@ from typing import NamedTuple
 from megamix.checkpoint.boxes import Box
 from megamix.config import ModelConfig
 from megamix.hub import family_configs as configs
+from megamix.model.family import meta_model
 from megamix.model.sizes import effective
-from megamix.model.transformer import meta_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from megamix.config import ModelConfig
 from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
-from megamix.model.transformer import Transformer, meta_model
+from megamix.model.decoder import Decoder
+from megamix.model.family import meta_model
 from megamix.train.saved_run import check_if_run, check_params
 
 log = logging.getLogger("megamix")
@@ -90,7 +91,7 @@ class Source:
             return self.tokenizer.parent
         return self.path if is_hugging_face(self.path) else self.path.parent.parent
 
-    def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Transformer:
+    def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Decoder:
         """Return the model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
         watched = WatchedWeights(self.weights)
         model = meta_model(self.config).to(dtype).to_empty(device=device)

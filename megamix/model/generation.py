@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from megamix.model.context import KeyValueCache
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Decoder
 
 LEAST_TEMPERATURE = 1e-6  # by a smaller one logits can be divided beyond FP32's range; 0 is what it comes to
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: Decoder,
     tokens: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,

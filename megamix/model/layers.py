@@ -1,12 +1,14 @@
 """The leaf modules: subclasses of torch's, so that tools for torch's modules know them, computing through Ops; and the
 table of rotary positions (Su et al. 2021): each pair of a head's numbers is a pointer that turns as positions pass.
 
-None draws initial values: Transformer.reset_parameters does, once for all.
+None draws initial values. Each says where it is built how its parameters are drawn and divided over ranks (`rules`),
+and what it computes (`flops`: of a token in a full sequence, forward and backward, without those of its children).
 """
 
 import math
 from collections.abc import Callable
-from typing import Self
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,36 +17,88 @@ from megamix.config import RopeScaling
 from megamix.model.ops import Ops
 
 
+@dataclass(frozen=True, slots=True)
+class ParamRule:
+    """How a parameter is drawn at first, and how tensor-parallel ranks divide it."""
+
+    draw: Literal["zeros", "ones", "normal"]
+    std: float = 0.0  # of "normal"; the mean is 0
+    divided: int | None = None  # the dim of which each rank has an equal part; None: each holds all of it
+    # What each rank holds whole but uses for its own heads alone: its gradient is a part of the sum, whatever else is
+    # divided.
+    within_heads: bool = False
+
+    @torch.no_grad()
+    def fill(self, param: Tensor) -> None:
+        """Draw a full parameter; torch.manual_seed decides it."""
+        if self.draw == "normal":
+            param.normal_(0, self.std)
+        else:
+            param.fill_(self.draw == "ones")
+
+
+def param_rules(model: nn.Module) -> dict[str, ParamRule]:
+    """Return the rules of all parameters, a shared one's under each name, as their modules say in `rules`.
+
+    Raises: ValueError naming a parameter whose module says nothing.
+    """
+    rules = {}
+    for path, module in model.named_modules():
+        said: dict[str, ParamRule] = getattr(module, "rules", {})
+        for leaf in (leaf for leaf, param in module._parameters.items() if param is not None):
+            name = f"{path}.{leaf}" if path else leaf
+            if leaf not in said:
+                raise ValueError(
+                    f"parameter {name}: nothing says how it is drawn and divided; take a layer of "
+                    f"megamix.model.layers, or give its module rules = {{{leaf!r}: ParamRule(...)}}"
+                )
+            rules[name] = said[leaf]
+    return rules
+
+
 class Linear(nn.Linear):
-    def __init__(self, in_features: int, out_features: int, bias: bool, ops: Ops) -> None:
+    """`divides`: "columns" of its output, of which each tensor-parallel rank computes some, or "rows", where each has a
+    part of the input and the outputs add up; the bias comes once, after that. `std`: of the initial weights.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, ops: Ops, *,
+        std: float, divides: Literal["columns", "rows"] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(in_features, out_features, bias)
-        self.ops = ops
+        self.ops, self.divides, self.flops = ops, divides, 6 * in_features * out_features
+        columns = 0 if divides == "columns" else None  # the weight is (out, in)
+        weight = ParamRule("normal", std, 1 if divides == "rows" else columns)
+        self.rules = {"weight": weight, "bias": ParamRule("zeros", divided=columns)}
 
     def reset_parameters(self) -> None:
-        """Draw nothing: the transformer does."""
+        """Draw nothing: the whole model does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
-    def __init__(self, num_rows: int, hidden_size: int, ops: Ops) -> None:
+    """`divided`: whether each tensor-parallel rank has some rows. `std`: of the initial weights."""
+
+    def __init__(self, num_rows: int, hidden_size: int, ops: Ops, *, std: float, divided: bool = False) -> None:
         super().__init__(num_rows, hidden_size)
-        self.ops = ops
+        self.ops, self.rules = ops, {"weight": ParamRule("normal", std, 0 if divided else None)}
 
     def reset_parameters(self) -> None:
-        """Draw nothing: the transformer does."""
+        """Draw nothing: the whole model does."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.ops.embedding(tokens, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight, the mean square in FP32, the result in x's dtype."""
+    """x / rms(x) * weight, the mean square in FP32, the result in x's dtype. `within_heads`: of each head by itself."""
 
-    def __init__(self, hidden_size: int, eps: float, ops: Ops) -> None:
+    def __init__(self, hidden_size: int, eps: float, ops: Ops, *, within_heads: bool = False) -> None:
         super().__init__(hidden_size, eps)
         self.rms_eps, self.ops = eps, ops
+        self.rules = {"weight": ParamRule("ones", within_heads=within_heads)}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.rms_eps)
@@ -55,7 +109,7 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(self, hidden_size: int, eps: float, bias: bool, ops: Ops) -> None:
         super().__init__(hidden_size, eps, bias=bias)
-        self.ops = ops
+        self.ops, self.rules = ops, {"weight": ParamRule("ones"), "bias": ParamRule("zeros")}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)

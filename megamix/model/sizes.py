@@ -1,5 +1,6 @@
-"""Sizes that follow from a ModelConfig, and counts of parameters and floating-point operations by them."""
+"""What follows from a ModelConfig, and the operations that devices compute at most."""
 
+import math
 import re
 from typing import Any
 
@@ -26,6 +27,14 @@ def qkv_bias(config: ModelConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
 
 
+def branch_end_std(config: ModelConfig) -> float:
+    """Standard deviation of the weights that end a branch, at first. With scaled_init init_std / sqrt(2 * num_layers)
+    (GPT-2, Radford et al. 2019, section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
+    """
+    # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
+    return config.init_std / math.sqrt(2 * config.num_layers if config.scaled_init else 1)
+
+
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values, those that are not set replaced by what they come to."""
     filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias)}
@@ -41,36 +50,6 @@ DENSE_PEAKS = (
     (r"NVIDIA H200", 989.4e12),
     (r"(NVIDIA )?A100-(SXM\d|PCIE)-\d+GB|NVIDIA A100 \d+GB PCIe", 312e12),
 )
-
-
-def matmul_weights(config: ModelConfig) -> int:
-    """Weights that multiply every token: projections, feed-forward part and head; no lookups, norms or biases."""
-    heads = config.num_heads + num_kv_heads(config)
-    attention = 2 * config.hidden_size * heads * head_dim(config)
-    feed_forward = (3 if config.activation == "swiglu" else 2) * config.hidden_size * ffn_hidden_size(config)
-    return config.num_layers * (attention + feed_forward) + config.vocab_size * config.hidden_size
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Return all parameters, shared ones once."""
-    lookups = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    if config.position == "learned":
-        lookups += config.seq_len * config.hidden_size
-    norm = config.hidden_size * (2 if config.norm == "layernorm" and config.bias else 1)
-    head_norms = 2 * config.num_layers * head_dim(config) if config.qk_norm else 0
-    norms = (2 * config.num_layers + 1) * norm + head_norms
-    biases = (config.num_heads + 2 * num_kv_heads(config)) * head_dim(config) if qkv_bias(config) else 0
-    if config.bias:  # of attention's output and of the feed-forward part
-        inner = (2 if config.activation == "swiglu" else 1) * ffn_hidden_size(config)
-        biases += config.hidden_size + inner + config.hidden_size
-    return matmul_weights(config) + lookups + norms + config.num_layers * biases
-
-
-def flops_per_token(config: ModelConfig) -> int:
-    """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and 12 L H Q T for
-    attention (layers, heads, head_dim, seq_len); the causal half is not subtracted, recompute is never counted."""
-    attention = 12 * config.num_layers * config.num_heads * head_dim(config) * config.seq_len
-    return 6 * matmul_weights(config) + attention
 
 
 def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:

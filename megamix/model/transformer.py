@@ -1,22 +1,20 @@
-"""A decoder-only transformer as a plain module: tokens in, logits or loss out."""
+"""GPT-2, Llama and Qwen: attention and feed-forward part, by the settings of one section."""
 
-import math
+from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megamix.config import ModelConfig, model_problems
 from megamix.model import sizes
-from megamix.model.context import BlockCache, Documents, KeyValueCache, find_documents
-from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.context import BlockCache, Documents
+from megamix.model.decoder import Branch, Decoder
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables
 from megamix.model.ops import Ops
 from megamix.model.recompute import recomputed
 
 
-class Attention(nn.Module):
+class Attention(Branch):
     """Causal self-attention, grouped-query when there are fewer key and value heads than query heads."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
@@ -24,13 +22,16 @@ class Attention(nn.Module):
         self.head_dim, self.ops = sizes.head_dim(config), ops
         self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
-        bias = sizes.qkv_bias(config)
-        self.query = Linear(config.hidden_size, query_size, bias, ops)
-        self.key = Linear(config.hidden_size, kv_size, bias, ops)
-        self.value = Linear(config.hidden_size, kv_size, bias, ops)
-        self.query_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
-        self.key_norm = RMSNorm(self.head_dim, config.norm_eps, ops) if config.qk_norm else None
-        self.out = Linear(query_size, config.hidden_size, config.bias, ops)
+        self.flops = 12 * query_size * config.seq_len  # all positions: the causal half is not subtracted
+        project = partial(
+            Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, std=config.init_std, divides="columns"
+        )
+        self.query, self.key, self.value = project(query_size), project(kv_size), project(kv_size)
+        norm = partial(RMSNorm, self.head_dim, config.norm_eps, ops, within_heads=True)
+        self.query_norm = norm() if config.qk_norm else None
+        self.key_norm = norm() if config.qk_norm else None
+        std = sizes.branch_end_std(config)
+        self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=std, divides="rows")
 
     def forward(
         self,
@@ -58,17 +59,20 @@ class Attention(nn.Module):
         return normed if rotary is None else self.ops.rotary(normed, *rotary)
 
 
-class FeedForward(nn.Module):
+class FeedForward(Branch):
     """down(silu(gate(x)) * up(x)), or down(gelu(up(x))), the exact GELU or the one with tanh."""
 
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
         self.selective = config.recompute == "selective"
-        gated = config.activation == "swiglu"
-        self.gate = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops) if gated else None
-        self.up = Linear(config.hidden_size, ffn_hidden_size, config.bias, ops)
-        self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops)
+        widen = partial(
+            Linear, config.hidden_size, ffn_hidden_size, config.bias, ops, std=config.init_std, divides="columns"
+        )
+        self.gate = widen() if config.activation == "swiglu" else None
+        self.up = widen()
+        std = sizes.branch_end_std(config)
+        self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops, std=std, divides="rows")
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,127 +119,25 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
     return LayerNorm(config.hidden_size, config.norm_eps, config.bias, ops)
 
 
-class Transformer(nn.Module):
-    """Token embedding, `blocks`, final norm and head.
+class Transformer(Decoder):
+    """The four families that are settings of one section."""
 
-    Parameters may be cast or pointed at other storage after construction: nothing of them is cached.
-    """
+    name = "transformer"
 
-    def __init__(self, config: ModelConfig, ops: Ops | None = None) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """Raises: ValueError if the sizes do not divide: a config file is checked before, one made by hand is not."""
         for problem in model_problems(config):
             raise ValueError(problem)
-        super().__init__()
-        self.config, self.ops = config, ops or Ops()
-        ops = self.ops
-        self.embedding = Embedding(config.vocab_size, config.hidden_size, ops)
-        learned = config.position == "learned"
-        self.position_embedding = Embedding(config.seq_len, config.hidden_size, ops) if learned else None
-        table = partial(RotaryTable, config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
-        self.rotary = None if learned else table()
-        self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
-        self.norm = _norm(config, ops)
-        self.head = Linear(config.hidden_size, config.vocab_size, False, ops)
-        self.slopes, self.is_compiled = slopes, config.compile
-        self.reset_parameters()
-        if config.compile:
-            # Never the whole model: its gradients would all become ready at the very end of backward.
-            for block in self.blocks:  # one graph serves all of them
-                block.compile(dynamic=False)
-            self.slopes = torch.compile(slopes, dynamic=False)
+        super().__init__(config, ops, like)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw all weights anew: normal(0, init_std), norms one, biases zero; torch.manual_seed decides them.
+    def block(self, config: ModelConfig, layer: int) -> Block:
+        return Block(config, self.ops)
 
-        With scaled_init the weights that end a branch get init_std / sqrt(2 * num_layers) (GPT-2, Radford et al. 2019,
-        section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
-        """
-        self.tie()
-        for name, parameter in self.named_parameters():
-            if not parameter.is_meta:  # nothing to draw, and torch would import the compiler for it
-                self.draw(name, parameter)
+    def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
+        config = self.config
+        if config.position == "learned":
+            return Embedding(config.seq_len, config.hidden_size, self.ops, std=config.init_std), None
+        return None, RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
 
-    def tie(self) -> None:
-        """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""
-        if self.config.tie_embeddings:
-            self.head.weight = self.embedding.weight
-
-    def draw(self, name: str, parameter: Tensor) -> None:
-        """Draw the initial values of one full parameter."""
-        # 2 * num_layers branches add up in the residual stream: without the factor its variance would grow with depth.
-        branches = 2 * self.config.num_layers if self.config.scaled_init else 1
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif name.endswith("norm.weight"):
-            parameter.fill_(1)
-        elif name.endswith(("attention.out.weight", "feed_forward.down.weight")):
-            parameter.normal_(0, self.config.init_std / math.sqrt(branches))
-        else:
-            parameter.normal_(0, self.config.init_std)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        positions: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        layers: range | None = None,
-    ) -> Tensor:
-        """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
-        targets but IGNORE, divided by B * T.
-
-        positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
-        document begins; attention never crosses from one into another.
-        cache: tokens follow those that it has seen, as one document; logits of the last one alone.
-        layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
-        given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
-        targets are to be given then, which tell T where ranks divide the positions of these.
-        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
-        Raises: ValueError if T exceeds seq_len.
-        """
-        layers = range(self.config.num_layers) if layers is None else layers
-        num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
-        if num_positions > self.config.seq_len:
-            raise ValueError(
-                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
-                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
-            )
-        documents = None
-        if cache is not None:
-            positions, documents = cache.places(tokens), cache.seen(tokens)
-        elif positions is not None:
-            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
-        x = tokens if layers.start else self._embed(tokens, positions)
-        rotary = None if self.rotary is None else self.rotary(num_positions, positions)
-        for layer in layers:
-            x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])
-        if layers.stop < self.config.num_layers:
-            return x
-        x = self.norm(x if cache is None else x[:, -1:])
-        if targets is not None:
-            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
-        logits: Tensor = self.head(x)
-        return logits
-
-    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        x: Tensor = self.embedding(tokens)
-        if self.position_embedding is not None:
-            places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
-            x = x + self.position_embedding(places)
-        return self.ops.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
-
-    def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
-        if self.config.recompute != "full":
-            out: Tensor = block(x, *context)
-            return out
-        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
-        replays = self.training and self.config.dropout > 0
-        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
-        return again
-
-
-def meta_model(config: ModelConfig) -> Transformer:
-    """Return the modules without memory, in the dtype that is torch's default."""
-    with torch.device("meta"):
-        return Transformer(config.model_copy(update={"compile": False}))
+    def last_norm(self) -> nn.Module:
+        return _norm(self.config, self.ops)

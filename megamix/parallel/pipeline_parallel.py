@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from megamix.comm.topology import Axis
 from megamix.data.loader import Batch, joined
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Decoder
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.parallel.stages import Stage
 
@@ -48,7 +48,7 @@ class Pipeline(Passes):
     """
 
     def __init__(
-        self, engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], schedule: str, handover: Handover
+        self, engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], schedule: str, handover: Handover
     ):
         """`parts`: the blocks of each of this rank's stages, by the stage's number."""
         super().__init__(engine)
@@ -97,7 +97,7 @@ class Pipeline(Passes):
 
 
 def _stages(
-    engine: ShardedEngine, model: Transformer, parts: Mapping[int, range], handover: Handover, hidden: tuple[int, ...]
+    engine: ShardedEngine, model: Decoder, parts: Mapping[int, range], handover: Handover, hidden: tuple[int, ...]
 ) -> Iterator[PipelineStage]:
     names = {param: name for name, param in model.named_parameters()}
     # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megamix.config import ModelConfig
-from megamix.model.sizes import flops_per_token, parameter_count
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Costs, Decoder
+from megamix.model.family import family_of
 
 V_SHAPED = ("zbv_zero_bubble",)  # schedules of stages that go down the ranks and back up
 
@@ -29,9 +30,8 @@ def plan_stages(config: ModelConfig, pp_size: int, stages_per_rank: int, *, v_sh
     """Give each stage neighbouring blocks, so that the dearest stage costs as little as it can.
 
     The first stage also looks tokens up, which holds a table and multiplies nothing; the last one has norm and head.
-    Blocks are handed out one by one, each to the stage that has the fewest operations with it. All blocks cost alike,
-    so no split has a cheaper dearest stage. Among equals it goes to the stage that holds fewer parameters with it, then
-    to the later one, which keeps the activations of fewer micro-batches.
+    No split has a cheaper dearest stage. Among these the operations are the most even, then the parameters; then later
+    stages get more blocks, since they keep the activations of fewer micro-batches.
     Stages are dealt to the ranks in turn or, on a V, down the ranks and back up.
     Raises: ValueError if there are more stages than blocks.
     """
@@ -41,26 +41,35 @@ def plan_stages(config: ModelConfig, pp_size: int, stages_per_rank: int, *, v_sh
             f"{num_stages} pipeline stages need a block each, but model.num_layers is {config.num_layers}; "
             f"take at most {config.num_layers} stages"
         )
-    ends = config.model_copy(update={"num_layers": 0, "tie_embeddings": False})  # embedding, norm and head
-    whole = config.model_copy(update={"tie_embeddings": False})
-    rows = config.vocab_size + (config.seq_len if config.position == "learned" else 0)
-    block_flops = (flops_per_token(whole) - flops_per_token(ends)) // config.num_layers
-    block_params = (parameter_count(whole) - parameter_count(ends)) // config.num_layers
-    flops, params, counts = [block_flops] * num_stages, [block_params] * num_stages, [1] * num_stages
-    flops[-1] += flops_per_token(ends)
-    params[0] += rows * config.hidden_size
-    params[-1] += parameter_count(ends) - rows * config.hidden_size
-    for _ in range(config.num_layers - num_stages):
-        stage = min(range(num_stages), key=lambda stage: (flops[stage], params[stage], -stage))
-        flops[stage] += block_flops
-        params[stage] += block_params
-        counts[stage] += 1
-    starts = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     ranks = [*range(pp_size), *reversed(range(pp_size))] if v_shaped else [*range(pp_size)] * stages_per_rank
-    return [
-        StagePlan(ranks[stage], range(*starts[stage : stage + 2]), flops[stage], params[stage])
-        for stage in range(num_stages)
-    ]
+    cut = _cut(family_of(config).costs(config), num_stages)
+    return [StagePlan(rank, *stage) for rank, stage in zip(ranks, cut, strict=True)]
+
+
+def _cut(costs: Costs, num_stages: int) -> Iterator[tuple[range, int, int]]:
+    """Yield the blocks of each stage, their operations and their parameters."""
+    num_blocks = len(costs.blocks)
+    flops, params = [block.flops for block in costs.blocks], [block.params for block in costs.blocks]
+    params[0] += costs.first.params
+    flops[-1], params[-1] = flops[-1] + costs.last.flops, params[-1] + costs.last.params
+    flops_to, params_to = ([0, *itertools.accumulate(counts)] for counts in (flops, params))
+    # The best way to give the first blocks to the first stages, stage by stage, by the number of these blocks: the
+    # dearest stage, squares of operations and of parameters, places, borders.
+    best: dict[int, tuple[int, int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, 0, (0,))}
+    for stage in range(num_stages):
+        before, best = best, {}
+        for stop in range(stage + 1, num_blocks + stage + 2 - num_stages):  # each later stage needs a block
+            for start in range(stop - 1, stage - 1, -1):
+                cost, held = flops_to[stop] - flops_to[start], params_to[stop] - params_to[start]
+                if stop in best and cost > best[stop][0]:
+                    break  # and dearer still with more blocks
+                if start in before:
+                    dearest, even, evenly_held, places, borders = before[start]
+                    places -= stage * (stop - start)
+                    way = max(dearest, cost), even + cost**2, evenly_held + held**2, places, (*borders, stop)
+                    best[stop] = min(way, best.get(stop, way))
+    for start, stop in itertools.pairwise(best[num_blocks][-1]):
+        yield range(start, stop), flops_to[stop] - flops_to[start], params_to[stop] - params_to[start]
 
 
 def describe_stages(plans: list[StagePlan]) -> str:
@@ -73,7 +82,7 @@ def describe_stages(plans: list[StagePlan]) -> str:
     )
 
 
-def keep_layers(model: Transformer, held: Collection[int]) -> None:
+def keep_layers(model: Decoder, held: Collection[int]) -> None:
     """Take out of a whole model all but these blocks, the embedding if the first one is among them, and norm and head
     if the last one is. A tied table stays with both its names on either end. What is left keeps its names.
     """
@@ -92,7 +101,7 @@ def keep_layers(model: Transformer, held: Collection[int]) -> None:
 class Stage(nn.Module):
     """One stage of a rank's model, as torch's schedules call it. Its parameters are those that the stage uses."""
 
-    def __init__(self, model: Transformer, layers: range):
+    def __init__(self, model: Decoder, layers: range):
         super().__init__()
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == model.config.num_layers
@@ -113,7 +122,7 @@ class Stage(nn.Module):
         return out
 
 
-def _modules(model: Transformer, first: bool, layers: range, last: bool) -> Iterator[nn.Module]:
+def _modules(model: Decoder, first: bool, layers: range, last: bool) -> Iterator[nn.Module]:
     if first:
         yield model.embedding
         if model.position_embedding is not None:

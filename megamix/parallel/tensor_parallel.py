@@ -1,10 +1,11 @@
 """A plain model becomes one tensor-parallel rank's part of it: blocks for parameters, other operations, borders.
 
-Column-parallel layers (query, key, value, gate, up, head) see all positions and compute some of the columns;
-row-parallel ones (out, down) sum over what these gave; the table of tokens is divided by rows (Shoeybi et al. 2019, and
-Korthikanti et al. 2022 for the positions between them). The modules stay what they were and compute with plain
-tensors. torch's own `parallelize_module` would hand them DTensors, which the operations that compute wide on a CPU
-cannot take, at a dispatch of some ten microseconds per operation, and it needs connected ranks where `plan` has none.
+Column-parallel layers see all positions and compute some of the columns; row-parallel ones sum over what these gave;
+the table of tokens is divided by rows (Shoeybi et al. 2019, and Korthikanti et al. 2022 for the positions between
+them). The model says what is what where it is built (megamix/model/layers.py). The modules stay what they were and
+compute with plain tensors. torch's own `parallelize_module` would hand them DTensors, which the operations that compute
+wide on a CPU cannot take, at a dispatch of some ten microseconds per operation, and it needs connected ranks where
+`plan` has none.
 """
 
 from __future__ import annotations
@@ -21,48 +22,31 @@ from megamix.comm.topology import Topology
 from megamix.data.loader import IGNORE
 from megamix.mixed_precision.settings import Placement
 from megamix.model.cross_entropy import SLOPE_SCALE
-from megamix.model.layers import Embedding
+from megamix.model.decoder import Branch, Decoder
+from megamix.model.layers import Embedding, Linear, ParamRule
 from megamix.model.ops import Ops
-from megamix.model.transformer import Block, Transformer
 from megamix.parallel.borders import Border
-
-# What computes columns of its output has rows of its weight (out, in), and that part of its bias.
-_COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
-_VOCABULARY = ("embedding", "head")  # rows of the table of tokens
-_ROWS = ("attention.out", "feed_forward.down")  # a part of the sum of every output; the bias is added once, after it
-# Of these each rank sees its own heads alone, whatever else is divided.
-_WITHIN_HEADS = ("attention.query_norm", "attention.key_norm")
 
 
 def place_params(
-    shapes: Mapping[str, tuple[int, ...]], topology: Topology, *, sequence_parallel: bool
-) -> dict[str, Placement]:
-    """`shapes`: of the full parameters, by name in a `Transformer`. Every size that is divided must divide evenly."""
-    return {name: _place(name, shape, topology, sequence_parallel) for name, shape in shapes.items()}
+    shapes: Mapping[str, tuple[int, ...]], rules: Mapping[str, ParamRule], topology: Topology, *,
+    sequence_parallel: bool,
+) -> dict[str, Placement]:  # fmt: skip
+    """`shapes`: of the full parameters, by name, of which there are `rules`. Every size that is divided must divide
+    evenly.
+    """
+    return {name: _place(rules[name], shape, topology, sequence_parallel) for name, shape in shapes.items()}
 
 
-def _place(name: str, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
+def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:
     tp = topology.tp
-    dim = divided_dim(name)
-    if dim is None:
+    if rule.divided is None:
         # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
         # a part of it.
-        counts = sequence_parallel or tp.rank == 0 or _module(name).endswith(_WITHIN_HEADS)
+        counts = sequence_parallel or tp.rank == 0 or rule.within_heads
         return Placement(shape, (0,) * len(shape), topology.stage, counts)
-    start = shape[dim] // tp.size * tp.rank
-    return Placement(shape, tuple(start if axis == dim else 0 for axis in range(len(shape))), topology.dp)
-
-
-def divided_dim(name: str) -> int | None:
-    """Return the dim of a parameter in which tensor-parallel ranks divide it; None: each holds all of it."""
-    module = _module(name)
-    if module in _VOCABULARY or module.endswith(_COLUMNS):
-        return 0
-    return 1 if module.endswith(_ROWS) and name.endswith("weight") else None
-
-
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
+    start = shape[rule.divided] // tp.size * tp.rank
+    return Placement(shape, tuple(start if dim == rule.divided else 0 for dim in range(len(shape))), topology.dp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +87,26 @@ class _PositionOps(Ops):
         return torch.where(kept, x * (1 / (1 - share)), 0.0)
 
 
-def take_blocks(model: nn.Module, tp_size: int) -> None:
+def take_blocks(model: Decoder, tp_size: int) -> None:
     """Put an empty block in place of each parameter that is divided, under all its names. For a model whose values are
     still to be drawn, such as one on the meta device.
     """
     blocks: dict[nn.Parameter, nn.Parameter] = {}
     for name, param in [*model.named_parameters(remove_duplicate=False)]:
         if param not in blocks:
-            divided = divided_dim(name)
+            divided = model.rules[name].divided
             shape = tuple(size // tp_size if dim == divided else size for dim, size in enumerate(param.shape))
             blocks[param] = param if shape == param.shape else nn.Parameter(param.new_empty(shape))
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, blocks[param])
 
 
-def divide_layers(model: Transformer, border: Border) -> None:
+def divide_layers(model: Decoder, border: Border) -> None:
     """Let a model whose parameters are blocks compute what the whole model would. Calls of it are collective."""
-    for name, module in model.named_modules():
-        if name.endswith((".attention", ".feed_forward")):
+    for module in model.modules():
+        if isinstance(module, Branch):
             module.register_forward_pre_hook(lambda _, args: (border.enter(args[0]), *args[1:]))
-        if name.endswith((".attention.out", ".feed_forward.down")):
+        if isinstance(module, Linear) and module.divides == "rows":
             _swap(module, _RowOps, border)
     if isinstance(model.embedding, Embedding):  # a pipeline's rank may have neither end
         _swap(model.embedding, _TableOps, border)
@@ -135,9 +119,10 @@ def divide_layers(model: Transformer, border: Border) -> None:
         _divide_positions(model, border)
 
 
-def _divide_positions(model: Transformer, border: Border) -> None:
-    for module in (model, *(block for block in model.blocks if isinstance(block, Block))):
-        _swap(module, _PositionOps, border)  # what they compute themselves is dropout
+def _divide_positions(model: Decoder, border: Border) -> None:
+    for module in (model, *model.blocks):
+        if hasattr(module, "ops"):  # a block of another rank of the pipeline computes nothing
+            _swap(module, _PositionOps, border)  # what they compute themselves is dropout
     if model.position_embedding is not None:
         model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 

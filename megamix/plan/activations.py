@@ -23,8 +23,8 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.context import Documents
+from megamix.model.decoder import Decoder
 from megamix.model.ops import Ops
-from megamix.model.transformer import Transformer
 from megamix.model.wide import apply
 from megamix.parallel.borders import Border
 from megamix.parallel.build import outline
@@ -67,7 +67,7 @@ class TracedWork:
         """Return those of a micro-batch: tokens and targets."""
         return 2 * torch.int64.itemsize * math.prod(self.batch)
 
-    def build(self, num_layers: int) -> Transformer:
+    def build(self, num_layers: int) -> Decoder:
         """Build so many of a rank's blocks with both ends, on the meta device; nothing needs to be connected."""
         model = self.model.model_copy(update={"num_layers": num_layers, "compile": False})
         topology = Topology.place(0, tp_size=self.tp_size)

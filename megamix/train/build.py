@@ -23,7 +23,7 @@ from megamix.mixed_precision.loss_scale import (
 )
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
-from megamix.model.transformer import Transformer
+from megamix.model.decoder import Decoder
 from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 from megamix.plugins import Section
@@ -80,7 +80,7 @@ def plan_pipeline(config: Config) -> list[StagePlan]:
     return plan_stages(config.model, section.pp_size, stages_per_rank(section), v_shaped=v_shaped)
 
 
-def build_passes(config: Config, engine: ShardedEngine, model: Transformer, stages: Sequence[StagePlan]) -> Passes:
+def build_passes(config: Config, engine: ShardedEngine, model: Decoder, stages: Sequence[StagePlan]) -> Passes:
     """Return how a step's micro-batches pass through this rank's part of the model."""
     if not stages:
         return Passes(engine)

@@ -20,7 +20,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.sizes import parameter_count
+from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say

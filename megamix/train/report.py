@@ -16,7 +16,8 @@ from megamix.mixed_precision.culprits import headroom, peaks_by_param
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
 from megamix.mixed_precision.step import Examination, StepResult
-from megamix.model.sizes import dense_peak, flops_per_token
+from megamix.model.family import flops_per_token
+from megamix.model.sizes import dense_peak
 from megamix.train.build import DTYPES
 from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics
 

@@ -16,8 +16,9 @@ from megamix.data.tokenizer import TextTokenizer, open_tokenizer
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.durable import write_text, written_aside
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.decoder import Decoder
+from megamix.model.family import family_of
 from megamix.model.generation import check_sampling, generate
-from megamix.model.transformer import Transformer
 from megamix.supervise.console import Console
 from megamix.train import run_folder
 
@@ -42,11 +43,11 @@ def write_results(config: Config, engine: ShardedEngine, console: Console, gave_
     elif config.data.tokenizer is not None:
         model = engine.module
         if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
-            model = Transformer(config.model)
+            model = family_of(config.model)(config.model)
             model.load_state_dict(weights)
             model.to(engine.half_params.dtype)
         if first or (topology.pp.size == 1 and topology.dp.rank == 0):  # those that divide layers compute together
-            assert isinstance(model, Transformer)
+            assert isinstance(model, Decoder)
             model.eval()  # else units would drop out
             sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
             text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), PROMPT, sampling)
@@ -90,7 +91,7 @@ class Sampling:
 
 
 def sample_text(
-    model: Transformer, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = ()
+    model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling, end_tokens: Sequence[int] = ()
 ) -> str:
     """`prompt` and its continuation, without the token that ends it; the same for the same seed, weights and machine.
 

@@ -20,8 +20,7 @@ from megamix.checkpoint.manifest import Count, Manifest
 from megamix.config import Config, ModelConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
-from megamix.model.sizes import parameter_count
-from megamix.model.transformer import meta_model
+from megamix.model.family import meta_model, parameter_count
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
@@ -78,15 +77,18 @@ def _check_counters(manifest: Manifest, config: Config) -> None:
 
 def check_params(manifest: Manifest, model: ModelConfig) -> None:
     """Refuse parameters that are not the model's. Raises: ValueError."""
-    # First by arithmetic: what lies in the files has been counted, so no more modules are built than there are weights.
-    if parameter_count(model) != sum(math.prod(param.shape) for param in manifest.params):
-        raise ValueError("its parameters are not those of the model that its configuration names")
-    names: dict[int, list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    unlike = "its parameters are not those of the model that its configuration names"
+    # Counted first: what lies in the files is there, so no more modules are built than there are weights.
+    if model.num_layers > len(manifest.params):
+        raise ValueError(unlike)
     try:
+        if parameter_count(model) != sum(math.prod(param.shape) for param in manifest.params):
+            raise ValueError(unlike)
         modules = meta_model(model)
     except (RuntimeError, OverflowError, TypeError) as error:  # of a size beyond what torch counts
-        raise ValueError(f"its configuration: [model] cannot be built: {error}") from None
+        raise ValueError(f"{unlike}, which cannot be built: {error}") from None
+    names: dict[int, list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, param in modules.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         shapes[names[id(param)][0]] = tuple(param.shape)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import Optimizer, UpdateScalars
+from megamix.model.decoder import Decoder
+from megamix.model.family import family_of
 from megamix.model.ops import Ops
-from megamix.model.transformer import Transformer
 
 Tensors = dict[str, Tensor]
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -44,9 +45,10 @@ class Reference:
     def __init__(self, config: Config, device: torch.device):
         plain = config.model.model_copy(update={"compile": False})
         torch.manual_seed(config.training.seed)
-        self._native = Transformer(plain).to(device)
+        family = family_of(plain)
+        self._native = family(plain).to(device)
         self.initial = {name: param.detach().clone() for name, param in self._native.named_parameters()}
-        self._exact = Transformer(plain, ExactOps(wide=False)).to(device).double()
+        self._exact = family(plain, ExactOps(wide=False)).to(device).double()
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches) -> Step:
         """Take the step with these weights in FP64."""
@@ -61,7 +63,7 @@ class Reference:
         return self._step(self._native, self._native, weights, batches, loss_scale)
 
     def _step(
-        self, model: Transformer, loss_of: object, weights: Mapping[str, Tensor], batches: MicroBatches, scale: float
+        self, model: Decoder, loss_of: object, weights: Mapping[str, Tensor], batches: MicroBatches, scale: float
     ) -> Step:
         assert callable(loss_of)
         exact = model is self._exact

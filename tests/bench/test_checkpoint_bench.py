@@ -13,7 +13,7 @@ from megamix.bench import checkpoint_bench
 from megamix.bench.checkpoint_bench import Beside, CheckpointRank, checkpoint
 from megamix.bench.ranks import Settings
 from megamix.checkpoint.verify import verify_checkpoint
-from megamix.model.sizes import parameter_count
+from megamix.model.family import parameter_count
 from tests.bench.tiny import MODEL, WORK
 
 PARAMS = parameter_count(MODEL)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.model import transformer as module
+from megamix.model import decoder as module
 from megamix.model.context import find_documents
 from megamix.model.transformer import Transformer
 from tests.model.families import CASES, SEQ_LEN, VOCAB, config_of

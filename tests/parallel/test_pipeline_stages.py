@@ -9,7 +9,7 @@ import torch
 
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
-from megamix.model.sizes import flops_per_token, parameter_count
+from megamix.model.family import flops_per_token, parameter_count
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import Stage, describe_stages, plan_stages

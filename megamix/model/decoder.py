@@ -1,0 +1,206 @@
+"""What every family of models is made of, as a plain module: tokens in, logits or loss out."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megamix.config import ModelConfig
+from megamix.model.context import KeyValueCache, find_documents
+from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
+from megamix.model.ops import Ops
+
+
+class Branch(nn.Module):
+    """What adds to the residual stream, with layers that begin with columns and end with rows. Called with all
+    positions first, whatever ranks divide outside of it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one part of a model, undivided."""
+
+    params: int
+    flops: int  # of a token in a full sequence, forward and backward; what recompute repeats is not counted
+
+    @staticmethod
+    def of(*parts: nn.Module) -> Cost:
+        """Count parameters, and what the modules say of themselves in `flops`."""
+        modules = [module for part in parts for module in part.modules()]
+        params = [param for module in modules for param in module.parameters(recurse=False)]
+        return Cost(sum(map(Tensor.numel, params)), sum(getattr(module, "flops", 0) for module in modules))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of all parts of a model; a tied table is in the first and in the last one."""
+
+    first: Cost  # the tables that look tokens and positions up
+    blocks: Sequence[Cost]
+    last: Cost  # norm and head
+    tied_params: int  # that first and last share
+
+    @cached_property
+    def params(self) -> int:
+        return sum(part.params for part in self._parts()) - self.tied_params
+
+    @cached_property
+    def flops(self) -> int:
+        return sum(part.flops for part in self._parts())
+
+    def _parts(self) -> Iterator[Cost]:
+        yield from (self.first, *self.blocks, self.last)
+
+
+class Decoder(nn.Module):
+    """Token embedding, `blocks`, final norm and head. A family is a subclass: it says how its blocks are built, and
+    their layers say how they are drawn and divided over ranks and what they compute (megamix/model/layers.py).
+
+    Parameters may be cast or pointed at other storage after construction: nothing of them is cached.
+    """
+
+    name: ClassVar[str]  # its name: `family` in the section [model]
+
+    def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
+        """`like`: for a model of other length, the layers whose blocks it has, in their order; None: of all layers."""
+        super().__init__()
+        like = range(config.num_layers) if like is None else like
+        self.config, self.ops = config.model_copy(update={"num_layers": len(like)}), ops or Ops()
+        std = config.init_std
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, self.ops, std=std, divided=True)
+        self.position_embedding, self.rotary = self.positions()
+        self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
+        self.norm = self.last_norm()
+        self.head = Linear(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
+        self.slopes, self.is_compiled = slopes, config.compile
+        self.rules = param_rules(self)  # of the whole model: a pipeline's rank takes parts out
+        self.reset_parameters()
+        if config.compile:
+            # Never the whole model: its gradients would all become ready at the very end of backward.
+            for block in self.blocks:  # one graph serves all that are alike
+                block.compile(dynamic=False)
+            self.slopes = torch.compile(slopes, dynamic=False)
+
+    def block(self, config: ModelConfig, layer: int) -> nn.Module:
+        """Build one. It is called with hidden states half (B, T, hidden_size), the rotary tables' rows, documents and
+        cache (megamix/model/context.py), each of these None where there is none, and gives hidden states. Dropout and
+        whatever else of its own sees single positions computes with its attribute `ops`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def kind(cls, config: ModelConfig, layer: int) -> Hashable:
+        """Return the same for blocks that are alike: of each kind one is built to know what all of them cost."""
+        return 0
+
+    def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
+        """Build what tells a token its place: a table that is added, or one that blocks are called with."""
+        return None, None
+
+    def last_norm(self) -> nn.Module:
+        """Build the norm in front of the head."""
+        return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
+
+    @classmethod
+    def kinds(cls, config: ModelConfig) -> dict[Hashable, int]:
+        """Return the first layer of each kind."""
+        found: dict[Hashable, int] = {}
+        for layer in range(config.num_layers):
+            found.setdefault(cls.kind(config, layer), layer)
+        return found
+
+    @classmethod
+    def costs(cls, config: ModelConfig) -> Costs:
+        """Count by one block of each kind, without memory."""
+        kinds = cls.kinds(config)
+        with torch.device("meta"):
+            model = cls(config.model_copy(update={"compile": False}), like=[*kinds.values()])
+        of_kind = dict(zip(kinds, map(Cost.of, model.blocks), strict=True))
+        tables = (model.embedding, model.position_embedding)
+        return Costs(
+            first=Cost.of(*(table for table in tables if table is not None)),
+            blocks=[of_kind[cls.kind(config, layer)] for layer in range(config.num_layers)],
+            last=Cost.of(model.norm, model.head),
+            tied_params=model.head.weight.numel() if config.tie_embeddings else 0,
+        )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights anew by their rules, one after the other; torch.manual_seed decides them."""
+        self.tie()
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta:  # nothing to draw, and torch would import the compiler for it
+                self.rules[name].fill(parameter)
+
+    def tie(self) -> None:
+        """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        layers: range | None = None,
+    ) -> Tensor:
+        """Logits in the parameters' dtype or, with targets, their loss in FP32: the sum of the cross entropies of all
+        targets but IGNORE, divided by B * T.
+
+        positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
+        document begins; attention never crosses from one into another.
+        cache: tokens follow those that it has seen, as one document; logits of the last one alone.
+        layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
+        given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
+        targets are to be given then, which tell T where ranks divide the positions of these.
+        Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
+        Raises: ValueError if T exceeds seq_len.
+        """
+        layers = range(self.config.num_layers) if layers is None else layers
+        num_positions = (tokens if targets is None else targets).shape[1] + (0 if cache is None else cache.length)
+        if num_positions > self.config.seq_len:
+            raise ValueError(
+                f"tokens has {num_positions} positions, but model.seq_len is {self.config.seq_len}: "
+                f"pass at most tokens[:, -{self.config.seq_len}:] or build the model with a larger seq_len"
+            )
+        documents = None
+        if cache is not None:
+            positions, documents = cache.places(tokens), cache.seen(tokens)
+        elif positions is not None:
+            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
+        x = tokens if layers.start else self._embed(tokens, positions)
+        rotary = None if self.rotary is None else self.rotary(num_positions, positions)
+        for layer in layers:
+            x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])
+        if layers.stop < self.config.num_layers:
+            return x
+        x = self.norm(x if cache is None else x[:, -1:])
+        if targets is not None:
+            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
+        logits: Tensor = self.head(x)
+        return logits
+
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.position_embedding is not None:
+            places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+            x = x + self.position_embedding(places)
+        return self.ops.dropout(x, self.config.dropout) if self.config.dropout and self.training else x
+
+    def _run(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        if self.config.recompute != "full":
+            out: Tensor = block(x, *context)
+            return out
+        # With dropout the generator's state is kept, a few KB a block, so that the same elements are dropped again.
+        replays = self.training and self.config.dropout > 0
+        again: Tensor = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=replays)
+        return again

@@ -1,0 +1,34 @@
+"""A model of the family that its configuration names, and what such a model comes to without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megamix.config import ModelConfig
+from megamix.model.decoder import Decoder
+from megamix.model.transformer import Transformer
+
+
+def family_of(config: ModelConfig) -> type[Decoder]:
+    """Return its family: called with the configuration, it builds the model."""
+    return Transformer
+
+
+def meta_model(config: ModelConfig, like: Sequence[int] | None = None) -> Decoder:
+    """Return the modules without memory, in the dtype that is torch's default. `like`: as Decoder's."""
+    with torch.device("meta"):
+        return family_of(config)(config.model_copy(update={"compile": False}), like=like)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Return all parameters, shared ones once."""
+    return family_of(config).costs(config).params
+
+
+def flops_per_token(config: ModelConfig) -> int:
+    """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and, for attention, 12 per
+    layer, head, number of a head and position; the causal half is not subtracted, recompute is never counted.
+    """
+    return family_of(config).costs(config).flops
