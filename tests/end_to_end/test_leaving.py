@@ -65,7 +65,7 @@ ASKED += [Case(who, number, 1) for who in (LAUNCHER, TWICE, ALL, 0, 1) for numbe
 KILLED = [Case(who, signal.SIGKILL, nodes) for nodes in WHO for who in (0, *WHO[nodes])]
 if not FULL:
     ASKED, KILLED = [Case(TWICE, signal.SIGHUP, 1)], [Case(LAUNCHER, signal.SIGKILL, 2)]
-STEPS = 300 if FULL else 120  # some seconds: a signal comes long before their end
+STEPS = 300 if FULL else 60  # some seconds: a signal comes long before their end
 
 
 class Job(NamedTuple):
@@ -209,7 +209,7 @@ def ended(tmp_path_factory, data) -> dict[Case, Ended]:
             asked = case in ASKED
             # Who is killed does not go on, and so may have more to do than it ever will.
             config = _config(base / str(case), data, STEPS if asked else 10**6)
-            jobs[case] = _start(config, case.nodes, by_script=asked)
+            jobs[case] = _start(config, case.nodes, by_script=asked and FULL)
         ranks = _signal_each(jobs)
         results |= {case: _end(job, ranks[case]) for case, job in jobs.items()}
     return results
@@ -232,7 +232,7 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
 @pytest.mark.parametrize("case", ASKED, ids=str)
 def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case: Case) -> None:
     folder = ended[case].folder
-    again = _start(_config(folder, data), case.nodes, by_script=True)
+    again = _start(_config(folder, data), case.nodes, by_script=FULL)
     said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
     errors = (folder / "stderr.txt").read_text()
     assert [launcher.returncode for launcher in again.launchers] == [0] * case.nodes, errors

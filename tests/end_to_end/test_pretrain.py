@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
+from megamix.cli import main
 from megamix.config import config_to_toml
+from tests.conftest import FULL
 from tests.programs import with_settings
 from tests.train.jobs import tiny_job, write_data
 
@@ -22,6 +25,7 @@ def _call(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.skipif(not FULL, reason="--full: two starts; the quickstart is one, test_leaving.py another")
 def test_two_torchrun_ranks_train_and_leave_one_run(tmp_path) -> None:
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
@@ -47,8 +51,12 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
         "training.eval_batches=2",
         f'checkpoint.folder="{tmp_path / "run"}"',
     ]
-    result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false")
+    if not FULL:
+        overrides += ["training.micro_batch_size=2", "training.global_batch_size=4", "model.num_layers=2"]
+    result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
     assert result.returncode == 0, result.stderr
+    assert "2 rank(s)" in result.stdout
+    assert result.stdout.count("valid loss") == 1  # at the end, said by one rank
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     scales = [row["optim/loss_scale"] for row in rows if "optim/loss_scale" in row]
     assert scales[0] == 2.0**24
@@ -58,14 +66,19 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
     assert names >= {"metrics.jsonl", "config.toml", "weights.safetensors", "sample.txt", "tensorboard"}
 
 
-def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path) -> None:
+def test_a_run_that_gives_up_ends_with_a_status_of_its_own(tmp_path, capsys) -> None:
     write_data(tmp_path / "data")
     config = tmp_path / "job.toml"
     # A step so long that the second forward is not finite, in every batch.
     precision = {"dtype": "bf16", "max_overflows_at_floor": 3}
     config.write_text(config_to_toml(tiny_job(tmp_path, optimizer={"lr": 1e30, "min_lr": 1e30}, precision=precision)))
-    result = _call("launch/pretrain.sh", str(config), "lr_schedule.warmup_steps=0", NPROC_PER_NODE="2")
-    assert result.returncode == 3, result.stderr
-    assert result.stderr.count("megamix train: gave up after 4 attempts and 1 updates") == 1
-    assert (tmp_path / "run/gave_up.txt").read_text() in result.stderr
+    arguments = [str(config), "lr_schedule.warmup_steps=0"]
+    if FULL:
+        result = _call("launch/pretrain.sh", *arguments, NPROC_PER_NODE="2")
+        status, said = result.returncode, result.stderr
+    else:  # alone: launchers end as their ranks do, in tests/supervise/test_launch.py and tests/train/test_same_job.py
+        status, said = main(["train", *arguments]), capsys.readouterr().err
+    assert status == 3, said
+    assert said.count("megamix train: gave up after 4 attempts and 1 updates") == 1
+    assert (tmp_path / "run/gave_up.txt").read_text() in said
     assert load_file(tmp_path / "run/weights.safetensors")
