@@ -22,11 +22,13 @@ from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_ch
 from megamix.config import ModelConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
-from megamix.hub.families import Link, family_of, param_shapes, their_shapes
+from megamix.hub.families import Link, format_of, their_shapes
 from megamix.hub.family_configs import write_config
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
+from megamix.model.decoder import HEAD, TABLE
+from megamix.model.family import family_of
 
 T = TypeVar("T")
 
@@ -57,13 +59,13 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
 
 def _write_checkpoint(folder: Path, model: ModelConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
     """Its name. Committed as a save of a run is."""
-    shapes = param_shapes(model)
-    tied = ("head.weight",) if model.tie_embeddings else ()
+    shapes = family_of(model).shapes(model)
+    tied = (HEAD,) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
         layout=LayoutRecord(dp_size=1, buckets=()), states=(MASTER,),
         params=tuple(
-            ParamRecord(name=name, shape=shape, aliases=tied if name == "embedding.weight" else ())
+            ParamRecord(name=name, shape=shape, aliases=tied if name == TABLE else ())
             for name, shape in shapes.items()
         ),
     )  # fmt: skip
@@ -117,7 +119,7 @@ def export_model(
         tokenizer = tokenizer or source.tokenizer
         if tokenizer is not None and not tokenizer.is_file():
             raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
-        family = family_of(source.config)
+        family = format_of(source.config)
         size = _write_shards(aside, source.weights, family.links(source.config), dtype, shard_size)
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megamix.checkpoint.boxes import Box
 from megamix.config import ModelConfig
 from megamix.hub import family_configs as configs
-from megamix.model.family import meta_model
+from megamix.model.family import family_of
 from megamix.model.sizes import effective
 
 
@@ -80,7 +80,7 @@ class Family:
 
     def links(self, config: ModelConfig) -> list[Link]:
         """Return every parameter of such a model, once, in the order of its modules."""
-        return [self._link(name, shape) for name, shape in param_shapes(config).items()]
+        return [self._link(name, shape) for name, shape in family_of(config).shapes(config).items()]
 
     def _link(self, ours: str, shape: tuple[int, ...]) -> Link:
         module, _, leaf = ours.rpartition(".")
@@ -91,23 +91,6 @@ class Family:
         if place.transposed and len(shape) == 2:
             return Link(ours, theirs, shape, (0, start), transposed=True)
         return Link(ours, theirs, shape, (start, *(0,) * (len(shape) - 1)))
-
-
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of a model, a shared one under its first name. Allocates nothing.
-
-    Raises: ValueError if a parameter is larger than any memory.
-    """
-    try:
-        params = list(meta_model(config.model_copy(update={"num_layers": 1})).named_parameters())
-    except RuntimeError as error:
-        raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
-    # One block stands for all: to build a thousand takes 20 s.
-    block = [(name.removeprefix("blocks.0"), param) for name, param in params if name.startswith("blocks.0.")]
-    first = next(place for place, (name, _) in enumerate(params) if name.startswith("blocks.0."))
-    blocks = [(f"blocks.{layer}{leaf}", param) for layer in range(config.num_layers) for leaf, param in block]
-    every = (*params[:first], *blocks, *params[first + len(block) :])
-    return {name: tuple(param.shape) for name, param in every}
 
 
 _GPT2 = {
@@ -148,7 +131,7 @@ FAMILIES = {
 }
 
 
-def family_of(config: ModelConfig) -> Family:
+def format_of(config: ModelConfig) -> Family:
     """Return the family that has such a model. Raises: ValueError with what is in the way of the nearest one."""
     misfits = {family.model_type: family.misfits(config) for family in FAMILIES.values()}
     nearest = min(misfits, key=lambda model_type: len(misfits[model_type]))

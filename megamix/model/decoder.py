@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from megamix.model.context import KeyValueCache, find_documents
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops
+
+TABLE, HEAD = "embedding.weight", "head.weight"  # one parameter, if it is tied
 
 
 class Branch(nn.Module):
@@ -110,27 +112,48 @@ class Decoder(nn.Module):
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
 
     @classmethod
-    def kinds(cls, config: ModelConfig) -> dict[Hashable, int]:
-        """Return the first layer of each kind."""
-        found: dict[Hashable, int] = {}
-        for layer in range(config.num_layers):
-            found.setdefault(cls.kind(config, layer), layer)
-        return found
+    def alike(cls, config: ModelConfig) -> list[int]:
+        """Return for each layer the first one that has a block of its kind."""
+        first: dict[Hashable, int] = {}
+        return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
+
+    @classmethod
+    def sketch(cls, config: ModelConfig) -> Self:
+        """Return the modules without memory, one block in the place of all of its kind: to build a thousand takes 20 s.
+
+        Raises: ValueError if a parameter is larger than any memory.
+        """
+        alike = cls.alike(config)
+        kinds = [*dict.fromkeys(alike)]
+        try:
+            with torch.device("meta"):
+                model = cls(config.model_copy(update={"compile": False}), like=kinds)
+        except (RuntimeError, OverflowError, TypeError) as error:
+            raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
+        model.blocks = nn.ModuleList(model.blocks[kinds.index(layer)] for layer in alike)
+        return model
 
     @classmethod
     def costs(cls, config: ModelConfig) -> Costs:
-        """Count by one block of each kind, without memory."""
-        kinds = cls.kinds(config)
-        with torch.device("meta"):
-            model = cls(config.model_copy(update={"compile": False}), like=[*kinds.values()])
-        of_kind = dict(zip(kinds, map(Cost.of, model.blocks), strict=True))
+        """Count what each part of such a model costs."""
+        model = cls.sketch(config)
         tables = (model.embedding, model.position_embedding)
         return Costs(
             first=Cost.of(*(table for table in tables if table is not None)),
-            blocks=[of_kind[cls.kind(config, layer)] for layer in range(config.num_layers)],
+            blocks=[Cost.of(block) for block in model.blocks],
             last=Cost.of(model.norm, model.head),
             tied_params=model.head.weight.numel() if config.tie_embeddings else 0,
         )
+
+    @classmethod
+    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return those of all parameters of such a model, a shared one under its first name.
+
+        Raises: as `sketch`.
+        """
+        params = cls.sketch(config).named_parameters(remove_duplicate=False)
+        shapes = {name: tuple(param.shape) for name, param in params}
+        return {name: shape for name, shape in shapes.items() if name != HEAD or not config.tie_embeddings}
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from megamix.config import ModelConfig
@@ -16,10 +14,10 @@ def family_of(config: ModelConfig) -> type[Decoder]:
     return Transformer
 
 
-def meta_model(config: ModelConfig, like: Sequence[int] | None = None) -> Decoder:
-    """Return the modules without memory, in the dtype that is torch's default. `like`: as Decoder's."""
+def meta_model(config: ModelConfig) -> Decoder:
+    """Return the modules without memory, in the dtype that is torch's default."""
     with torch.device("meta"):
-        return family_of(config)(config.model_copy(update={"compile": False}), like=like)
+        return family_of(config)(config.model_copy(update={"compile": False}))
 
 
 def parameter_count(config: ModelConfig) -> int:

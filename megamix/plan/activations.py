@@ -8,8 +8,10 @@ between is seen as it happens. Only one and two blocks are run, since every bloc
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -24,12 +26,12 @@ from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
+from megamix.model.family import family_of
 from megamix.model.ops import Ops
 from megamix.model.wide import apply
 from megamix.parallel.borders import Border
-from megamix.parallel.build import outline
 from megamix.parallel.stages import Stage
-from megamix.parallel.tensor_parallel import divide_layers
+from megamix.parallel.tensor_parallel import divide_layers, take_blocks
 
 Machine = Literal["cpu", "gpu"]
 
@@ -67,13 +69,16 @@ class TracedWork:
         """Return those of a micro-batch: tokens and targets."""
         return 2 * torch.int64.itemsize * math.prod(self.batch)
 
-    def build(self, num_layers: int) -> Decoder:
-        """Build so many of a rank's blocks with both ends, on the meta device; nothing needs to be connected."""
-        model = self.model.model_copy(update={"num_layers": num_layers, "compile": False})
-        topology = Topology.place(0, tp_size=self.tp_size)
-        part, _ = outline(model, topology, sequence_parallel=self.sequence_parallel)
+    def build(self, like: Sequence[int]) -> Decoder:
+        """Build a rank's part of a model of such layers' blocks with both ends, on the meta device; nothing needs to be
+        connected.
+        """
+        with torch.device("meta"):
+            part = family_of(self.model)(self.model.model_copy(update={"compile": False}), like=like)
+        take_blocks(part, self.tp_size)
         if self.tp_size > 1:
-            divide_layers(part, Border(ShapesAlone(topology.tp), sequence=self.sequence_parallel))
+            tp = ShapesAlone(Topology.place(0, tp_size=self.tp_size).tp)
+            divide_layers(part, Border(tp, sequence=self.sequence_parallel))
         return part
 
 
@@ -94,28 +99,29 @@ class StageMemory:
     weight: int = 0
 
 
-def trace_stage(work: TracedWork, num_blocks: int, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
-    """Trace one micro-batch in a stage of so many blocks; one that is first and last is the whole model.
+def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
+    """Trace one micro-batch in a stage of these blocks; one that is first and last is the whole model.
 
     On a CPU compiled blocks are counted as if they were not, an upper bound.
     """
-    one, two = (_trace(work, blocks, is_first, is_last) for blocks in (1, 2))
-    # Every block is alike: what the second one adds, each further one does.
-    block, further = two.kept - one.kept, num_blocks - 1
-    return StageMemory(
-        blocks=block * num_blocks,
-        kept=one.kept + block * further,
-        forward=one.forward + block * further,
-        backward=max(one.backward + block * further, one.backward_end),
-        backward_end=one.backward_end,
-        input=one.input + (two.input - one.input) * further,
-        between=one.between + (two.between - one.between) * further,
-        weight=one.weight + (two.weight - one.weight) * further,
-    )
+    alike = family_of(work.model).alike(work.model)
+    counts = Counter(alike[layer] for layer in reversed(layers))
+    kinds = [*reversed(counts)]  # in the order of the last block of each
+    one = _trace(work, tuple(kinds), is_first, is_last)
+    # What a second block of a kind adds, each further one does.
+    twice = {kind: _trace(work, tuple(sorted([*kinds, kind], key=kinds.index)), is_first, is_last) for kind in kinds}
+    found = dataclasses.replace(one)
+    for kind, count in counts.items():
+        for name in (field.name for field in dataclasses.fields(one)):
+            added = getattr(twice[kind], name) - getattr(one, name)
+            setattr(found, name, getattr(found, name) + (count - 1) * added)
+        found.blocks += count * (twice[kind].kept - one.kept)
+    found.backward = max(found.backward, found.backward_end)
+    return found
 
 
 @cache  # most of the time of a plan; advice plans the same work for many ranks
-def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> StageMemory:
+def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
     found, device = StageMemory(), torch.device("cpu" if work.machine == "cpu" else "meta")
     without_memory: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # on meta, as a GPU's
     if work.machine == "cpu":
@@ -123,14 +129,14 @@ def _trace(work: TracedWork, num_blocks: int, is_first: bool, is_last: bool) -> 
 
         without_memory = FakeTensorMode()  # they say that they lie there, as the model's own operations ask
     with without_memory:
-        model = work.build(num_blocks + (not is_first) + (not is_last))
+        model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # the ends are those of other blocks
         place(model, work.dtype, device)
         kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
         for module in model.modules() if work.machine == "gpu" else ():
             # Not where a divided layer has operations of its own (parallel/tensor_parallel.py): no kernel fuses those.
             if type(getattr(module, "ops", None)) is Ops:
                 module.ops = kernels  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules to mypy
-        stage = Stage(model, range(not is_first, num_blocks + (not is_first)))
+        stage = Stage(model, range(not is_first, len(like) + (not is_first)))
         targets = torch.zeros(work.batch, dtype=torch.int64, device=device)
         x, came_back = (torch.zeros(work.hidden, dtype=work.dtype, device=device) for _ in range(2))
         x = targets.clone() if is_first else x.requires_grad_()

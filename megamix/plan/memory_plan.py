@@ -161,7 +161,7 @@ def _plan_part(config: Config, dp_size: int, rank: int, machine: Machine) -> _Ra
 def _activations(part: _RankPart) -> Activations:
     if part.pipeline is not None:
         return part.pipeline.activations()
-    whole, batch = trace_stage(part.work, part.work.model.num_layers), part.work.batch_bytes
+    whole, batch = trace_stage(part.work, range(part.work.model.num_layers)), part.work.batch_bytes
     return Activations(whole.blocks, whole.kept - whole.blocks + batch, whole.forward + batch, whole.backward + batch)
 
 

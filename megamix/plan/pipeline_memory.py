@@ -61,7 +61,7 @@ class PipelineRank:
         """Return those of a step on this rank, beside what it holds."""
         hidden, looped, last = self._bytes(self.work.hidden), self.schedule != "1f1b", len(self.stages) - 1
         traced = [
-            trace_stage(self.work, len(plan.layers), is_first=index == 0, is_last=index == last)
+            trace_stage(self.work, plan.layers, is_first=index == 0, is_last=index == last)
             for index, plan in enumerate(self.stages)
         ]
         # The step's batches, one by one and joined; the gradients that the step before has left are forgotten as it

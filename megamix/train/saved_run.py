@@ -20,7 +20,8 @@ from megamix.checkpoint.manifest import Count, Manifest
 from megamix.config import Config, ModelConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
-from megamix.model.family import meta_model, parameter_count
+from megamix.model.decoder import HEAD, TABLE
+from megamix.model.family import family_of
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
@@ -78,27 +79,18 @@ def _check_counters(manifest: Manifest, config: Config) -> None:
 def check_params(manifest: Manifest, model: ModelConfig) -> None:
     """Refuse parameters that are not the model's. Raises: ValueError."""
     unlike = "its parameters are not those of the model that its configuration names"
-    # Counted first: what lies in the files is there, so no more modules are built than there are weights.
-    if model.num_layers > len(manifest.params):
+    if model.num_layers > len(manifest.params):  # before anything is made for each of them
         raise ValueError(unlike)
     try:
-        if parameter_count(model) != sum(math.prod(param.shape) for param in manifest.params):
-            raise ValueError(unlike)
-        modules = meta_model(model)
-    except (RuntimeError, OverflowError, TypeError) as error:  # of a size beyond what torch counts
-        raise ValueError(f"{unlike}, which cannot be built: {error}") from None
-    names: dict[int, list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, param in modules.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        shapes[names[id(param)][0]] = tuple(param.shape)
-    known = {first: (shapes[first], set(others)) for first, *others in names.values()}
+        shapes = family_of(model).shapes(model)
+    except ValueError as error:
+        raise ValueError(f"{unlike}: {error}") from None
+    aliases = {TABLE: {HEAD}} if model.tie_embeddings else {}
     for saved in manifest.params:
-        shape, aliases = known.pop(saved.name, ((), set()))
-        if saved.shape != shape or not aliases.issuperset(saved.aliases):
+        if saved.shape != shapes.pop(saved.name, None) or not aliases.get(saved.name, set()).issuperset(saved.aliases):
             raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
-    if known:
-        raise ValueError(f"params: there is no {next(iter(known))}")
+    if shapes:
+        raise ValueError(f"params: there is no {next(iter(shapes))}")
 
 
 def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:

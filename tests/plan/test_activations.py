@@ -42,7 +42,7 @@ def _counted(part: Transformer) -> tuple[int, int, int]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
     model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
-    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), 4)
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
     assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
 
 
@@ -64,5 +64,5 @@ def test_on_a_gpu_a_compiled_block_keeps_what_the_formula_says(family: str, reco
     """The two ways to count: tests/model/kept_bytes.py from the sizes, this one from the code."""
     changes = {"dropout": 0.0, "recompute": recompute, "tie_embeddings": True, "compile": True}
     model = ModelConfig(**{**SMALL, **VARIANTS[family], **changes, "num_layers": 4})
-    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), 4)
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=torch.bfloat16, machine="gpu"), range(4))
     assert traced.blocks == 4 * 3 * 40 * kept_bytes_per_token(model)

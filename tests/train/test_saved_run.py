@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no TOML": (lambda fields: fields["run"].update(config="["), "TOML"),
     "a configuration without end": (lambda fields: fields["run"].update(config="x = " + "[" * 99), "than 8 others"),
     "a key without end": (lambda fields: fields["run"].update(config="a." * 9999 + "a = 1"), "more than 8 parts"),
-    "another model": (_in_config("hidden_size = 32", "hidden_size = 48"), "parameters"),
+    "another model": (_in_config("hidden_size = 32", "hidden_size = 48"), "is no parameter of the model"),
     "a model beyond counting": (_in_config("num_layers = 1\n", f"num_layers = {10**30}\n"), "parameters"),
     "a wrong kind": (_in_config("num_layers = 1\n", "num_layers = '1'\n"), r"model\.num_layers"),
     "a missing key": (_in_config("num_layers = 1\n", ""), r"model\.num_layers"),
