@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megamix.comm.collectives import Collectives, gather_texts, make_collectives
+from megamix.comm.collectives import Collectives, gather_texts, host_collectives
 from megamix.comm.topology import Axis
 
 
@@ -31,15 +28,8 @@ class Together:
 
     @staticmethod
     def apart(world: Axis, timeout_s: float) -> Together:
-        """Over a group of its own, for use beside the engine's collectives. Every rank must call it.
-
-        Units: `timeout_s` bounds the wait for the slowest rank's work; after it the group is of no more use.
-        """
-        group = None
-        if world.group is not None:
-            group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
-        host = torch.device("cpu")
-        return Together(make_collectives(replace(world, group=group), 0, torch.uint8, host), host)
+        """Over `host_collectives`, for use beside the engine's. Every rank must call it."""
+        return Together(host_collectives(world, timeout_s), torch.device("cpu"))
 
     def every(self, work: Callable[[], Any]) -> list[Any]:
         """Let every rank work; return all the results to all, in rank order. They must be JSON.

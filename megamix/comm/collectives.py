@@ -6,7 +6,9 @@ that issue equal buckets in opposite order get each other's sums without an erro
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -234,6 +236,16 @@ def gather_texts(collectives: Collectives, text: str, device: torch.device) -> l
     if max(lengths) > _USUAL:
         found = rows(max(lengths))
     return [row[_LENGTH:][:length].decode() for row, length in zip(found, lengths, strict=True)]
+
+
+def host_collectives(world: Axis, timeout_s: float) -> Collectives:
+    """Connect the ranks by a group of its own for tensors of the host, which waits for no device. Every rank must call
+    it. Units: `timeout_s` bounds the wait for the slowest rank; after it the group is of no more use.
+    """
+    group = None
+    if world.group is not None:
+        group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
+    return make_collectives(replace(world, group=group), 0, torch.uint8, torch.device("cpu"))
 
 
 def make_collectives(

@@ -24,4 +24,5 @@ engine         the conductor
 Around the engine, on demand:
 replicas       is every half parameter, on every rank, still the cast of its master?
 culprits       after an overflow: which parameter, rank and micro-batch
+records        what a forward or a loss reports beside its result
 """

@@ -98,8 +98,7 @@ class ShardedEngine:
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
         self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [owners.axis.rank for owners in among], device)
-        self.under_way = StepUnderWay(grad_accum_steps, device)
-
+        self.under_way = StepUnderWay(model, grad_accum_steps, device)
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
@@ -110,6 +109,7 @@ class ShardedEngine:
         raise settings.attribute_error(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.under_way.records.claim()
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -158,7 +158,7 @@ class ShardedEngine:
         when all of it is.
         """
         look_at = look(self.under_way.examination, micro_batch)
-        with self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at):
+        with self.under_way.records.muted(), self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at):
             yield
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
@@ -218,7 +218,7 @@ class ShardedEngine:
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, examination,
+            self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, stats.recorded, examination,
         )  # fmt: skip
 
     def probe_loss_scale(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
-from megamix.mixed_precision.step import StepUnderWay
+from megamix.mixed_precision.step import Recorded, StepUnderWay
 
 
 def row_stats(grad_shard: Tensor) -> Tensor:
@@ -80,6 +80,7 @@ class GradStats:
     found_inf: Tensor  # bool ()
     stop_requested: Tensor  # FP64 (): the largest of the ranks' requests
     lr: Tensor  # FP32 (): the first rank's, so that no two parts of the model can be updated with different ones
+    recorded: Recorded  # by this rank, and how many values by all
 
 
 def agree(
@@ -91,14 +92,16 @@ def agree(
     """
     peak = by_piece[1].amax()
     sums = (by_piece[0].sum(), peak, under_way.loss_sum.double(), under_way.weight_sum)
-    row = torch.stack([*sums, stop_request, lr.double()])
-    by_rank = collectives.table(row)  # FP64 (ranks, 6)
+    recorded = under_way.records.recorded()
+    row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values])
+    by_rank = collectives.table(row)  # FP64 (ranks, 7)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
         sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
         ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(), by_rank[0, 5].float(),
+        recorded._replace(num_values=by_rank[:, 6].sum()),
     )  # fmt: skip
 
 

@@ -44,6 +44,9 @@ class LayerPrecision:
         return {name: value for name, value in asdict(self).items() if name != "exponents"}
 
 
+OVERFLOWED = "overflowed/"  # in front of the tags of what an attempt recorded that changed nothing
+
+
 def precision_tag(name: str, layer: str) -> str:
     """Return the tag of one of LayerPrecision's fields in metrics.jsonl and TensorBoard."""
     return f"precision/{name}/{layer}"
@@ -79,6 +82,14 @@ class StepMetrics:
 
 # The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
 TAGS = {"valid_loss": "valid/loss"} | {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
+
+
+def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
+    """Return what an attempt recorded, by its tags. Raises: ValueError for a name that is a tag of the run's own."""
+    for name in recorded:
+        if name in ("step", *TAGS.values()) or name.startswith(("precision/", OVERFLOWED)):
+            raise ValueError(f"record({name!r}): that is a tag of the run's own metrics; record it by another name")
+    return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 
 
 def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
@@ -129,9 +140,11 @@ class MetricsWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Record values by their names in TAGS. None, inf and NaN are null in the JSON, which has no word for them."""
-        self._write(step, {TAGS[name]: value for name, value in values.items()})
+    def write(self, step: int, values: Mapping[str, float | None], recorded: Mapping[str, float] | None = None) -> None:
+        """Record values by their names in TAGS, and `recorded` ones by their tags. None, inf and NaN are null in the
+        JSON, which has no word for them.
+        """
+        self._write(step, {TAGS[name]: value for name, value in values.items()} | dict(recorded or {}))
 
     def write_precision(self, step: int, layers: Mapping[str, LayerPrecision]) -> None:
         """Record an examined step, layer by layer, as one row; TensorBoard gets the exponents as a histogram."""
@@ -186,7 +199,7 @@ def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
     """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
     if TAGS["valid_loss"] in row:
         return bool(row["step"] > progress.validated)
-    if row.keys() == {"step", TAGS["loss_scale"], TAGS["skipped_steps"]}:  # an overflow on the way to that update
+    if TAGS["skipped_steps"] in row and TAGS["loss"] not in row:  # an overflow on the way to that update
         return bool(row[TAGS["skipped_steps"]] > progress.skipped)
     return bool(row["step"] > progress.applied)
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 import resource
 import time
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megamix.clock import Clock
+from megamix.comm.collectives import Collectives, host_collectives
+from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.mixed_precision.culprits import headroom, peaks_by_param
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import EXPONENT_BIAS, layer_of
-from megamix.mixed_precision.step import Examination, StepResult
+from megamix.mixed_precision.records import gather_recorded
+from megamix.mixed_precision.step import Examination, Recorded, Reduce, StepResult
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
 from megamix.train.build import DTYPES
-from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics
+from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision, StepMetrics, recorded_tags
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -107,9 +111,10 @@ class Outcome(NamedTuple):
     lr: float
     stop_requested: int  # why a rank wants to leave; 0: none does
     by_piece: Tensor  # FP64 (2, pieces), as in StepResult
+    recorded: Recorded  # likewise
 
 
-_SCALARS = Outcome._fields[:-1]  # of a step's result, in front of by_piece
+_SCALARS = Outcome._fields[:-2]  # of a step's result, in front of by_piece
 
 
 class Readout:
@@ -119,17 +124,21 @@ class Readout:
     """
 
     def __init__(self, device: torch.device, num_pieces: int, lag: int):
-        self._pinned = device.type == "cuda"
-        shape = (len(_SCALARS) + 2 * num_pieces,)
-        self._slots = [torch.empty(shape, dtype=torch.float64, pin_memory=self._pinned) for _ in range(lag)]
+        self._pinned, self._num_pieces = device.type == "cuda", num_pieces
+        self._slots = [torch.empty(0)] * lag  # each is made when it is known how much there is to hold
+        self._names: list[tuple[tuple[str, Reduce], ...]] = [()] * lag
         self._events = [torch.cuda.Event() if self._pinned else None for _ in self._slots]  # type: ignore[no-untyped-call]
 
     def write(self, attempt: int, result: StepResult) -> None:
         """Start copying what a step has returned."""
-        scalars = torch.stack([getattr(result, name).double() for name in _SCALARS])
-        values = torch.cat([scalars, result.by_piece.flatten()])
+        scalars = [getattr(result, name).double() for name in _SCALARS] + [result.recorded.num_values]
+        table = result.recorded.table.double()
+        values = torch.cat([torch.stack(scalars), result.by_piece.flatten(), table.flatten()])
         slot = attempt % len(self._slots)
+        if self._slots[slot].shape != values.shape:  # the first time, and once names have come
+            self._slots[slot] = torch.empty(values.shape, dtype=torch.float64, pin_memory=self._pinned)
         self._slots[slot].copy_(values, non_blocking=True)
+        self._names[slot] = result.recorded.names
         event = self._events[slot]
         if event is not None:  # pragma: CUDA only
             event.record()
@@ -140,9 +149,33 @@ class Readout:
         event = self._events[slot]
         if event is not None:  # pragma: CUDA only
             event.synchronize()
-        loss, found_inf, grad_norm, loss_scale, lr, stop = self._slots[slot][: len(_SCALARS)].tolist()
-        by_piece = self._slots[slot][len(_SCALARS) :].view(2, -1).clone()  # the slot is written again
-        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece)
+        sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot])]
+        scalars, num_values, *tables = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
+        loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
+        by_piece, table = (values.view(2, -1) for values in tables)
+        recorded = Recorded(self._names[slot], table, num_values)
+        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece, recorded)
+
+
+class RecordedRows:
+    """What the ranks have recorded, for the rows that are written. Every rank has one, whose calls are collective."""
+
+    def __init__(self, topology: Topology, timeout_s: float):
+        self._topology, self._timeout_s = topology, timeout_s
+
+    def row(self, outcome: Outcome) -> dict[str, float]:
+        """Return an attempt's values by tag, after one small gather on the host if any rank has recorded any: it waits
+        for the ranks, not for a device. Raises: ValueError on every rank alike.
+        """
+        if not outcome.recorded.num_values:
+            return {}
+        values = gather_recorded(outcome.recorded, self._topology, self._collectives)
+        return recorded_tags(values, overflowed=outcome.found_inf)
+
+    @cached_property  # most runs need none
+    def _collectives(self) -> Collectives:
+        # A moment more than the watchdog's limit, so that a rank that is missing is named before.
+        return host_collectives(self._topology.world, self._timeout_s + 1.0)
 
 
 def mfu_per_token_rate(config: Config, world_size: int, device: torch.device) -> float | None:

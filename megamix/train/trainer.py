@@ -26,7 +26,7 @@ from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.metrics import MetricsWriter, format_line
-from megamix.train.report import IntervalReport, Outcome, Readout, gather_precision
+from megamix.train.report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
 from megamix.train.run_folder import write_trace
 from megamix.train.saved_run import Progress
 
@@ -63,6 +63,7 @@ class Trainer:
             training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start
         )  # fmt: skip
         self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
+        self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
         self._last_overflowed = False  # the last outcome that came in
@@ -181,7 +182,7 @@ class Trainer:
         found_inf, loss = outcome.found_inf, outcome.loss
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
         if words:
-            self._tell_overflow(attempt, outcome.loss_scale, fate, words)
+            self._tell_overflow(attempt, outcome, fate, words)
         self.overflows.spend(found_inf, loss, attempt.number + 1, self.plan.applied)
         # The first one, so that a newcomer sees a loss soon, then every log_interval updates, and the last one.
         always = self.plan.applied in (1, self.config.training.steps)
@@ -194,15 +195,16 @@ class Trainer:
             if self.writer is not None:
                 self.writer.write_precision(self.plan.applied, layers)
 
-    def _tell_overflow(self, attempt: Attempt, loss_scale: float, fate: Fate, words: str) -> None:
-        """Say what overflowed and what becomes of the batch, and keep what is set aside."""
-        step, skipped = self.plan.applied + 1, self.overflows.count
+    def _tell_overflow(self, attempt: Attempt, outcome: Outcome, fate: Fate, words: str) -> None:
+        """Say what overflowed and what becomes of the batch, and keep what is set aside. Every rank must call it."""
+        step, skipped, loss_scale = self.plan.applied + 1, self.overflows.count, outcome.loss_scale
+        recorded = self.recorded.row(outcome)
         self.console.line(
             f"step {step}/{self.config.training.steps} | overflow at loss_scale {format_scale(loss_scale)}, nothing "
             f"changed: {words} | samples {attempt.batch} {fate.value} | skipped {skipped}"
         )
         if self.writer is not None:
-            self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped})
+            self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped}, recorded)
         if fate is Fate.SET_ASIDE:
             for line in self.overflows.origins:
                 self.console.line(f"  {line}")
@@ -217,12 +219,13 @@ class Trainer:
         return leaves(self._stop_reason, self.plan.applied, self.config.training.steps)
 
     def _log(self, update: int, outcome: Outcome) -> None:
+        recorded = self.recorded.row(outcome)
         metrics = self.report.metrics(
             update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
         )
         self.console.line(format_line(update, self.config.training.steps, metrics))
         if self.writer is not None:
-            self.writer.write(update, metrics.values())
+            self.writer.write(update, metrics.values(), recorded)
 
     def _validate(self, validation: Validation, done: int, leave: LeaveRequest) -> float:
         """The validation loss (nats per token), told. Every rank must call it.

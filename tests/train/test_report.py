@@ -12,13 +12,16 @@ import torch
 
 from megamix import clock as clock_module
 from megamix.clock import Clock
-from megamix.mixed_precision.step import StepResult
+from megamix.mixed_precision.step import Recorded, StepResult
 from megamix.supervise.console import Console
 from megamix.train import report as report_module
 from megamix.train.report import IntervalReport, Outcome, Readout, peak_memory_gib
 
 CPU = torch.device("cpu")
-OUTCOME = Outcome(5.0, False, grad_norm=1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1))
+NOTHING = Recorded((), torch.zeros(2, 0), torch.zeros((), dtype=torch.float64))
+OUTCOME = Outcome(
+    5.0, False, 1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1), recorded=NOTHING
+)
 
 
 @pytest.fixture
@@ -90,17 +93,23 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
     lag = 2
     readout = Readout(CPU, num_pieces=3, lag=lag)
     live, pieces = torch.zeros(()), torch.zeros(2, 3)
+    names = (("first", "mean"), ("second", "max"), ("third", "sum"))
     for attempt in range(10):
         if attempt >= lag:
             past = float(attempt - lag)
             outcome = readout.read(attempt - lag)
             assert outcome[:5] == (past, past > 4, past, past, past)
             assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
+            assert outcome.recorded.names == names[: attempt - lag]
+            assert outcome.recorded.num_values == past
+            assert torch.equal(outcome.recorded.table, torch.full((2, len(outcome.recorded.names)), past).double())
         live.fill_(attempt)
         pieces.fill_(attempt)
-        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces))
+        recorded = Recorded(names[:attempt], torch.full((2, min(attempt, 3)), float(attempt)), live.double())
+        readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded))
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
+        recorded.table.fill_(-1)
 
 
 def test_a_log_file_gets_lines_and_no_bar(capsys) -> None:
