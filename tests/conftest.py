@@ -12,19 +12,36 @@ import torch
 import torch.distributed as dist
 
 from megamix.ranks import DEADLINE_S, RankPool
-from tests.programs import count_lines_on_first_rank, count_no_lines_in_programs, counting
+from tests.programs import count_no_lines_in_programs, counting, lines_counted
 
 # The counts that an issue names are run by `./launch/test.sh --full`; otherwise seeded samples of each sweep.
 FULL = os.environ.get("MEGAMIX_FULL") == "1"
 
 torch.set_num_threads(1)
 
+# For a few small kernels: a pool of compiler processes is another import of torch in every process that compiles, and
+# to try each instruction set is a compilation.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
-def _count_lines_on_first_rank() -> None:
-    count_lines_on_first_rank(dist.get_rank())
+counts = True  # covered lines, in the test that runs: see the marker `uncounted`
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Count no covered lines in a test that says so."""
+    global counts
+    counts = item.get_closest_marker("uncounted") is None
+    with lines_counted(counts):
+        return (yield)
+
+
+def _on_rank(counts: bool, case: Callable[..., Any], *args: Any) -> Any:
+    with lines_counted(counts and dist.get_rank() == 0):
+        return case(*args)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,8 +67,7 @@ def run_ranks() -> Iterator[Callable[..., list[Any]]]:
     def run(case: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = DEADLINE_S) -> list[Any]:
         if world_size not in pools:
             pools[world_size] = RankPool(world_size)
-            pools[world_size].call(_count_lines_on_first_rank)
-        return pools[world_size].call(case, *args, deadline_s=deadline_s)
+        return pools[world_size].call(_on_rank, counts, case, *args, deadline_s=deadline_s)
 
     yield run
     for pool in pools.values():

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 
 def counting() -> Any:
     """Return this process's coverage, None where no lines are counted."""
     return sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+
+
+@contextlib.contextmanager
+def lines_counted(counts: bool) -> Iterator[None]:
+    """Count no covered lines until the end of the block unless it `counts`."""
+    before = sys.gettrace(), threading.gettrace()
+    if not counts:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if not counts:
+            sys.settrace(before[0])
+            threading.settrace(before[1])  # type: ignore[arg-type]
 
 
 def count_lines_on_first_rank(rank: int) -> None:

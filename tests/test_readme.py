@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.uncounted
 def test_the_library_examples_learn() -> None:
     first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     torch.manual_seed(0)

@@ -7,11 +7,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.soak import Fight, Usage, Watch, faults_of, growth, soak
 
 SEED = 43  # strikes with a flipped bit, SIGINT, a death in a save and a full disk
 
 
+@pytest.mark.uncounted
 def test_a_short_soak_passes_and_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
     wrong, _ = soak(tmp_path, steps=90, every=16, seed=SEED)
     told = capsys.readouterr().out

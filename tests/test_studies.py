@@ -25,6 +25,8 @@ import study
 import torch
 import vanishing
 
+pytestmark = pytest.mark.uncounted
+
 ROOT = Path(__file__).parents[1]
 STUDIES = (bf16_rounding, gemm_accumulation, loss_scales, memory, overflow, passes, regression, vanishing)
 PAGE = run_all.PAGE.read_text(encoding="utf-8")

@@ -58,6 +58,7 @@ def _flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.uncounted
 def test_one_wrong_bit_anywhere_is_found(ready: Path, tmp_path: Path, caplog) -> None:
     rng = random.Random(0)
     for number in range(FLIPS):
@@ -99,6 +100,7 @@ def test_files_that_changed_places_are_found(ready: Path, tmp_path: Path, caplog
     refuses(ready, tmp_path / "copy", swap, FILES[1], caplog)
 
 
+@pytest.mark.uncounted
 def test_a_good_checkpoint_is_never_refused(ready: Path) -> None:
     for _ in range(CLEAN):
         assert resume(ready) == (2, [])

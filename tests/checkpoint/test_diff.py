@@ -62,6 +62,7 @@ def test_other_ranks_and_buckets_are_no_difference(run_ranks, tmp_path: Path, ca
     assert capsys.readouterr().out == "no difference\n"
 
 
+@pytest.mark.uncounted
 def test_elements_are_counted_by_their_bits_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = _saved(tmp_path / "old", _set("norm.bias", "exp_avg", {0: 1.0, 1: 0.0, 2: math.nan, 3: 2.0}))
 

@@ -61,6 +61,7 @@ def _points(calls: list[list[str]]) -> list[tuple[int, int, bool, bool]]:
     return [*kinds.values(), *others[: SAMPLE - len(kinds)]]
 
 
+@pytest.mark.uncounted
 def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     run_ranks(save_steps, 2, ready, [1, 2])

@@ -57,6 +57,7 @@ SAVED = [*itertools.product(SIZES, BUCKETS)] if FULL else [(1, 1111), (2, 1), (3
 LOADED = [*itertools.product(SIZES, BUCKETS)] if FULL else [(1, 1), (2, 1111), (3, 1111), (4, None)]
 
 
+@pytest.mark.uncounted
 def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path: Path) -> None:
     folders = [tmp_path / f"{size}-{bucket_size}" for size, bucket_size in SAVED]
     for folder, (size, bucket_size) in zip(folders, SAVED, strict=True):
@@ -173,6 +174,7 @@ def _save_simulated(folder: Path, ranks: list[list[Part]]) -> Path:
 LAYOUTS = [(1, 1, 1), (3, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 3), (2, 2, 2), (3, 2, 1), (5, 3, 2)]
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
     tmp_path: Path, saved: tuple[int, ...], monkeypatch

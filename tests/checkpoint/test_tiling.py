@@ -31,6 +31,7 @@ MANY = 95_000 if FULL else 5_000  # boxes; of 95,000 the names alone take 8 MB, 
 LONGEST_S = 5.0  # of this process's own time
 
 
+@pytest.mark.uncounted
 def test_a_tiling_is_accepted_whatever_cut_it() -> None:
     rng = random.Random(2)
     for _ in range(CASES // 4):
@@ -176,6 +177,7 @@ def _families(n: int) -> dict[str, tuple[list[Box], tuple[int, ...], str | None]
 FAMILIES = _families(MANY)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_family_of_boxes_takes_long(family: str) -> None:
     boxes, shape, told = FAMILIES[family]
@@ -187,6 +189,7 @@ def test_no_family_of_boxes_takes_long(family: str) -> None:
     assert took_s < LONGEST_S
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize(("params", "each"), [(1, MANY), (MANY // 20, 20), (MANY, 1)])
 def test_a_file_of_many_boxes_is_verified_in_its_own_time(tmp_path: Path, params: int, each: int) -> None:
     boxes = [Part(f"p{p}", MASTER, Box((0, i), (1, 1)), torch.zeros(1)) for p in range(params) for i in range(each)]

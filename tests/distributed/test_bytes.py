@@ -54,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize(("optimizer", "grad_dtype", "reduce_dtype", "formula"), CASES)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_live_bytes_equal_the_formula(

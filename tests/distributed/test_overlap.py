@@ -162,6 +162,7 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
     return compiled, train(False), graphs
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
 def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
     for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):

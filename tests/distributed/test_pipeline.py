@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules
@@ -91,20 +92,24 @@ def _all_differences(cases: list[Case]) -> list[str]:
     return [f"{case}: {line}" for case in cases for line in _differences(case, topology)[:3]]
 
 
+@pytest.mark.uncounted
 def test_every_schedule_equals_one_process(run_ranks) -> None:
     assert run_ranks(_all_differences, 2, _picks(1000 if FULL else 0), deadline_s=DEADLINE_S) == [[], []]
 
 
+@pytest.mark.uncounted
 def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks) -> None:
     cases = [case for case in _picks(1000) if case.dtype != FP32 or FULL]
     assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
 
 
+@pytest.mark.uncounted
 def test_four_stages_and_eight_equal_one_process(run_ranks) -> None:
     cases = _picks(1000, pp_size=4)
     assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
 
 
+@pytest.mark.uncounted
 def test_recompute_packed_documents_and_their_weights_equal_one_process(run_ranks) -> None:
     cases = [
         Case(schedule=schedule, dtype=FP16, packed=True, more=(("recompute", recompute),), rounds=2)

@@ -62,6 +62,7 @@ def _run(command: str) -> None:
     print(done.stdout)
 
 
+@pytest.mark.uncounted
 def test_every_command_of_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -192,6 +192,7 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     assert isinstance(update, CompiledUpdate)
 
 
+@pytest.mark.uncounted
 def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> None:
     # What is limited is the number of graphs of one code object, whoever makes the kernels.
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}

@@ -92,6 +92,7 @@ def _clean_runs(runs: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.uncounted
 def test_clean_runs_name_nobody(run_ranks) -> None:
     assert run_ranks(_clean_runs, 2, TRIALS) == [[], []]
 

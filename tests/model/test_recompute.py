@@ -96,6 +96,7 @@ def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_seco
     assert all(torch.equal(*pair) for pair in zip(once, twice, strict=True))
 
 
+@pytest.mark.uncounted
 def test_a_compiled_block_keeps_no_more_than_the_formula() -> None:
     torch._dynamo.reset()
     model = model_of(torch.bfloat16, recompute="selective", num_layers=1)

@@ -230,6 +230,7 @@ def test_blocks_are_the_units_and_can_be_recomputed() -> None:
     assert all(torch.equal(a, b.grad) for a, b in zip(plain, model.parameters(), strict=True))
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -45,6 +45,7 @@ def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(run_ranks, t
     assert (tmp_path / "divided/sample.txt").read_text().startswith("def ")
 
 
+@pytest.mark.uncounted
 def test_a_run_goes_on_with_another_mesh(run_ranks, tmp_path: Path) -> None:
     write_data(tmp_path / "data", tokenizer=True)
     went_through = run_job(_job(tmp_path, "through", 1))

@@ -89,6 +89,7 @@ def _overflows(config: Config) -> list[str]:
     return wrong
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"] if FULL else ["fp16"])
 @pytest.mark.parametrize("sequence_parallel", [True, False] if FULL else [True])
 def test_an_overflow_on_any_of_eight_ranks_changes_nothing_on_any(run_ranks, dtype: str, sequence_parallel) -> None:
@@ -135,6 +136,7 @@ def _load_each(layout: str, folder: Path, sources: list[str]) -> list[Loaded]:
     return found
 
 
+@pytest.mark.uncounted
 def test_every_layout_loads_what_every_other_saved_and_goes_on(run_ranks, tmp_path: Path) -> None:
     layouts = [*(LAYOUTS if FULL else SAMPLE)]
     sizes = {layout: parse_layout(layout).world_size for layout in layouts}

@@ -143,6 +143,7 @@ def _batch(config: Config) -> MicroBatch:
     return MicroBatch(Batch(tokens, targets, None, targets.numel()))
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("name", {**CONFIGS, **MORE} if FULL else CONFIGS)
 def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
     layout_name, sections = (CONFIGS | MORE)[name]

@@ -54,6 +54,7 @@ def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path
     assert sorted(record.samples()) == list(range(80))
 
 
+@pytest.mark.uncounted
 def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data) -> None:
     bad = frozenset(random.Random(0).sample(range(30), 8))
     precision = {"init_scale": 2.0**8}
@@ -66,6 +67,7 @@ def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks
     assert sorted(records[0].samples()) == list(range(80))
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
 def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None:
     steps = 500 if FULL else 80
@@ -80,6 +82,7 @@ def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None
     assert abs(hit.valid_loss - clean.valid_loss) < 0.03
 
 
+@pytest.mark.uncounted
 def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data) -> None:
     static = {"loss_scale": 1024.0}
     clean = _run(_job(tmp_path / "clean", data, static, steps=12))[1]

@@ -163,6 +163,7 @@ def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     assert differences(end_of(tmp_path), end_of(whole)) == []
 
 
+@pytest.mark.uncounted
 def test_killed_again_and_again_it_ends_bitwise_equal(tmp_path, data, run_ranks) -> None:
     whole = _config(tmp_path / "whole", data, CHAIN_STEPS)
     calls = min(calls for calls, _ in run_ranks(_counted, 2, whole))

@@ -47,6 +47,7 @@ def _runs() -> list[Run]:
     return whole_matrix(AXES, _allowed) if FULL else covering_runs(AXES, _allowed, MOST_RUNS)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("world_size", sorted({parse_layout(name).world_size for name in LAYOUTS}))
 def test_every_layout_passes(run_ranks, world_size: int) -> None:
     runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]
@@ -65,6 +66,7 @@ def test_every_layout_passes(run_ranks, world_size: int) -> None:
     assert wrong == []
 
 
+@pytest.mark.uncounted
 def test_the_covering_set_shows_every_value_at_least_twice() -> None:
     runs = covering_runs(AXES, _allowed, MOST_RUNS)
     assert len(runs) <= MOST_RUNS
