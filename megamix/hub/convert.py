@@ -22,8 +22,7 @@ from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_ch
 from megamix.config import ModelConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
-from megamix.hub.families import Link, format_of, their_shapes
-from megamix.hub.family_configs import write_config
+from megamix.hub.families import Link, format_of, links_of, their_shapes
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
@@ -119,13 +118,13 @@ def export_model(
         tokenizer = tokenizer or source.tokenizer
         if tokenizer is not None and not tokenizer.is_file():
             raise ValueError(f"{tokenizer} is missing; start in the folder that the run was started in, or name it")
-        family = format_of(source.config)
-        size = _write_shards(aside, source.weights, family.links(source.config), dtype, shard_size)
+        form = format_of(source.config)
+        size = _write_shards(aside, source.weights, links_of(form, source.config), dtype, shard_size)
         copy_tokenizer(tokenizer or source.home, aside)
         ids = copy_generation(source.home, aside, tokenizer)
         config = {
-            "architectures": [family.architecture], "model_type": family.model_type,
-            **write_config(family.model_type, source.config),
+            "architectures": [form.architecture], "model_type": form.model_type,
+            **form.write(source.config),
             "initializer_range": source.config.init_std, "tie_word_embeddings": source.config.tie_embeddings,
             "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."), **ids,
         }  # fmt: skip

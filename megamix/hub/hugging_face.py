@@ -6,7 +6,7 @@ The sizes in config.json are held against those of the tensors before anything i
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
 from megamix.config import ModelConfig
-from megamix.hub.families import FAMILIES, Family, Link, their_shapes
-from megamix.hub.family_configs import read_config, shown
-from megamix.model.sizes import effective
+from megamix.hub.families import Link, formats, links_of, their_shapes
+from megamix.model.config_json import shown
+from megamix.model.family import family_of
+from megamix.model.formats import Format
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
@@ -42,20 +43,20 @@ class HuggingFaceWeights:
     def __init__(self, folder: Path):
         self.folder = folder
         self.json = read_json(folder / CONFIG)
-        self.family = _family(self.json, folder)
+        self.form = _format(self.json, folder)
         with _naming(folder):
-            self.config = read_config(self.family.model_type, self.json)
+            self.config = self.form.read(self.json)
         self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
         # An open file is no mapping: it has keys() and cannot be iterated.
         self._file_of = {name: file for file, opened in self._files.items() for name in opened.keys()}  # noqa: SIM118
         # A model saved without its head has names without the base.
-        based = any(name.startswith(self.family.base) for name in self._file_of)
-        self._base = "" if based else self.family.base
+        based = any(name.startswith(self.form.base) for name in self._file_of)
+        self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
         with _naming(folder):
-            if problems := contradictions(self.family, self._base, self.config, shapes):
+            if problems := contradictions(self.form, self._base, self.config, shapes):
                 raise ValueError(f"{CONFIG} and the tensors contradict each other: {'; '.join(problems)}")
-            links = self.family.links(self.config)
+            links = links_of(self.form, self.config)
         self._links = {link.ours: link for link in links}
         self._check_tensors(links, shapes)
 
@@ -141,12 +142,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _family(content: dict[str, Any], folder: Path) -> Family:
+def _format(content: dict[str, Any], folder: Path) -> Format:
     model_type = content.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"{folder / CONFIG}: model_type is {shown(model_type)}; what is known here: {known}")
-    return FAMILIES[model_type]
+    known = formats()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ValueError(
+            f"{folder / CONFIG}: model_type is {shown(model_type)}; what is known here: {', '.join(known)}"
+        )
+    return known[model_type]
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -174,59 +177,47 @@ def _file_names(folder: Path) -> list[str]:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-# Module, dim of its weight as (out, in), and the sizes whose product that is. A bias is as long as its weight.
-_FACTORS = (
-    ("embedding", 0, ("vocab_size",)),
-    ("embedding", 1, ("hidden_size",)),
-    ("position_embedding", 0, ("seq_len",)),
-    ("blocks.attention.query_norm", 0, ("head_dim",)),
-    ("blocks.attention.query", 0, ("num_heads", "head_dim")),
-    ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
-    ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
-)
 # Bytes of rotary tables that any model may have: 262,144 positions of heads of 128. No tensor says how many positions
 # a model with rotary ones has, so beyond that they may take as much as its weights.
 _USUAL_TABLES = 1 << 27
 
 
-def contradictions(family: Family, base: str, config: ModelConfig, shapes: Shapes) -> list[str]:
+def contradictions(form: Format, base: str, config: ModelConfig, shapes: Shapes) -> list[str]:
     """Return what the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
 
     `base`: what their names lack of the family's.
     """
-    names = {module: place.name.removeprefix(base) for module, place in family.places.items()}
-    values, keys = effective(config), family.size_keys
+    names = {module: place.name.removeprefix(base) for module, place in form.places.items()}
+    values, keys = family_of(config).effective(config), form.size_keys
     problems = []
-    layers = _layers(names["blocks.attention_norm"], shapes)
+    layers = _layers([name for name in names.values() if "{}" in name], shapes)
     if len(layers) != config.num_layers:
         problems.append(f"{keys['num_layers']} is {shown(config.num_layers)}, the tensors are of {len(layers)} layers")
-    for module, dim, factors in _FACTORS:
+    for module, dim, factors in form.factors:
         if module not in names or not keys.keys() >= set(factors):
             continue
         weights = (names[module].replace("{}", layer) + ".weight" for layer in (layers or [""]))
         tensor = next((weight for weight in weights if weight in shapes), None)
         if tensor is None:
             continue
-        shape = shapes[tensor][::-1] if family.places[module].transposed else shapes[tensor]
+        shape = shapes[tensor][::-1] if form.places[module].transposed else shapes[tensor]
         if dim < len(shape) and shape[dim] != math.prod(values[factor] for factor in factors):
             told = " times ".join(f"{keys[factor]} {shown(values[factor])}" for factor in factors)
             problems.append(f"{told} does not fit {tensor} {list(shapes[tensor])}, which has {shape[dim]}")
     return problems or tables_problem(config, keys["seq_len"], shapes)
 
 
-def _layers(name: str, shapes: Shapes) -> list[str]:
-    """The numbers of the layers that have the norm every family begins a layer with, as text, the lowest first."""
-    start, end = name.split("{}")
-    end += ".weight"
-    middles = [tensor[len(start) : -len(end)] for tensor in shapes if tensor.startswith(start) and tensor.endswith(end)]
-    return sorted((middle for middle in middles if middle.isdecimal()), key=lambda middle: (len(middle), middle))
+def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
+    """The numbers of the layers that have the weight of any of these, as text, the lowest first."""
+    pattern = re.compile("|".join(re.escape(f"{name}.weight").replace(r"\{\}", "([0-9]+)") for name in modules))
+    found = (pattern.fullmatch(tensor) for tensor in shapes)
+    numbers = {match[match.lastindex or 0] for match in found if match}
+    return sorted(numbers, key=lambda number: (len(number), number))
 
 
 def tables_problem(config: ModelConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
-    """Return the tables of rotary positions, if they take more than the weights and `usual` bytes."""
-    if config.position != "rotary":
-        return []
-    tables = 4 * config.seq_len * effective(config)["head_dim"]
+    """Return the tables of positions, if they take more than the weights and `usual` bytes."""
+    tables = family_of(config).table_bytes(config)
     weights = 4 * sum(map(math.prod, shapes.values()))
     if tables <= max(usual, weights):
         return []

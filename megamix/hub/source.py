@@ -18,9 +18,9 @@ from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint
 from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
 from megamix.config import ModelConfig
-from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
+from megamix.model.config_json import shown
 from megamix.model.decoder import Decoder
 from megamix.model.family import meta_model
 from megamix.train.saved_run import check_if_run, check_params

@@ -9,8 +9,8 @@ from typing import Any
 
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import write_text
-from megamix.hub.family_configs import shown
 from megamix.hub.hugging_face import CONFIG, read_json
+from megamix.model.config_json import shown
 
 TOKENIZER, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
 _SETTINGS = "tokenizer_config.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from megamix.config import ModelConfig
 from megamix.model.context import KeyValueCache, find_documents
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops
 
@@ -69,7 +70,9 @@ class Decoder(nn.Module):
     Parameters may be cast or pointed at other storage after construction: nothing of them is cached.
     """
 
-    name: ClassVar[str]  # its name: `family` in the section [model]
+    name: ClassVar[str]  # `family` in the section [model]
+    section: ClassVar[type[ModelConfig]]  # the other keys there
+    formats: ClassVar[Sequence[Format]] = ()  # of Hugging Face
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """`like`: for a model of other length, the layers whose blocks it has, in their order; None: of all layers."""
@@ -110,6 +113,16 @@ class Decoder(nn.Module):
     def last_norm(self) -> nn.Module:
         """Build the norm in front of the head."""
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
+
+    @classmethod
+    def effective(cls, config: ModelConfig) -> dict[str, Any]:
+        """Return the section's values, those that are not set replaced by what they come to."""
+        return dict(config)
+
+    @classmethod
+    def table_bytes(cls, config: ModelConfig) -> int:
+        """Return those of tables for seq_len positions that are no parameters: nothing on the disk confirms them."""
+        return 0
 
     @classmethod
     def alike(cls, config: ModelConfig) -> list[int]:

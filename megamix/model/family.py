@@ -7,11 +7,17 @@ import torch
 from megamix.config import ModelConfig
 from megamix.model.decoder import Decoder
 from megamix.model.transformer import Transformer
+from megamix.plugins import FAMILIES
+
+
+def families() -> list[type[Decoder]]:
+    """Return those that are built in, and those of plugins."""
+    return [Transformer, *FAMILIES.registered.values()]
 
 
 def family_of(config: ModelConfig) -> type[Decoder]:
-    """Return its family: called with the configuration, it builds the model."""
-    return Transformer
+    """Return the family whose section it is: called with the configuration, it builds the model."""
+    return next(family for family in reversed(families()) if isinstance(config, family.section))
 
 
 def meta_model(config: ModelConfig) -> Decoder:

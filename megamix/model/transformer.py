@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,6 +10,7 @@ from megamix.config import ModelConfig, model_problems
 from megamix.model import sizes
 from megamix.model.context import BlockCache, Documents
 from megamix.model.decoder import Branch, Decoder
+from megamix.model.formats import FORMATS
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables
 from megamix.model.ops import Ops
 from megamix.model.recompute import recomputed
@@ -122,7 +124,7 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
 class Transformer(Decoder):
     """The four families that are settings of one section."""
 
-    name = "transformer"
+    name, section, formats = "transformer", ModelConfig, FORMATS
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """Raises: ValueError if the sizes do not divide: a config file is checked before, one made by hand is not."""
@@ -141,3 +143,11 @@ class Transformer(Decoder):
 
     def last_norm(self) -> nn.Module:
         return _norm(self.config, self.ops)
+
+    @classmethod
+    def effective(cls, config: ModelConfig) -> dict[str, Any]:
+        return sizes.effective(config)
+
+    @classmethod
+    def table_bytes(cls, config: ModelConfig) -> int:
+        return 4 * config.seq_len * sizes.head_dim(config) if config.position == "rotary" else 0

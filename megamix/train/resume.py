@@ -14,7 +14,7 @@ from megamix.checkpoint.verify import Checkpoint
 from megamix.config import Config, ConfigError, DataSource, ModelConfig, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.sizes import effective
+from megamix.model.family import family_of
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 from megamix.train.same_job import flat
 from megamix.train.saved_run import Progress, check_run
@@ -181,7 +181,8 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
     known = {name: keys[f"model.{name}"] for name in ModelConfig.model_fields if f"model.{name}" in keys}
-    meant = effective(ModelConfig.model_validate(known))
+    model = ModelConfig.model_validate(known)
+    meant = family_of(model).effective(model)
     split = keys.get("data.split")
     return keys | {f"model.{name}": value for name, value in meant.items()} | {
         "data.split": split and split[0] / sum(split)

@@ -20,9 +20,9 @@ from megamix.cli import main
 from megamix.config import ModelConfig
 from megamix.data.tokenizer import Tokenizer
 from megamix.hub.convert import import_model
-from megamix.hub.family_configs import GPT2_SIZES, ROTARY_SIZES
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import open_source
+from megamix.model.config_json import GPT2_SIZES, ROTARY_SIZES
 from megamix.model.family import family_of, meta_model
 from tests.checkpoint.faults import listing
 from tests.checkpoint.seal import edit as edit_manifest

@@ -64,17 +64,16 @@ def _read_gpt2(json: Json) -> ModelConfig:
     problems += _unlike(json, "add_cross_attention", False, (False,))
     problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
     _refuse(json, problems)
-    return _model(
-        json, GPT2_SIZES, {"n_inner": None}, norm="layernorm", norm_eps=json.get("layer_norm_epsilon", 1e-5),
-        position="learned", activation=_GELU[activation], bias=True, init_std=json.get("initializer_range", 0.02),
-        tie_embeddings=json.get("tie_word_embeddings", True),
+    return model_of(
+        ModelConfig, json, GPT2_SIZES, {"n_inner": None}, norm="layernorm", position="learned",
+        norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
     )  # fmt: skip
 
 
 def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
     return {
-        **_sizes(config, GPT2_SIZES),
+        **sizes_of(effective(config), GPT2_SIZES),
         "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
         "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
     }  # fmt: skip
@@ -96,9 +95,9 @@ def _read_rotary(model_type: str, json: Json) -> ModelConfig:
     theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
     _refuse(json, problems + rope_problems)
     defaults = {"max_position_embeddings": seq_len, "num_key_value_heads": None, "head_dim": None}
-    return _model(
-        json, ROTARY_SIZES, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6), position="rotary",
-        rope_theta=theta, rope_scaling=scaling, activation="swiglu", init_std=json.get("initializer_range", 0.02),
+    return model_of(
+        ModelConfig, json, ROTARY_SIZES, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
+        position="rotary", rope_theta=theta, rope_scaling=scaling, activation="swiglu",
         tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
     )  # fmt: skip
 
@@ -113,7 +112,7 @@ def _write_rotary(model_type: str, config: ModelConfig) -> dict[str, Any]:
             scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
     biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
     return {
-        **_sizes(config, ROTARY_SIZES), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
+        **sizes_of(effective(config), ROTARY_SIZES), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
         # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
         "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
         **(biases if model_type == "llama" else {"use_sliding_window": False}),
@@ -177,13 +176,17 @@ def _refuse(json: Json, problems: list[str]) -> None:
         raise ValueError("config.json: our transformer does not do this: " + "; ".join(problems))
 
 
-def _sizes(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
-    values = effective(config)
+def sizes_of(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the section's sizes by config.json's names."""
     return {theirs: values[ours] for ours, theirs in keys.items()}
 
 
-def _model(json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -> ModelConfig:
-    """The model of these values and the sizes in config.json. Raises: ValueError naming a key."""
+def model_of(
+    section: type[ModelConfig], json: Json, keys: Mapping[str, str], defaults: Json, **values: Any
+) -> ModelConfig:
+    """Return the model of these values and of what config.json says. Raises: ValueError naming a key."""
+    values["init_std"] = json.get("initializer_range", 0.02)
+    values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))
     for ours, theirs in keys.items():
         if theirs not in json and theirs not in defaults:
             raise ValueError(f"config.json has no {theirs}")
@@ -191,7 +194,7 @@ def _model(json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -
         if isinstance(values[ours], int) and values[ours] >= 2**63:
             raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
     try:
-        model = ModelConfig(**values)
+        model = section(**values)
     except ValidationError as error:
         raise ValueError(f"config.json: {_first(error, keys)}") from None
     for problem in model_problems(model):
