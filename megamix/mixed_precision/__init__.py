@@ -6,6 +6,7 @@ headroom       the same, found by measuring
 optimizers     the settings and pure equations of AdamW and Nesterov
 settings       what a user chooses, and what is refused of it
 step           what is under way of a step, and what it tells when it is over
+records        what a forward or a loss reports beside its result
 
 Where things lie:
 flat_layout    where parameters lie: buckets, optimizer runs, padding (arithmetic only)
@@ -24,5 +25,4 @@ engine         the conductor
 Around the engine, on demand:
 replicas       is every half parameter, on every rank, still the cast of its master?
 culprits       after an overflow: which parameter, rank and micro-batch
-records        what a forward or a loss reports beside its result
 """

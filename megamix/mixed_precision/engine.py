@@ -86,7 +86,7 @@ class ShardedEngine:
         take_over(model, self.half_params, self.master_shard, among, by_axis[0])
 
         self.loss_scale.to(device)
-        self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
+        grads = self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(model, sharding.units, layout, half, among, sharding.overlap, self.clock)
         for own in by_axis:
             order = [layout.buckets[k] for k in self.param_gather.order_of_need if among[k] is own]
@@ -98,7 +98,7 @@ class ShardedEngine:
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
         self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [owners.axis.rank for owners in among], device)
-        self.under_way = StepUnderWay(model, grad_accum_steps, device)
+        self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
@@ -109,7 +109,7 @@ class ShardedEngine:
         raise settings.attribute_error(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.under_way.records.claim()
+        self.under_way.claim()
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
@@ -158,7 +158,7 @@ class ShardedEngine:
         when all of it is.
         """
         look_at = look(self.under_way.examination, micro_batch)
-        with self.under_way.records.muted(), self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at):
+        with self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at):
             yield
 
     def set_lr(self, lr: float | Sequence[float]) -> None:

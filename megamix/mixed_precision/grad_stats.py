@@ -92,7 +92,7 @@ def agree(
     """
     peak = by_piece[1].amax()
     sums = (by_piece[0].sum(), peak, under_way.loss_sum.double(), under_way.weight_sum)
-    recorded = under_way.records.recorded()
+    recorded = under_way.recorded()
     row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values])
     by_rank = collectives.table(row)  # FP64 (ranks, 7)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()

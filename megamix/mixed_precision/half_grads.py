@@ -55,7 +55,7 @@ class HalfGrads:
                 params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # no types
         self.expect_step()
         self._warned: set[str] = set()
-        self._inside_backward = False
+        self.inside_backward = False
         self._completes: Collection[str] = ()
         self._on_full: Callable[[int], None] = lambda bucket: None
         self._look: Callable[[str, Tensor], None] | None = None
@@ -76,11 +76,11 @@ class HalfGrads:
 
         In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
         """
-        self._inside_backward, self._on_full, self._completes, self._look = True, on_full, completes, look
+        self.inside_backward, self._on_full, self._completes, self._look = True, on_full, completes, look
         try:
             yield
         finally:
-            self._inside_backward, self._completes, self._look = False, (), None
+            self.inside_backward, self._completes, self._look = False, (), None
 
     def take(self, names: Iterable[str]) -> None:
         """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
@@ -110,7 +110,7 @@ class HalfGrads:
             return
         place, grad, param.grad = self._grads[name], param.grad, None
         assert grad is not None
-        if not self._inside_backward:
+        if not self.inside_backward:
             raise RuntimeError(
                 f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
                 "no reduction. Call engine.backward(loss) instead"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives, gather_texts
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.step import RULES, Entry, Recorded, Records, Reduce
+from megamix.mixed_precision.step import Recorded, Reduce, StepUnderWay
 
+_JOIN: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": torch.add,  # divided at last
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 _TAG = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
@@ -26,28 +34,27 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     Shapes: tensor (), kept as FP32.
     Raises: ValueError for what is no scalar, a name that is no tag, or another `reduce` than the name had before.
     """
-    records = Records.latest()
-    if records is None or records.is_muted or not records.module.training:
+    step = StepUnderWay.latest()
+    if step is None or not step.counts():
         return
     if tensor.dim():
         raise ValueError(f"record({name!r}): must be of shape (), got {tuple(tensor.shape)}; pass its mean() or amax()")
-    if name not in records.entries:
-        records.entries[name] = _new_entry(name, reduce, records.device)
-    entry = records.entries[name]
-    if entry.reduce != reduce:
-        raise ValueError(f"record({name!r}): reduce was {entry.reduce!r} before, got {reduce!r}; use another name")
-    value = tensor.detach().to(records.device, torch.float32)
-    entry.so_far.copy_(RULES[reduce].add(entry.so_far, value))
-    entry.seen.add_(1)
+    if (name, reduce) not in step.recorded_rows:
+        _check(name, reduce, step.recorded_rows.keys())
+        step.recorded_rows[name, reduce] = step.loss_sum.new_zeros(2)
+    row = step.recorded_rows[name, reduce]
+    so_far, count = row
+    value = tensor.detach().to(row)
+    row.copy_(torch.stack([torch.where(count > 0, _JOIN[reduce](so_far, value), value), count + 1]))
 
 
-def _new_entry(name: str, reduce: Reduce, device: torch.device) -> Entry:
+def _check(name: str, reduce: Reduce, known: Iterable[tuple[str, Reduce]]) -> None:
     if not _TAG.fullmatch(name):
         raise ValueError(f"record({name!r}): a name is letters, digits and . _ - between slashes, such as 'moe/load'")
-    if reduce not in RULES:
-        raise ValueError(f"record({name!r}): reduce must be one of {', '.join(RULES)}, got {reduce!r}")
-    zero = torch.zeros((), dtype=torch.float32, device=device)
-    return Entry(reduce, torch.full_like(zero, RULES[reduce].nothing), zero)
+    if reduce not in _JOIN:
+        raise ValueError(f"record({name!r}): reduce must be one of {', '.join(_JOIN)}, got {reduce!r}")
+    if before := dict(known).get(name):
+        raise ValueError(f"record({name!r}): reduce was {before!r} before, got {reduce!r}; use another name")
 
 
 def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collectives) -> dict[str, float]:
@@ -56,19 +63,19 @@ def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collect
     `collectives`: among all ranks of the model, where the table lies.
     Raises: ValueError on every rank if two that compute the same part of the model recorded other names.
     """
-    columns = zip(recorded.names, *recorded.table.tolist(), strict=True)
-    mine = sorted((*name, so_far, count) for name, so_far, count in columns if count)
-    texts = gather_texts(collectives, json.dumps(mine), recorded.table.device)
-    return combine([json.loads(text) for text in texts], topology.stage.size, topology.tp.size)
+    rows = zip(recorded.names, recorded.table.tolist(), strict=True)
+    mine = json.dumps([(*key, *row) for key, row in rows if row[1]])
+    by_rank = [json.loads(text) for text in gather_texts(collectives, mine, recorded.table.device)]
+    return combine(by_rank, topology.stage.size, topology.tp.size)
 
 
 def combine(by_rank: list[list[tuple[str, Reduce, float, float]]], stage_size: int, tp_size: int) -> dict[str, float]:
-    """Return the values of all ranks, of whose rows each is a name, its reduce, and a column of `Recorded.table`.
+    """Return the values of all ranks, each of which gives a name, its reduce, and its row of `Recorded.table`.
 
     Raises: ValueError, as `gather_recorded`.
     """
     found: dict[tuple[str, Reduce], list[tuple[float, float]]] = {}
-    for rank, rows in enumerate(by_rank):
+    for rank, mine in enumerate(by_rank):
         first = rank - rank % stage_size
         names, others = ({(name, reduce) for name, reduce, *_ in by_rank[number]} for number in (rank, first))
         if names != others:
@@ -76,15 +83,15 @@ def combine(by_rank: list[list[tuple[str, Reduce, float, float]]], stage_size: i
                 f"record: rank {first} recorded {_listed(others - names)} where rank {rank} recorded "
                 f"{_listed(names - others)}; record the same names, with the same reduce, on every rank"
             )
-        for name, reduce, so_far, count in rows:
+        for name, reduce, so_far, count in mine:
             if reduce != "sum" or rank % tp_size == 0:
                 found.setdefault((name, reduce), []).append((so_far, count))
-    merged = {}
-    for (name, reduce), columns in found.items():
-        so_far, counts = torch.tensor(columns, dtype=torch.float64).T
-        total = RULES[reduce].combine(so_far)
-        merged[name] = float(total / counts.sum() if reduce == "mean" else total)
-    return merged
+    values = {}
+    for (name, reduce), rows in found.items():
+        so_fars, counts = torch.tensor(rows, dtype=torch.float64).T
+        value = functools.reduce(_JOIN[reduce], [*so_fars])
+        values[name] = float(value / counts.sum() if reduce == "mean" else value)
+    return values
 
 
 def _listed(names: set[tuple[str, Reduce]]) -> str:

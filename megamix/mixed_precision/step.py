@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,33 +32,17 @@ class Examination:
 Reduce = Literal["mean", "sum", "max", "min"]
 
 
-class Rule(NamedTuple):
-    """How the values of a name become one."""
-
-    nothing: float  # the value before the first
-    add: Callable[[Tensor, Tensor], Tensor]  # of what is there so far and one more
-    combine: Callable[[Tensor], Tensor]  # of what the ranks have
-
-
-RULES = {
-    "mean": Rule(0.0, torch.add, torch.sum),  # divided at last
-    "sum": Rule(0.0, torch.add, torch.sum),
-    "max": Rule(-torch.inf, torch.maximum, torch.amax),
-    "min": Rule(torch.inf, torch.minimum, torch.amin),
-}
-
-
 class Recorded(NamedTuple):
     """What one rank has recorded in a step. A name that has no values is of an earlier one."""
 
     names: tuple[tuple[str, Reduce], ...]
-    table: Tensor  # FP32 (2, names): of each name's values the sum, the largest or the smallest, and their number
+    table: Tensor  # FP32 (names, 2): of each name's values the sum, the largest or the smallest, and their number
     num_values: Tensor  # FP64 (): of all names; in a `StepResult` of all ranks
 
     def values(self) -> dict[str, Tensor]:
-        """Return this rank's own, FP32 () each, without waiting for the device. The mean of none is NaN."""
-        columns = zip(self.names, *self.table, strict=True)
-        return {name: so_far / count if reduce == "mean" else so_far for (name, reduce), so_far, count in columns}
+        """Return this rank's own, FP32 () each, without waiting for the device; NaN or 0 where there are none."""
+        rows = zip(self.names, self.table, strict=True)
+        return {name: row[0] / row[1] if reduce == "mean" else row[0] for (name, reduce), row in rows}
 
 
 class StepResult(NamedTuple):
@@ -77,68 +60,35 @@ class StepResult(NamedTuple):
     examination: Examination | None = None  # of a step after `engine.examine_next_step()`
 
 
-class Entry(NamedTuple):
-    """The values of a name so far."""
-
-    reduce: Reduce
-    so_far: Tensor  # FP32 ()
-    seen: Tensor  # FP32 (): how many values; a Python number would be baked into compiled code, anew for each value
-
-
-class Records:
-    """One engine's, of the step under way. Entries stay from step to step: compiled code holds on to them."""
-
-    latest: ClassVar[Callable[[], Records | None]] = type(None)  # of the engine that was built or called last
-
-    def __init__(self, module: nn.Module, device: torch.device):
-        self.module, self.device = module, device
-        self.entries: dict[str, Entry] = {}
-        self.is_muted = False
-        self._empty = torch.zeros(2, 0, dtype=torch.float32, device=device)
-        self.claim()
-
-    def claim(self) -> None:
-        """Let `record` mean this engine from now on."""
-        Records.latest = weakref.ref(self)
-
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Around a backward, which may compute again what a forward has recorded."""
-        self.is_muted = True
-        try:
-            yield
-        finally:
-            self.is_muted = False
-
-    def recorded(self) -> Recorded:
-        """Return a copy of what this step has so far."""
-        entries = self.entries.values()
-        cells = [entry.so_far for entry in entries] + [entry.seen for entry in entries]
-        table = torch.stack(cells).view(2, -1) if cells else self._empty
-        names = tuple((name, entry.reduce) for name, entry in self.entries.items())
-        return Recorded(names, table, table[1].sum().double())
-
-    def reset(self) -> None:
-        for entry in self.entries.values():
-            entry.so_far.fill_(RULES[entry.reduce].nothing)
-            entry.seen.zero_()
-
-
 class StepUnderWay:
     """The one place that knows how far this rank's step is, from its first micro-batch to `engine.step()`.
 
     `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
     losses so far that this rank counts, without the scale. `micro_batches`: how many are in.
+    `recorded_rows`: those of `Recorded.table`, FP32 (2,), by name and reduce; they stay from step to step, for compiled
+    code holds on to them. `counts()`: whether what is recorded now does.
     """
 
-    def __init__(self, module: nn.Module, grad_accum_steps: int, device: torch.device):
+    latest: ClassVar[Callable[[], StepUnderWay | None]] = type(None)  # of the engine that was built or called last
+
+    def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool]):
         self.grad_accum_steps = grad_accum_steps
         self.micro_batches, self._ended = 0, False
         self.examination: Examination | None = None  # of this step, if it was asked for
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self.records = Records(module, device)
+        self.recorded_rows: dict[tuple[str, Reduce], Tensor] = {}
+        self.counts = counts
+        self.claim()
+
+    def claim(self) -> None:
+        """Let `megamix.record` mean this step from now on."""
+        StepUnderWay.latest = weakref.ref(self)
+
+    def recorded(self) -> Recorded:
+        table = torch.vstack([self.loss_sum.new_empty(0, 2), *self.recorded_rows.values()])
+        return Recorded(tuple(self.recorded_rows), table, table[:, 1].sum().double())
 
     def require_complete(self, call: str) -> None:
         if not self._ended and self.micro_batches < self.grad_accum_steps:
@@ -185,5 +135,6 @@ class StepUnderWay:
 
     def reset(self) -> None:
         """Let the next micro-batch be a step's first."""
-        self.records.reset()
+        for row in self.recorded_rows.values():
+            row.zero_()
         self.micro_batches, self._ended = 0, False

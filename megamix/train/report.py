@@ -152,9 +152,8 @@ class Readout:
         sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot])]
         scalars, num_values, *tables = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again
         loss, found_inf, grad_norm, loss_scale, lr, stop = scalars.tolist()
-        by_piece, table = (values.view(2, -1) for values in tables)
-        recorded = Recorded(self._names[slot], table, num_values)
-        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), by_piece, recorded)
+        recorded = Recorded(self._names[slot], tables[1].view(-1, 2), num_values)
+        return Outcome(loss, bool(found_inf), grad_norm, loss_scale, lr, int(stop), tables[0].view(2, -1), recorded)
 
 
 class RecordedRows:

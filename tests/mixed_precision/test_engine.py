@@ -469,7 +469,7 @@ def test_a_layout_has_the_fingerprint_under_which_states_were_saved_before() -> 
 def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        under_way = StepUnderWay(nn.Linear(1, 1), 1, torch.device("cpu"))
+        under_way = StepUnderWay(1, torch.device("cpu"), lambda: True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert (under_way.scale_used.dtype, under_way.loss_sum.dtype) == (torch.float32, torch.float32)

@@ -18,7 +18,7 @@ from megamix.train import report as report_module
 from megamix.train.report import IntervalReport, Outcome, Readout, peak_memory_gib
 
 CPU = torch.device("cpu")
-NOTHING = Recorded((), torch.zeros(2, 0), torch.zeros((), dtype=torch.float64))
+NOTHING = Recorded((), torch.zeros(0, 2), torch.zeros((), dtype=torch.float64))
 OUTCOME = Outcome(
     5.0, False, 1.0, loss_scale=8.0, lr=0.1, stop_requested=0, by_piece=torch.zeros(2, 1), recorded=NOTHING
 )
@@ -102,10 +102,10 @@ def test_a_slot_keeps_its_step_until_it_is_read() -> None:
             assert torch.equal(outcome.by_piece, torch.full((2, 3), past, dtype=torch.float64))
             assert outcome.recorded.names == names[: attempt - lag]
             assert outcome.recorded.num_values == past
-            assert torch.equal(outcome.recorded.table, torch.full((2, len(outcome.recorded.names)), past).double())
+            assert torch.equal(outcome.recorded.table, torch.full((len(outcome.recorded.names), 2), past).double())
         live.fill_(attempt)
         pieces.fill_(attempt)
-        recorded = Recorded(names[:attempt], torch.full((2, min(attempt, 3)), float(attempt)), live.double())
+        recorded = Recorded(names[:attempt], torch.full((min(attempt, 3), 2), float(attempt)), live.double())
         readout.write(attempt, StepResult(live, live > 4, live, live, live, live, live, pieces, recorded))
         live.fill_(-1)  # a live tensor in the slot would show this
         pieces.fill_(-1)
