@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.bench.sides import Ddp, Ours, Work, make_engine, make_model, shard_fully
+from megamix.bench.sides import SEED, Ddp, Ours, Work, make_engine, make_model, shard_fully
 from megamix.comm.topology import Topology
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.model.decoder import Decoder
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES, Handover, Pipeline
 from megamix.parallel.stages import Stage, StagePlan, keep_layers, plan_stages
@@ -33,11 +33,10 @@ def _make_part(
     work: Work, dtype: torch.dtype, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Decoder, ShardedEngine]:
     """Return this rank's part of the model, of the weights that make_model has, and its engine."""
-    torch.manual_seed(1234)
     cpu = torch.device("cpu")
     model, placements = build_model(work.model, topology, cpu, stages, sequence_parallel=sequence_parallel)
     sharding = Sharding(units=[*model.blocks], topology=topology, placements=placements)
-    return model, make_engine(work, model, Precision(dtype), sharding)
+    return model, make_engine(work, model, Precision(dtype), sharding, drawn(model, SEED))
 
 
 class OursTensorParallel(Ours):

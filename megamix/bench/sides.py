@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megamix.config import ModelConfig
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
 from megamix.model.decoder import Decoder
@@ -65,13 +66,18 @@ class Engine(ABC):
         return {}
 
 
+SEED = 1234  # of the initial weights
+
+
 def make_model(work: Work, *, wide: bool = True) -> Transformer:
     """Return a model of the same weights on every side and rank."""
-    torch.manual_seed(1234)
+    torch.manual_seed(SEED)
     return Transformer(work.model, Ops(wide=wide))
 
 
-def make_engine(work: Work, model: Decoder, precision: Precision, sharding: Sharding) -> ShardedEngine:
+def make_engine(
+    work: Work, model: Decoder, precision: Precision, sharding: Sharding, fill: Fill | None = None
+) -> ShardedEngine:
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
     engine = ShardedEngine(
         model,
@@ -81,6 +87,7 @@ def make_engine(work: Work, model: Decoder, precision: Precision, sharding: Shar
         clip_grad=work.clip_grad,
         grad_accum_steps=work.micro_batches,
         compile_update=work.compile_update,
+        fill=fill,
     )
     engine.clock.enabled = True
     return engine

@@ -22,7 +22,7 @@ from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, cli
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import HalfParams, describe_params, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
-from megamix.mixed_precision.master_shard import MasterShard, OwnedRange, full_weights, load_weights, take_over
+from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
@@ -38,8 +38,8 @@ class ShardedEngine:
             engine.step()
 
     The module keeps its Parameters; their data become views into flat half buffers, starting from the first rank's
-    values. Gradients are averaged over ranks and over `grad_accum_steps` calls of `backward` per `step`, by weight.
-    `clip_grad`: largest global norm; 0 is off.
+    values, or from what `fill` writes; the module needs none then (`without_values`). Gradients are averaged over ranks
+    and over `grad_accum_steps` calls of `backward` per `step`, by weight. `clip_grad`: largest global norm; 0 is off.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class ShardedEngine:
         clip_grad: float = 0.0,
         grad_accum_steps: int = 1,
         compile_update: bool = True,
+        fill: Fill | None = None,
     ):
         precision = Precision() if precision is None else precision
         sharding = Sharding() if sharding is None else sharding
@@ -83,8 +84,7 @@ class ShardedEngine:
         self.half_params = HalfParams(model, layout, precision.dtype, device)
         half = self.half_params.flat
         self.master_shard = MasterShard(layout, among, len(optimizer.state_names), device)
-        take_over(model, self.half_params, self.master_shard, among, by_axis[0])
-
+        take_over(model, self.half_params, self.master_shard, among, by_axis[0], fill)
         self.loss_scale.to(device)
         grads = self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(model, sharding.units, layout, half, among, sharding.overlap, self.clock)

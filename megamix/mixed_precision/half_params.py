@@ -85,6 +85,25 @@ def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
+def without_values(model: nn.Module, device: torch.device) -> None:
+    """Give each trainable parameter its place on `device` without memory for its values, for an engine with `fill`.
+    What is shared stays so; what is frozen, and buffers, are left as they are.
+    """
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for name, param in [*model.named_parameters(remove_duplicate=False)]:
+        if param.requires_grad:
+            if param not in empty:
+                element = torch.zeros((), dtype=param.dtype, device=device)
+                empty[param] = nn.Parameter(element.expand(param.shape))
+            put_parameter(model, name, empty[param])
+
+
+def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Let the model have this parameter under that name."""
+    path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(path), attribute, param)
+
+
 class ModuleGuard:
     """Sees that the module keeps the parameters with which the engine was built, no more and no fewer.
 
@@ -174,7 +193,7 @@ class HalfParams:
 
     def install(self, full: Tensor) -> None:
         """Let the module's Parameters of the next bucket be views into its flat buffer, which takes these values in
-        half. Shapes: full FP32 (padded_numel,).
+        half. Shapes: full FP32 or half (padded_numel,).
 
         `param.data = view` and not `nn.Parameter(view)`: the view then has its own version counter, so that a gather
         which lands in the buffer during forward does not make backward refuse its saved tensors, and the user's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ class OwnedRange(NamedTuple):
     spec: ParamSpec
     start: int
     tensors: tuple[Tensor, ...]  # FP32 (n,) each, views: the master, then the optimizer's states
+
+
+# Writes the initial values of a parameter's block, flattened, from number `start` on, into FP32 (n,).
+Fill = Callable[[ParamSpec, int, Tensor], None]
 
 
 class MasterShard:
@@ -114,15 +118,22 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 
 def take_over(
     model: nn.Module, half_params: HalfParams, master_shard: MasterShard, collectives: Sequence[Collectives],
-    dp: Collectives,
+    dp: Collectives, fill: Fill | None,
 ) -> None:  # fmt: skip
-    """Take the module's weights, those of each bucket's first owner, into masters and half parameters. What no bucket
-    holds is the first data-parallel rank's, frozen parameters in half, buffers as they are.
+    """Take the module's weights, those of each bucket's first owner, into masters and half parameters; with `fill` each
+    owner has its masters written, and the half parameters are their casts. What no bucket holds is the first
+    data-parallel rank's, frozen parameters in half, buffers as they are.
     """
+    if fill is not None:
+        for owned in master_shard.owned_ranges():
+            fill(owned.spec, owned.start, owned.tensors[0])
     for bucket, among in enumerate(collectives):
-        full = half_params.full_precision(bucket)
-        among.broadcast(full)
-        master_shard.take(bucket, full)
+        if fill is None:
+            full = half_params.full_precision(bucket)
+            among.broadcast(full)
+            master_shard.take(bucket, full)
+        else:
+            full = among.gather(master_shard.master[bucket].to(half_params.dtype)).view(-1)
         half_params.install(full)
         del full  # before the next one comes
     trained = {id(half_params.params[slot.spec.name]) for bucket in half_params.layout.buckets for slot in bucket.slots}

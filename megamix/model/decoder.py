@@ -169,12 +169,15 @@ class Decoder(nn.Module):
         return {name: shape for name, shape in shapes.items() if name != HEAD or not config.tie_embeddings}
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Draw all weights anew by their rules, one after the other; torch.manual_seed decides them."""
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw all weights anew by their rules. `seed` alone decides them; None: the one that torch.manual_seed set."""
         self.tie()
+        seed = torch.initial_seed() if seed is None else seed
         for name, parameter in self.named_parameters():
-            if not parameter.is_meta:  # nothing to draw, and torch would import the compiler for it
-                self.rules[name].fill(parameter)
+            if not parameter.is_meta:  # nothing to draw
+                shape = tuple(parameter.shape)
+                block = [slice(0, size) for size in shape]
+                self.rules[name].fill(parameter.view(-1), seed=seed, name=name, full_shape=shape, block=block)
 
     def tie(self) -> None:
         """Let the head read the embedding table, if it shall: to_empty() unties what was made on the meta device."""

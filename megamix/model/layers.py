@@ -8,12 +8,13 @@ and what it computes (`flops`: of a token in a full sequence, forward and backwa
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from megamix.config import RopeScaling
+from megamix.model.initial import draw_normal
 from megamix.model.ops import Ops
 
 
@@ -28,13 +29,12 @@ class ParamRule:
     # divided.
     within_heads: bool = False
 
-    @torch.no_grad()
-    def fill(self, param: Tensor) -> None:
-        """Draw a full parameter; torch.manual_seed decides it."""
+    def fill(self, out: Tensor, **place: Any) -> None:
+        """Draw elements of a parameter. `place`: which ones, as in `draw_normal`. Shapes: out FP32 (n,)."""
         if self.draw == "normal":
-            param.normal_(0, self.std)
+            draw_normal(out, self.std, **place)
         else:
-            param.fill_(self.draw == "ones")
+            out.fill_(self.draw == "ones")
 
 
 def param_rules(model: nn.Module) -> dict[str, ParamRule]:

@@ -1,19 +1,22 @@
-"""The model of a job on this rank, with the initial weights that one process would draw."""
+"""The model of a job on this rank, and the initial weights that one process would draw."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.half_params import without_values
+from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.settings import Placement
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
-from megamix.model.layers import Linear
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import StagePlan, keep_layers
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
@@ -25,18 +28,22 @@ def build_model(
     config: ModelConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
     sequence_parallel: bool,
 ) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
-    """Build this rank's part of the model, and say where all parameters stand in the whole. Every rank must call it.
-
-    torch.manual_seed decides the weights, the same ones on any mesh. `stages`: of the pipeline, if there is one.
+    """Build this rank's part of the model, its weights without values, and say where all parameters stand in the whole.
+    Every rank must call it. `stages`: of the pipeline, if there is one.
     """
-    if topology.tp.size == topology.pp.size == 1:
-        return family_of(config)(config).to(device), {}
     model, placements = outline(config, topology, stages, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
         tp = make_collectives(topology.tp, 0, torch.uint8, device)
         divide_layers(model, Border(tp, sequence=sequence_parallel))
-    model.to_empty(device=device)
-    draw_weights(model, placements)
+    without_values(model, device)
+    for name, module in model.named_modules():
+        if module._buffers:
+            if type(module)._apply is nn.Module._apply:
+                raise ValueError(
+                    f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that does, "
+                    "as megamix.model.layers.RotaryTable has"
+                )
+            module.to_empty(device=device, recurse=False)
     return model, placements
 
 
@@ -56,14 +63,15 @@ def outline(
     return model, placements
 
 
-@torch.no_grad()
-def draw_weights(model: Decoder, placements: Mapping[str, Placement]) -> None:
-    """Draw every full parameter of the whole model, one after the other, and keep this rank's blocks of its own."""
-    if isinstance(model.head, Linear):  # else this rank has neither end of the model
-        model.tie()
-    own = dict(model.named_parameters())
-    for name, placement in placements.items():
-        full = torch.empty(placement.full_shape)
-        model.rules[name].fill(full)
-        if name in own:
-            own[name].copy_(full[placement.block(own[name].shape)])
+def drawn(model: Decoder, seed: int) -> Fill:
+    """Return what draws the weights: each owner its own, the same ones on any mesh."""
+
+    def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
+        rule = model.rules[spec.name]
+        rule.fill(values, seed=seed, name=spec.name, full_shape=spec.full_shape, block=spec.block, first=start)
+
+    return fill
+
+
+def undrawn(spec: ParamSpec, start: int, values: Tensor) -> None:
+    """Leave the weights zero, for an engine that loads a checkpoint."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
 from megamix.data.loader import IGNORE
+from megamix.mixed_precision.half_params import put_parameter
 from megamix.mixed_precision.settings import Placement
 from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.decoder import Branch, Decoder
@@ -97,8 +98,7 @@ def take_blocks(model: Decoder, tp_size: int) -> None:
             divided = model.rules[name].divided
             shape = tuple(size // tp_size if dim == divided else size for dim, size in enumerate(param.shape))
             blocks[param] = param if shape == param.shape else nn.Parameter(param.new_empty(shape))
-        path, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(path), attribute, blocks[param])
+        put_parameter(model, name, blocks[param])
 
 
 def divide_layers(model: Decoder, border: Border) -> None:

@@ -27,9 +27,6 @@ class EngineMemory:
     held: dict[str, int]  # by category
     tables: int  # borders of the pieces, learning rates
 
-    # When the engine is built: masters and states, the half parameters that are there by then, those of the model's own
-    # FP32 weights that have not gone yet, and one bucket's values in FP32.
-    filling: int
     fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
     trial: int  # of the compiler, when the engine is built
     reduce: int
@@ -67,7 +64,6 @@ def engine_memory(
             "exchange scratch": sum(scratch.values()) * grad.itemsize,  # where other ranks' parts of a bucket arrive
         },
         tables=_INT64 * borders + _FP32 * num_updates,
-        filling=owned * _FP32 * (1 + num_states) + _filling(layout, precision.dtype),
         fp32_bucket=_FP32 * layout.largest_bucket,
         trial=0 if by_torch else trial,
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
@@ -75,18 +71,6 @@ def engine_memory(
         statistics=rows + by_torch * copies * _FP32 * min(tuned.STATS_PIECE, largest_shard),
         update=by_torch * _FP32 * min(tuned.UPDATE_PIECE, largest_shard),
     )
-
-
-def _filling(layout: FlatLayout, dtype: torch.dtype) -> int:
-    waiting = _FP32 * sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
-    most = filled = 0
-    for bucket in layout.buckets:
-        # FP32 parameters take the bucket's values over as they are.
-        half = bucket.padded_numel * (dtype.itemsize if dtype != torch.float32 else 0)
-        most = max(most, filled + waiting + _FP32 * bucket.padded_numel + half)
-        filled += bucket.padded_numel * dtype.itemsize
-        waiting -= _FP32 * sum(slot.spec.numel for slot in bucket.slots)
-    return most
 
 
 def pieces_by_shard(layout: FlatLayout) -> list[int]:

@@ -169,9 +169,8 @@ def _phases(part: _RankPart, activations: Activations) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
     later = sum(size for name, size in part.held.items() if name in LATER)
-    filling = engine.filling + part.held["exchange scratch"] + part.held["model buffers"]
     return {
-        "build": max(filling, held - later + engine.trial),
+        "build": held - later + engine.trial,
         "forward": held + activations.forward,
         "backward": held + max(activations.backward, engine.reduce),
         "statistics": held + max(engine.statistics, engine.reduce),

@@ -21,6 +21,7 @@ from megamix.mixed_precision.loss_scale import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.decoder import Decoder
@@ -97,9 +98,9 @@ def build_passes(config: Config, engine: ShardedEngine, model: Decoder, stages: 
 
 def build_engine(
     config: Config, model: nn.Module, units: Sequence[nn.Module], grad_accum_steps: int,
-    topology: Topology | None = None, placements: Mapping[str, Placement] | None = None,
+    topology: Topology | None = None, placements: Mapping[str, Placement] | None = None, fill: Fill | None = None,
 ) -> ShardedEngine:  # fmt: skip
-    """Return the engine of a job. Every rank must call it."""
+    """Return the engine of a job. `fill`: of a model without values. Every rank must call it."""
     return ShardedEngine(
         model,
         build_optimizer(config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps)),
@@ -114,6 +115,7 @@ def build_engine(
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,
         compile_update=config.optimizer.compile,
+        fill=fill,
     )
 
 

@@ -21,7 +21,7 @@ from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import parameter_count
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say
 from megamix.supervise.liveness import Position, RollCall
@@ -207,11 +207,12 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
         config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    assert job.start is not None
+    fill = drawn(model, config.training.seed) if job.start.checkpoint is None else undrawn
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     job.console.line(_describe(config, engine, device))
     if stages:
         job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
-    assert job.start is not None
     start = load_start(job.start, config, engine)
     if start.checkpoint is not None:
         job.console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")

@@ -20,8 +20,8 @@ from megamix.train.same_job import flat
 from megamix.train.saved_run import Progress, check_run
 
 RNG_RULE = (
-    "training.seed and the number of the sample and of its source, of the parameter for initial weights, of the try "
-    "for dropout, and for that of the first block of the pipeline's stage"
+    "training.seed and the number of the sample and of its source, the parameter's name and the element's place for "
+    "initial weights, the number of the try for dropout, and for that of the first block of the pipeline's stage"
 )
 # Whatever the shapes, with another value these make another model, other states, or another order of the data.
 _REFUSED = ("model.", "optimizer.name", "training.seed", "data.split", "data.packing")

@@ -22,7 +22,7 @@ from megamix.data.source import MarkovSource
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.step import StepResult
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 
@@ -57,12 +57,12 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> list[Obser
     Every rank of the layout that `config` names must call it.
     """
     device = rank_device()
-    torch.manual_seed(config.training.seed)
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
     accumulation = grad_accum_steps(config, topology.dp.size)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    fill = drawn(model, config.training.seed)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
     poison = Poison(engine)
     run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]

@@ -13,8 +13,9 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.data.loader import Batch
 from megamix.mixed_precision.loss_scale import DynamicLossScale
+from megamix.mixed_precision.master_shard import Fill
 from megamix.model.transformer import Transformer
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
@@ -49,8 +50,9 @@ class Case:
 
 
 def make_engine(
-    case: Case, model: Transformer, topology: Topology, placements: Any = None, copies: int = 1
-) -> ShardedEngine:
+    case: Case, model: Transformer, topology: Topology, placements: Any = None, *,
+    copies: int = 1, fill: Fill | None = None,
+) -> ShardedEngine:  # fmt: skip
     """`copies`: data-parallel ranks for which this process stands."""
     scale = DynamicLossScale(init_scale=2.0**8, growth_interval=1, max_scale=2.0**8)
     return ShardedEngine(
@@ -61,15 +63,15 @@ def make_engine(
         clip_grad=0.5,
         grad_accum_steps=case.micro_batches * copies,
         compile_update=False,
+        fill=fill,
     )
 
 
 def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
-    torch.manual_seed(5)
     model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=sequence)
-    engine = make_engine(case, model, topology, placements)
+    engine = make_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
     handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
     return engine, Pipeline(engine, model, own, case.schedule, handover)

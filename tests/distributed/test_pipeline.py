@@ -293,7 +293,6 @@ def _moves(folder: Path) -> list[str]:
     wrong = _move(first, second, folder / "first")
     Passes(second).backward(micro_batches(case, 3, topology.pp.rank))
     second.step()
-    torch.manual_seed(7)
     third, _ = make_pipeline(Case(dtype=FP16, tied=True, schedule="zbv_zero_bubble"), topology)
     return wrong + _move(second, third, folder / "second")
 

@@ -26,9 +26,10 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
-from megamix.mixed_precision.half_params import single_device
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.half_params import single_device, without_values
 from megamix.mixed_precision.step import StepUnderWay
-from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
 
@@ -394,6 +395,29 @@ def test_loaded_weights_reach_masters_and_half_parameters() -> None:
     for name, tensor in engine.module.state_dict().items():
         assert torch.equal(tensor, weights[name].bfloat16())
     _train(engine)  # the guards accept it
+
+
+def _trained_from_shapes_alone() -> bool:
+    """Whether it ends where an engine of the module itself does, and nothing is read of a module that has no values."""
+    real = make_model()
+    with torch.device("meta"):
+        hollow = TinyModel()
+    without_values(hollow, torch.device("cpu"))
+    assert hollow.head.weight is hollow.embedding.weight
+    values = {name: param.detach().clone().flatten() for name, param in real.named_parameters()}
+
+    def fill(spec: ParamSpec, start: int, out: Tensor) -> None:
+        out.copy_(values[spec.name][start : start + out.numel()])
+
+    ends = []
+    for engine in (_engine(real), _engine(hollow, fill=fill)):
+        _train(engine)
+        ends.append(engine.full_weights())
+    return all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+
+
+def test_a_module_without_values_takes_those_that_fill_writes(run_ranks) -> None:
+    assert all(run_ranks(_trained_from_shapes_alone, 2))
 
 
 def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:

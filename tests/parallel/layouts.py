@@ -14,7 +14,7 @@ from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.transformer import Transformer
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 64, 16, 2, 2
 ROUNDINGS = 32  # see first_difference
@@ -83,7 +83,6 @@ class Outcome:
 
 
 def build(case: Case) -> tuple[Transformer, ShardedEngine]:
-    torch.manual_seed(0)
     topology = Topology.connect(tp_size=case.tp_size)
     cpu = torch.device("cpu")
     model, placements = build_model(case.config(), topology, cpu, sequence_parallel=case.sequence_parallel)
@@ -92,6 +91,7 @@ def build(case: Case) -> tuple[Transformer, ShardedEngine]:
     engine = ShardedEngine(
         model, OPTIMIZER, Precision(case.dtype, loss_scale=scale, reduce_dtype=case.reduce_dtype), sharding,
         clip_grad=case.clip_grad, grad_accum_steps=case.grad_accum_steps, compile_update=False,
+        fill=drawn(model, 0),
     )  # fmt: skip
     return model, engine
 

@@ -21,7 +21,7 @@ from megamix.config import Config, grad_accum_steps
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import check_replicas
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.command import parse_layout
@@ -50,10 +50,10 @@ def _config(layout: str) -> Config:
 def _build(config: Config) -> Passes:
     section, stages, cpu = config.parallelism, plan_pipeline(config), torch.device("cpu")
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    torch.manual_seed(0)
     model, placements = build_model(config.model, topology, cpu, stages, sequence_parallel=section.sequence_parallel)
     accumulation = grad_accum_steps(config, topology.dp.size)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    fill = drawn(model, seed=0)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     return build_passes(config, engine, model, stages)
 
 

@@ -10,7 +10,7 @@ from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.transformer import Transformer
-from megamix.parallel.build import build_model
+from megamix.parallel.build import build_model, undrawn
 from megamix.plan import memory_plan
 from megamix.plan.memory_plan import memory_line
 from megamix.train.build import build_engine, plan_pipeline
@@ -67,7 +67,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
         config.model, topology, torch.device("cpu"), stages, sequence_parallel=section.sequence_parallel
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements)
+    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, undrawn)
     held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held_by(engine).items()}
     planned, _ = memory_plan.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
     return {name: planned[name] for name in held}, held
