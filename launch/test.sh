@@ -35,6 +35,7 @@ fi
 if has_tool mypy; then
   "$PYTHON" -m mypy
 fi
+unset PYTHONDONTWRITEBYTECODE # else each of some hundred processes would compile the package anew
 # Most tests wait for ranks or programs: two processes share the work, and what is left goes to who is done first.
 processes=()
 if has_tool xdist; then

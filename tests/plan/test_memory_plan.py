@@ -149,7 +149,7 @@ def _batch(config: Config) -> MicroBatch:
 def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
     layout_name, sections = (CONFIGS | MORE)[name]
     layout = parse_layout(layout_name)
-    config = layout.apply(_config(**sections), 4)
+    config = layout.apply(_config(**sections), 4 if FULL else 2)
     size = layout.world_size
     ranks = [_measured(config)] if size == 1 else run_ranks(_measured, size, config)
     for pp_rank, held, phases, live in ranks:

@@ -165,7 +165,12 @@ def test_fp16_and_fp32_reach_the_same_loss_near_the_entropy_of_the_data(run_rank
     for dtype in ("fp16", "fp32"):
         folder = tmp_path / dtype
         write_data(folder / "data")
-        steps = {"steps": 400 if FULL else 150, "global_batch_size": 32, "micro_batch_size": 16, "eval_interval": 0}
+        size = (
+            {"steps": 400, "global_batch_size": 32, "micro_batch_size": 16}
+            if FULL
+            else {"steps": 100, "global_batch_size": 16, "micro_batch_size": 8}
+        )
+        steps = size | {"eval_interval": 0}
         config = tiny_job(folder, precision={"dtype": dtype}, training=steps, metrics={"tensorboard": False})
         ends[dtype] = run_ranks(run_on_ranks, 2, config)
     assert ends["fp16"][0] == ends["fp16"][1]
