@@ -4,7 +4,10 @@ functions when it is imported. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -78,3 +81,33 @@ def register_reader(suffix: str, read: Callable[..., Any]) -> None:
 def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
     """A table [metrics.NAME] with the section's keys, which turns it on."""
     TRACKERS.register(name, section, build)
+
+
+class NotImportedError(Exception):
+    """Something saved needs plugins, and by itself imports none: others may have written it."""
+
+
+def require_plugins(names: Iterable[str]) -> None:
+    """Raises: NotImportedError unless they are imported."""
+    if missing := [name for name in names if name not in sys.modules]:
+        raise NotImportedError(
+            f"{', '.join(missing)}: named by what was saved, which imports nothing by itself; write "
+            f"--plugins {','.join(missing)} if you trust it, or plugins = {missing} on top of your configuration"
+        )
+
+
+def import_plugins(names: Iterable[str]) -> None:
+    """Import modules that are installed or lie in the working folder.
+
+    Raises: ValueError naming the one that cannot be imported, and why.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            fix = "mend that module"
+            if isinstance(error, ModuleNotFoundError) and error.name == name:
+                fix = "install it, or start in the folder where it lies"
+            raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}; {fix}") from error

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megamix import plugins
 from megamix.ranks import DEADLINE_S, RankPool
 from tests.programs import count_no_lines_in_programs, counting, lines_counted
 
@@ -55,6 +58,21 @@ def pytest_sessionfinish() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and (coverage := counting()) is not None:
         coverage.stop()
         coverage.save()
+
+
+@pytest.fixture
+def doors(tmp_path: Path) -> Iterator[None]:
+    """What a test's plugins register is forgotten after it, and they are imported anew."""
+    all_doors = [value for value in vars(plugins).values() if isinstance(value, plugins.Door)]
+    before = [(door, dict(door.sections), dict(door.registered)) for door in all_doors]
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for door, sections, registered in before:
+        door.sections, door.registered = sections, registered
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,7 @@ def soak_config(folder: Path, steps: int, every: int) -> Config:
         folder,
         data={"train": str(data / "train"), "valid": str(data / "valid")},
         model={"dropout": 0.1},
-        precision={"init_scale": 2.0**14, "growth_interval": 20},
+        precision={"loss_scale": {"init_scale": 2.0**14, "growth_interval": 20}},
         training={"steps": steps, "global_batch_size": 4, "eval_interval": 50, "eval_batches": 1},
         parallelism={"timeout_s": TIMEOUT_S},
         checkpoint={"save_interval": every // 4, "replica_check_interval": 25},

@@ -2,21 +2,28 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic.fields import FieldInfo
 
 from megamix.cli import main
-from megamix.config import DataSource, RopeScaling, config_schema
+from megamix.config import Config, DataSource, RopeScaling, config_schema
+from megamix.config.choices import section_at
+from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
 from megamix.config.sections import SECTIONS, OptimizerGroup
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
+from megamix.plugins import LOSS_SCALES, OPTIMIZERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 TABLES = {
-    **{f"[{name}]": model for name, model in SECTIONS.items()},
+    **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
+    **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
+    "[precision.loss_scale]": LossScaleConfig,
     "[model.rope_scaling]": RopeScaling,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,
@@ -44,22 +51,36 @@ def says(cell: str, field: FieldInfo) -> bool:
 
 @pytest.mark.parametrize("heading", TABLES)
 def test_page_names_every_key_with_its_default(heading: str) -> None:
-    fields = TABLES[heading].model_fields
+    fields = {key: field for key, field in TABLES[heading].model_fields.items() if field.default != {}}  # a table
     table = rows(heading)
     assert list(table) == list(fields)
     assert [key for key, cell in table.items() if not says(cell, fields[key])] == []
+
+
+def test_page_names_every_key_of_every_loss_scale_rule_with_its_default() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    lines = text[text.index("| key | dynamic |") :].partition("\n\n")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    table = {key.strip("`"): dict(zip(head[1:-1], cells, strict=False)) for key, *cells in rows}
+    for rule, section in LOSS_SCALES.sections.items():
+        fields = {key: field for key, field in section.model_fields.items() if key != "rule"}
+        told = {key: cells[rule] for key, cells in table.items() if cells.get(rule)}
+        assert told.keys() == fields.keys(), rule
+        for key, cell in told.items():
+            power = re.fullmatch(r"2\*\*(\d+)", cell)
+            assert says(str(2 ** int(power[1])) if power else cell, fields[key]), (rule, key)
 
 
 def test_example_of_mistakes_on_the_page_is_real(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(PAGE.parents[1])
-    example = re.search(
-        r"^\$ megamix (config .*)\n(megamix .*\n(?:  .+\n)+)```", PAGE.read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert example
-    assert main(example[1].split()) == 2
-    assert capsys.readouterr().err == example[2]
+    pattern = r"^\$ megamix (config .*)\n(megamix .*\n(?:  .+\n)+)```"
+    examples = re.findall(pattern, PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(examples) == 2
+    for command, said in examples:
+        assert main(command.split()) == 2
+        assert capsys.readouterr().err == said
 
 
 def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_dropped_one(
@@ -73,21 +94,31 @@ def test_page_lists_the_keys_that_are_not_always_read_and_what_is_said_of_a_drop
     example = re.search(r"^\$ megamix (config .*)\n((?:# .+\n)+)```", section, re.MULTILINE)
     assert example
     assert main(example[1].split()) == 0
-    assert capsys.readouterr().out.startswith(example[2] + "[model]\n")
+    assert capsys.readouterr().out.startswith(example[2] + "plugins = []\n\n[model]\n")
+
+
+def tables_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every table of a schema, those within others too."""
+    if isinstance(schema, dict) and "properties" in schema:
+        yield schema
+    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else []:
+        yield from tables_in(inner)
 
 
 def test_schema_describes_every_key() -> None:
     schema = json.loads(json.dumps(config_schema()))
-    assert set(schema["properties"]) == {"base", *SECTIONS}
-    tables = schema["$defs"]
-    assert len(tables) == len(TABLES)
-    for name, table in tables.items():
+    assert set(schema["properties"]) == {"base", "plugins", *SECTIONS}
+    tables = list(tables_in(schema))
+    of_rules = {section.__name__ for section in LOSS_SCALES.sections.values()}
+    classes = {section.__name__ for section in TABLES.values()} - {"LossScaleConfig"}
+    assert {table["title"] for table in tables} == classes | of_rules | {"Config"}
+    for table in tables:
         assert table["additionalProperties"] is False
         for key, entry in table["properties"].items():
-            assert entry.get("description"), f"{name}.{key}"
+            assert "description" in entry or "$ref" in entry or table is schema, f"{table['title']}.{key}"
 
 
 def test_schema_lets_a_file_leave_keys_to_its_base() -> None:
     schema = config_schema()
-    required = {name for name, table in [("", schema), *schema["$defs"].items()] if "required" in table}
+    required = {table["title"] for table in tables_in(schema) if "required" in table}
     assert required == {"DataStage", "OptimizerGroup", "RopeScaling"}

@@ -5,8 +5,10 @@ import re
 from typing import Any
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from megamix.config import Config, ConfigError, check_world_size, config_from_dict, grad_accum_steps
+from megamix.config.choices import section_at
 from megamix.config.sections import SECTIONS
 from megamix.config.toml_text import parse_value
 
@@ -26,6 +28,25 @@ def changed(**sections: Any) -> Tree:
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
     return tree
+
+
+def put(tree: Tree, key: str, value: object) -> Tree:
+    """The tree with a key's value."""
+    name, _, rest = key.partition(".")
+    return {**tree, name: put(tree.get(name, {}), rest, value) if rest else value}
+
+
+def without(tree: Tree, key: str) -> Tree:
+    name, _, rest = key.partition(".")
+    if rest:
+        return {**tree, name: without(tree[name], rest)}
+    return {other: value for other, value in tree.items() if other != name}
+
+
+def fields_of(table: str) -> dict[str, FieldInfo]:
+    section = section_at(Config, table.split("."), {})
+    assert section is not None
+    return section.model_fields
 
 
 def problems_of(tree: Tree) -> tuple[str, ...]:
@@ -72,25 +93,30 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("optimizer", "lr", "3e-4", 'got "3e-4", must be a number; write lr = 0.0003'),
     ("optimizer", "lr", float("nan"), "got nan, must be a finite number; write for example lr = 0.0003"),
     ("optimizer", "clip_grad", float("inf"), "got inf, must be a finite number; write for example clip_grad = 1.0"),
-    ("optimizer", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
-    ("optimizer", "betas", [0.9], "got [0.9], must have 2 items or more; write for example betas = [0.9, 0.95]"),
-    ("optimizer", "betas", [1, 2, 3], "got [1, 2, 3], must have 2 items; write for example betas = [0.9, 0.95]"),
-    ("optimizer", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
-    ("optimizer", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
+    ("optimizer.adamw", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
+    ("optimizer.adamw", "betas", [0.9], "got [0.9], must have 2 items or more; write for example betas = [0.9, 0.95]"),
+    ("optimizer.adamw", "betas", [1, 2, 3], "got [1, 2, 3], must have 2 items; write for example betas = [0.9, 0.95]"),
+    ("optimizer.nag", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
+    ("optimizer.nag", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
     ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write weight_decay = 1"),
     ("precision", "dtype", "fp61", "must be 'fp16', 'bf16' or 'fp32'; write dtype = \"fp16\""),
     ("precision", "grad_dtype", "fp16", "must be 'half' or 'fp32'"),
     ("precision", "reduce_dtype", "fp16", "must be 'half', 'half_fp32_sum' or 'fp32'"),
-    ("precision", "init_scale", 1000, "must be a power of two from 2**-126 to 2**126; write init_scale = 1024.0"),
-    ("precision", "growth_factor", 1, "must be greater than 1; write for example growth_factor = 2.0"),
-    ("precision", "backoff_factor", 1.0, "must be less than 1; write for example backoff_factor = 0.5"),
-    ("precision", "max_scale", 2.0**200, "must be a power of two from 2**-126 to 2**126"),
-    ("precision", "min_scale", 0.0, "must be greater than 0; leave min_scale out to get its default"),
-    ("precision", "margin", 1.0, "must be at least 2; write for example margin = 4.0"),
-    ("precision", "loss_scale", 3, '"deepspeed", "off" or a power of two'),
-    ("precision", "loss_scale", "of", '"deepspeed", "off" or a power of two'),
-    ("precision", "loss_scale", 10**400, '"deepspeed", "off" or a power of two'),
-    ("precision", "loss_scale", True, '"deepspeed", "off" or a power of two'),
+    (
+        "precision.loss_scale",
+        "init_scale",
+        1000,
+        "must be a power of two from 2**-126 to 2**126; write init_scale = 1024.0",
+    ),
+    ("precision.loss_scale", "growth_factor", 1, "must be greater than 1; write for example growth_factor = 2.0"),
+    ("precision.loss_scale", "backoff_factor", 1.0, "must be less than 1; write for example backoff_factor = 0.5"),
+    ("precision.loss_scale", "max_scale", 2.0**200, "must be a power of two from 2**-126 to 2**126"),
+    ("precision.loss_scale", "min_scale", 0.0, "must be greater than 0; write for example min_scale = 1.0"),
+    ("precision.loss_scale", "margin", 1.0, "must be at least 2; write for example margin = 4.0"),
+    ("precision.loss_scale", "rule", "of", "'deepspeed', 'static' or 'off'; write rule = \"off\""),
+    ("precision.loss_scale", "rule", True, "'deepspeed', 'static' or 'off'; write for example rule = \"auto\""),
+    ("optimizer", "name", "AdamW", "must be 'adamw' or 'nag'; write name = \"adamw\""),
+    ("model", "family", 3, "must be 'transformer'; write for example family = \"transformer\""),
     ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
     ("training", "seed", -1, "must be at least 0; write seed = 1"),
     ("training", "seed", 2**63, "must be less than 9.22337e+18; write"),
@@ -102,38 +128,36 @@ SINGLE: list[tuple[str, str, Any, str]] = [
 ]
 
 
-# Of these keys' sections what lets them be read.
+# What lets these keys be read.
 BESIDE: Tree = {
-    "momentum": {"name": "nag"},
-    "momentum_form": {"name": "nag"},
-    "init_scale": {"loss_scale": "dynamic"},
-    "growth_factor": {"loss_scale": "dynamic"},
-    "backoff_factor": {"loss_scale": "dynamic"},
-    "min_scale": {"loss_scale": "dynamic"},
-    "max_scale": {"loss_scale": "dynamic"},
-    "margin": {"loss_scale": "headroom"},
+    "optimizer.nag": {"optimizer": {"name": "nag"}},
+    "precision.loss_scale": {"precision": {"loss_scale": {"rule": "dynamic"}}},
+    "margin": {"precision": {"loss_scale": {"rule": "headroom"}}},
+    "rule": {},
 }
+
+
+def with_value(section: str, key: str, value: Any) -> Tree:
+    beside = BESIDE.get(key, BESIDE.get(section, {}))
+    return put(changed(**beside), f"{section}.{key}", value)
 
 
 @pytest.mark.parametrize(("section", "key", "value", "want"), SINGLE)
 def test_wrong_value_is_named_with_a_fix(section: str, key: str, value: Any, want: str) -> None:
-    (problem,) = problems_of(changed(**{section: {key: value, **BESIDE.get(key, {})}}))
+    (problem,) = problems_of(with_value(section, key, value))
     assert re.match(rf"{section}\.{key}(\[0\](\.\w+)?)*: ", problem)
     assert want in problem
 
 
 @pytest.mark.parametrize(("section", "key", "value", "want"), [case for case in SINGLE if "[{" not in str(case[2])])
 def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str) -> None:
-    tree = changed(**{section: {key: value, **BESIDE.get(key, {})}})
-    (problem,) = problems_of(tree)
+    (problem,) = problems_of(with_value(section, key, value))
     fix = re.search(rf"write (?:for example )?{key} = (.*)$", problem)
-    if fix:
-        tree[section][key] = parse_value(fix[1])
-    else:
+    if not fix:
         assert problem.endswith(f"leave {key} out to get its default")
-        del tree[section][key]
     if key == "num_layers" or section != "model":
-        config_from_dict(tree)
+        fixed = with_value(section, key, parse_value(fix[1]) if fix else None)
+        config_from_dict(fixed if fix else without(fixed, f"{section}.{key}"))
 
 
 @pytest.mark.parametrize(
@@ -151,12 +175,7 @@ def test_a_split_has_two_parts_and_stands_for_valid(split: list[float], want: st
 
 def test_missing_keys_are_listed_with_an_example() -> None:
     problems = problems_of({})
-    required = {
-        f"{name}.{key}"
-        for name, model in SECTIONS.items()
-        for key, field in model.model_fields.items()
-        if field.is_required()
-    }
+    required = {f"{name}.{key}" for name in SECTIONS for key, field in fields_of(name).items() if field.is_required()}
     assert {problem.split(":")[0] for problem in problems} == required
     assert "model.vocab_size: missing; write for example vocab_size = 2048" in problems
 
@@ -175,8 +194,8 @@ def test_missing_keys_are_listed_with_an_example() -> None:
         ),
         (
             changed(checkpoint={"verify_interval": 50}),
-            "checkpoint.verify_interval: unknown key, got 50; it is called replica_check_interval now, write "
-            "replica_check_interval = 50",
+            "checkpoint.verify_interval: got 50, but the key has moved; write replica_check_interval = 50 under "
+            "[checkpoint]",
         ),
     ],
 )
@@ -192,7 +211,10 @@ def test_misspelt_section_is_one_mistake() -> None:
     assert "did you mean model?" in problem
 
 
-FP16 = {"dtype": "fp16"}  # with a dynamic loss scale
+def scaled(**keys: Any) -> Tree:
+    return {"precision": {"dtype": "fp16", "loss_scale": keys}}
+
+
 # Between fields: (changes, field that the line names, what it says, changes that repair it).
 CROSS: list[tuple[Tree, str, str, Tree]] = [
     ({"model": {"hidden_size": 100}}, "model.hidden_size", "= 96 or 108", {"model": {"hidden_size": 96}}),
@@ -222,10 +244,10 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         {"lr_schedule": {"decay_style": "wsd", "decay_steps": 20}},
     ),
     (
-        {"precision": {"dtype": "fp16", "loss_scale": "off"}},
-        "precision.loss_scale",
-        'write loss_scale = "auto", or dtype = "bf16"',
-        {"precision": {"dtype": "bf16", "loss_scale": "off"}},
+        {"precision": {"dtype": "fp16", "loss_scale": {"rule": "off"}}},
+        "precision.loss_scale.rule",
+        'write rule = "auto", or dtype = "bf16"',
+        {"precision": {"dtype": "bf16", "loss_scale": {"rule": "off"}}},
     ),
     (
         {"precision": {"reduce_dtype": "fp32"}},
@@ -245,19 +267,14 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
         'FP32 with dtype = "fp32" and grad_dtype = "half"; write reduce_dtype = "fp32"',
         {"precision": {"reduce_dtype": "fp32", "dtype": "fp32"}},
     ),
-    ({"precision": {**FP16, "min_scale": 2.0**33}}, "precision.min_scale", "at most max_scale", {"precision": FP16}),
-    ({"precision": {**FP16, "init_scale": 2.0**33}}, "precision.init_scale", "= 4294967296", {"precision": FP16}),
+    (scaled(min_scale=2.0**33), "precision.loss_scale.min_scale", "at most max_scale", scaled()),
+    (scaled(init_scale=2.0**33), "precision.loss_scale.init_scale", "= 4294967296", scaled()),
+    (scaled(init_scale=0.5), "precision.loss_scale.init_scale", "= 1.0", scaled(init_scale=1.0)),
     (
-        {"precision": {**FP16, "init_scale": 0.5}},
-        "precision.init_scale",
-        "= 1.0",
-        {"precision": {**FP16, "init_scale": 1.0}},
-    ),
-    (
-        {"precision": {"loss_scale": "megatron", "max_scale": 2.0**20}},
-        "precision.init_scale",
+        scaled(rule="megatron", max_scale=2.0**20),
+        "precision.loss_scale.init_scale",
         "got 4294967296.0, must lie from min_scale 1.0 to max_scale 1048576.0; write init_scale = 1048576.0",
-        {"precision": {"loss_scale": "torch", "max_scale": 2.0**20}},
+        scaled(rule="torch", max_scale=2.0**20),
     ),
     (
         {"training": {"global_batch_size": 18}},
@@ -303,22 +320,21 @@ def test_all_mistakes_are_shown_at_once() -> None:
         model={"hidden_size": 100, "norm": 3},
         optimizer={"lr": -1, "min_lr": 5},
         training={"stepz": 3, "global_batch_size": 18},
-        precision={"dtype": "fp16", "loss_scale": "off", "init_scale": 3},
+        precision={"dtype": "fp16", "loss_scale": {"rule": "off", "init_scale": 3}},
     )
     problems = problems_of(tree)
     assert sorted(problem.split(":")[0] for problem in problems) == [
         "model.hidden_size",
         "model.norm",
         "optimizer.lr",
-        "precision.init_scale",  # no power of two,
-        "precision.init_scale",  # and not read
-        "precision.loss_scale",
+        "precision.loss_scale.init_scale",  # not read
+        "precision.loss_scale.rule",
         "training.global_batch_size",
         "training.stepz",
     ]
-    with pytest.raises(ConfigError, match="configuration: 8 problems") as caught:
+    with pytest.raises(ConfigError, match="configuration: 7 problems") as caught:
         config_from_dict(tree)
-    assert len(str(caught.value).splitlines()) == 9
+    assert len(str(caught.value).splitlines()) == 8
 
 
 def test_checks_on_unusable_values_are_left_out_and_the_others_kept() -> None:

@@ -35,20 +35,25 @@ FULL = (
     "training.steps=150", "training.eval_batches=16", "precision.growth_interval=10",
 )  # fmt: skip
 
+
+def _static(scale: float) -> tuple[str, ...]:
+    return "precision.loss_scale.rule=static", f"precision.loss_scale.init_scale={scale}"
+
+
 REFERENCE = "FP32"
 RUNS = {
     REFERENCE: ("precision.dtype=fp32",),
     "FP32, another seed": ("precision.dtype=fp32", "training.seed=5"),
-    "FP16 without a scale": ("precision.loss_scale=1.0",),
-    "static 2^-4": (f"precision.loss_scale={2.0**-4}",),
-    "static 2^-6": (f"precision.loss_scale={2.0**-6}",),
-    "static 2^16, skip": (f"precision.loss_scale={2.0**16}", "precision.on_overflow=skip"),
-    "static 2^20, requeue": (f"precision.loss_scale={2.0**20}",),
-    "static 2^24, requeue": (f"precision.loss_scale={2.0**24}",),
+    "FP16 without a scale": _static(1.0),
+    "static 2^-4": _static(2.0**-4),
+    "static 2^-6": _static(2.0**-6),
+    "static 2^16, skip": (*_static(2.0**16), "precision.on_overflow=skip"),
+    "static 2^20, requeue": _static(2.0**20),
+    "static 2^24, requeue": _static(2.0**24),
     "dynamic, skip": ("precision.on_overflow=skip",),
     "dynamic, requeue": (),
     "dynamic, redo": ("precision.on_overflow=redo",),
-    "headroom, requeue": ("precision.loss_scale=headroom", "precision.init_scale=1"),
+    "headroom, requeue": ("precision.loss_scale.rule=headroom", "precision.loss_scale.init_scale=1"),
 }
 
 

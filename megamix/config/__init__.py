@@ -7,6 +7,8 @@ from megamix.config.load import config_from_dict as config_from_dict
 from megamix.config.load import config_schema as config_schema
 from megamix.config.load import effective_tables as effective_tables
 from megamix.config.load import load_config as load_config
+from megamix.config.load import saved_tables as saved_tables
+from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
 from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
 from megamix.config.model_and_data import DataSource as DataSource
 from megamix.config.model_and_data import ModelConfig as ModelConfig
@@ -17,5 +19,4 @@ from megamix.config.problems import ConfigError as ConfigError
 from megamix.config.sections import Config as Config
 from megamix.config.sections import OptimizerConfig as OptimizerConfig
 from megamix.config.sections import PrecisionConfig as PrecisionConfig
-from megamix.config.sections import loss_scale_rule as loss_scale_rule
 from megamix.config.toml_text import config_to_toml as config_to_toml

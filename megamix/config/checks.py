@@ -1,36 +1,42 @@
 """Checks over more than one field. Each proposes values that pass."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
+from megamix.config.choices import Tree, section_at, values
 from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
 from megamix.config.model_and_data import ModelConfig
-from megamix.config.sections import SCALE_RANGES, SECTIONS, Config
+from megamix.config.sections import Config
 from megamix.config.toml_text import value_text
+from megamix.plugins import Section
 
 
-def check_draft(tree: Mapping[str, object], bad: Collection[tuple[int | str, ...]]) -> list[str]:
-    """Return the problems that show although some fields, listed in `bad`, are unusable, one line each."""
-    sections = {}
-    for section, model in SECTIONS.items():
-        values: dict[str, object] = {}
-        if isinstance(given := tree[section], Mapping):
-            values = {key: given.get(key, field.default) for key, field in model.model_fields.items()}
-        good = {key: value for key, value in values.items() if (section, key) not in bad}
-        sections[section] = SimpleNamespace(**good)
-    draft = cast(Config, SimpleNamespace(**sections))
-    problems: list[str] = []
-    for check in _CHECKS:
-        with suppress(AttributeError):  # it asks for an unusable value, which is reported already
-            problems += check(draft)
-    return problems
+def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]:
+    """Return the problems that show although some values, whose paths are in `bad`, are unusable, one line each."""
+    return check_config(cast(Config, _draft(Config, tree, bad)))
+
+
+def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
+    """A table without its unusable keys."""
+    draft = SimpleNamespace()
+    for name, value in values(section, table).items():
+        inside = [path[1:] for path in bad if path[0] == name]
+        if isinstance(value, dict) and () not in inside and (inner := section_at(section, [name], table)):
+            setattr(draft, name, _draft(inner, value, inside))
+        elif not inside:
+            setattr(draft, name, value)
+    return draft
 
 
 def check_config(config: Config) -> list[str]:
     """Return the problems between fields, one line each."""
-    return [problem for check in _CHECKS for problem in check(config)]
+    problems: list[str] = []
+    for check in _CHECKS:
+        with suppress(AttributeError):  # it asks for what is unusable and reported, or what another choice has
+            problems += check(config)
+    return problems
 
 
 def model_problems(model: ModelConfig) -> list[str]:
@@ -110,10 +116,10 @@ def _schedule_fits(config: Config) -> Iterator[str]:
 
 
 def _fp16_is_scaled(config: Config) -> Iterator[str]:
-    if config.precision.dtype == "fp16" and config.precision.loss_scale == "off":
+    if config.precision.dtype == "fp16" and config.precision.loss_scale.rule == "off":
         yield (
-            'precision.loss_scale: got "off" with dtype = "fp16", whose gradients vanish below 2**-24; '
-            'write loss_scale = "auto", or dtype = "bf16"'
+            'precision.loss_scale.rule: got "off" with dtype = "fp16", whose gradients vanish below 2**-24; '
+            'write rule = "auto", or dtype = "bf16"'
         )
 
 
@@ -135,16 +141,16 @@ def _sums_suit_gradients(config: Config) -> Iterator[str]:
 
 
 def _scale_starts_in_range(config: Config) -> Iterator[str]:
-    section = config.precision
-    # What is set, and the rule's own value for what is not; without a rule as if it were dynamic.
-    own = SCALE_RANGES.get(str(section.loss_scale), SCALE_RANGES["dynamic"])
-    given = {"init_scale": section.init_scale, "min_scale": section.min_scale, "max_scale": section.max_scale}
-    start, low, high = own._replace(**{key: value for key, value in given.items() if value is not None})
+    scale: Any = config.precision.loss_scale  # of a rule that has a range
+    start, low, high = scale.init_scale, scale.min_scale or 0.0, scale.max_scale or 2.0**127
     if low > high:
-        yield f"precision.min_scale: got {low:g}, must be at most max_scale {high:g}; write min_scale = {high:g}"
+        yield (
+            f"precision.loss_scale.min_scale: got {low:g}, must be at most max_scale {high:g}; "
+            f"write min_scale = {high:g}"
+        )
     elif not low <= start <= high:
         yield (
-            f"precision.init_scale: got {start}, must lie from min_scale {low} to max_scale {high}; "
+            f"precision.loss_scale.init_scale: got {start}, must lie from min_scale {low} to max_scale {high}; "
             f"write init_scale = {low if start < low else high}"
         )
 

@@ -12,12 +12,22 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from megamix.config.checks import check_config, check_draft
-from megamix.config.problems import ConfigError, dropped_line, explain, explain_unread, nearest, one_line, short
-from megamix.config.sections import RENAMED, SECTIONS, Config
+from megamix.config.choices import Tree
+from megamix.config.problems import (
+    ConfigError,
+    dropped_line,
+    explain,
+    explain_moved,
+    explain_unread,
+    nearest,
+    one_line,
+    short,
+)
+from megamix.config.renamed import by_new_names
+from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
-from megamix.config.unread import is_default, is_set, part_read, with_defaults
-
-Tree = dict[str, Any]
+from megamix.config.unread import is_set, part_chosen, part_read, with_defaults, without_defaults
+from megamix.plugins import NotImportedError, import_plugins, require_plugins
 
 MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token files, and tomllib needs a second for them
 MOST_FILES = 32  # from a file down to its last base
@@ -29,12 +39,16 @@ _IS_SAVED = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
 _LISTS_ALL = re.compile(r"^# \w+ is not set$", re.MULTILINE)
 
 
+_MODULE = re.compile(r"[\w.]{1,100}")
+
+
 class Layer(NamedTuple):
     """What one file or override says."""
 
     name: str
     tree: dict[str, Any]
-    lists_all: bool = False  # also keys that nobody chose: an effective configuration of before
+    is_saved: bool = False  # an effective configuration, which a run has written
+    lists_all: bool = False  # also keys that nobody chose: one of before
 
 
 def load_config(
@@ -75,18 +89,13 @@ def toml_tables(text: str) -> Tree:
         raise
     except ValueError as error:
         raise ValueError(f"is no TOML: {error}") from None
+    plugins = tables.get("plugins", [])
+    if not isinstance(plugins, list) or not all(isinstance(name, str) and _MODULE.fullmatch(name) for name in plugins):
+        raise ValueError("holds plugins that are no names of modules")
     for name, keys in tables.items():
-        if not isinstance(keys, dict):
+        if not isinstance(keys, dict) and name != "plugins":
             raise ValueError(f"holds {one_line(name)}, which is no table")
-    return _by_new_names(tables)
-
-
-def _by_new_names(tree: Tree) -> Tree:
-    for key, new in RENAMED.items():
-        section, old = key.split(".")
-        if isinstance(tree.get(section), dict) and old in tree[section]:
-            tree = tree | {section: {new if name == old else name: value for name, value in tree[section].items()}}
-    return tree
+    return by_new_names(tables)[0]
 
 
 def effective_tables(text: str) -> Tree:
@@ -99,6 +108,19 @@ def effective_tables(text: str) -> Tree:
     return with_defaults(read)
 
 
+def saved_tables(path: Path) -> Tree:
+    """Return what the effective configuration in a run's folder says, as `effective_tables`; no plugin is imported.
+
+    Raises: ConfigError.
+    """
+    what = f"config: got {path}"
+    text, _ = _read(path, what, MOST_BYTES, may_be_pipe=False)
+    try:
+        return effective_tables(text)
+    except ValueError as error:
+        raise ConfigError([f"{what}, which {error}"]) from error
+
+
 def config_schema() -> dict[str, Any]:
     """Return JSON Schema of a configuration file, with a description for every key."""
     schema = Config.model_json_schema()
@@ -108,34 +130,46 @@ def config_schema() -> dict[str, Any]:
         "type": "string",
     }
     schema["properties"] = {"base": base, **schema["properties"]}
-    # A file may leave to its base what it does not change, so no table and no key is required of a single file.
-    for table in (schema, *(schema["$defs"][section.__name__] for section in SECTIONS.values())):
-        table.pop("required", None)
+    # A file may leave to its base what it does not change, so no table and no key is required of a single file. Tables
+    # in a list are no file's alone.
+    in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
+    for name, table in [("", schema), *schema["$defs"].items()]:
+        if name not in in_lists:
+            table.pop("required", None)
     return schema
 
 
-def _build(layers: Sequence[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
+def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
     # A table that is left out has its defaults, or misses keys.
     tree: Tree = {name: {} for name in SECTIONS}
-    for layer in layers:
+    for number, layer in enumerate(layers):
+        said, moved = by_new_names(layer.tree)
+        if layer.is_saved:
+            said = without_defaults(said)
+        else:
+            problems = [*problems, *map(explain_moved, moved)]
+        layers[number] = layer._replace(tree=said)
         # Where a section is no table, that is a mistake which must not vanish under one.
-        tree = _over(tree, {name: keys for name, keys in layer.tree.items() if isinstance(tree.get(name, {}), dict)})
+        tree = _over(tree, {name: keys for name, keys in said.items() if isinstance(tree.get(name, {}), dict)})
+    if line := _import_plugins(tree.get("plugins"), layers):
+        raise ConfigError([*problems, line], source)  # the names that it would have registered are no mistakes
     config: Config | None = None
     wrong: list[tuple[int | str, ...]] = []
+    tree_chosen, _ = part_chosen(tree)
     try:
-        Config.model_validate(tree)
+        Config.model_validate(tree_chosen)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        problems = [*problems, *explain(errors)]
+        problems = [*problems, *explain(errors, tree)]
         wrong = [item["loc"] for item in errors]
     read, unread = part_read(tree, wrong)
-    unread = [item for item in unread if not is_default(item.key, item.value)]
+    unread = [item for item in unread if not item.is_default]
     for item in unread:
         origin = _origin(item.key, layers)
         if origin >= max(_origin(key, layers) for key in item.deciders) and not layers[origin].lists_all:
             problems = [*problems, explain_unread(item, tree)]
     if wrong:
-        problems += check_draft(read, {loc[:2] for loc in wrong})
+        problems += check_draft(read, wrong)
     else:
         config = Config.model_validate(read)
         problems += check_config(config)
@@ -144,6 +178,20 @@ def _build(layers: Sequence[Layer], problems: list[str], source: str, say: Calla
     for item in unread:
         say(dropped_line(item, tree, layers[_origin(item.key, layers)].name))
     return config
+
+
+def _import_plugins(names: object, layers: Sequence[Layer]) -> str:
+    """What is wrong with them, if something is. What a run has saved imports nothing: others may have written it."""
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        return ""  # or no list of names, which is told as any wrong value
+    own = [layer.tree.get("plugins") for layer in layers if not layer.is_saved]
+    by_user = [name for said in own if isinstance(said, list) for name in said]
+    try:
+        require_plugins([name for name in names if name not in by_user])
+        import_plugins(names)
+    except (ValueError, NotImportedError) as error:
+        return f"plugins: {one_line(str(error))}"
+    return ""
 
 
 def _origin(key: str, layers: Sequence[Layer]) -> int:
@@ -194,10 +242,8 @@ def _read_layers(path: Path) -> list[Layer]:
             raise ConfigError([f"{what}, files inherit in a circle: {' -> '.join(files)}; remove one base"])
         places[place] = path
         tree = _parse(text, what)
-        if _IS_SAVED.search(text):
-            tree = _by_new_names(tree)
         base = tree.pop("base", None)
-        layers.insert(0, Layer(str(path), tree, bool(_LISTS_ALL.search(text))))
+        layers.insert(0, Layer(str(path), tree, bool(_IS_SAVED.search(text)), bool(_LISTS_ALL.search(text))))
         if base is None:
             return layers
         if not isinstance(base, str) or not base:

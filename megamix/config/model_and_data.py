@@ -12,7 +12,8 @@ from typing import Annotated, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core.core_schema import ValidationInfo
 
-from megamix.plugins import Section
+from megamix.config.choices import Chosen, Extended, OneOf
+from megamix.plugins import FAMILIES, SOURCES, Section
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
 # Samples after which a blend repeats: its order is worked out for so many when a run starts, in under a second.
@@ -58,7 +59,14 @@ class RopeScaling(Section):
     """llama3: the sequence length of the training before."""
 
 
-class ModelConfig(Section):
+class FamilyConfig(Section):
+    """What is trained."""
+
+    family: Annotated[str, OneOf(FAMILIES)] = "transformer"
+    """What kind of model it is, which names the other keys."""
+
+
+class ModelConfig(FamilyConfig):
     """The decoder-only transformer."""
 
     vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
@@ -112,6 +120,10 @@ class ModelConfig(Section):
     """Whether each block runs through torch.compile."""
 
 
+FAMILIES.sections |= {"transformer": ModelConfig}
+FAMILY = Chosen(FAMILIES, FamilyConfig, "family")
+
+
 def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
     """Return model.ffn_hidden_size where it is not set. SwiGLU's has as many weights as GELU's, in three matrices."""
     if activation == "swiglu":
@@ -143,6 +155,9 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(weight / unit) for weight in exact)
 
 
+_Source = Annotated[DataSource, Extended(SOURCES, DataSource)]
+
+
 def _as_list(value: object) -> object:
     """One prefix stands for the list with it alone."""
     if value == "":
@@ -153,8 +168,9 @@ def _as_list(value: object) -> object:
 
 
 def _check_source(source: DataSource) -> DataSource:
-    if (source.path is None) == (source.markov is None):
-        raise ValueError("must have either path or markov")
+    kinds = ("path", "markov", *SOURCES.sections)
+    if sum(getattr(source, kind) is not None for kind in kinds) != 1:
+        raise ValueError(f"must have either {' or '.join(kinds)}")
     return source
 
 
@@ -179,8 +195,8 @@ def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
 
 
 Sources = Annotated[
-    tuple[Annotated[DataSource, AfterValidator(_check_source)], ...],
-    BeforeValidator(_as_list, json_schema_input_type=str | list[DataSource]),
+    tuple[Annotated[_Source, AfterValidator(_check_source)], ...],
+    BeforeValidator(_as_list, json_schema_input_type=str | list[_Source]),
     AfterValidator(_check_sources),
     Field(strict=False, examples=["runs/data/train"]),
 ]
@@ -222,12 +238,3 @@ class DataConfig(Section):
     positions restart with each, and its first token is not predicted."""
     tokenizer: Text | None = None
     """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""
-
-
-# Tables inside the sections, by the key that holds them.
-TABLES: dict[str, type[Section]] = {
-    "rope_scaling": RopeScaling,
-    "train": DataSource,
-    "valid": DataSource,
-    "stages": DataStage,
-}

@@ -9,9 +9,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megamix.config.sections import NESTED, RENAMED, SECTIONS, Config
+from megamix.config.choices import OneOf, section_at
+from megamix.config.renamed import Moved
+from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
-from megamix.config.unread import READ_WHERE, Unread, setting
+from megamix.config.unread import Unread, setting
 
 _MOST_LINES = 100  # of one configuration: more would fill a screen, and the near name of each takes a while to find
 
@@ -50,29 +52,36 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
-def explain(errors: Sequence[ErrorDetails]) -> list[str]:
-    """Return a line for each of pydantic's errors."""
+def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str]:
+    """Return a line for each of pydantic's errors about a configuration."""
     details, rest = errors[:_MOST_LINES], len(errors[_MOST_LINES:])
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
-    lines = [_explain_unknown(item["loc"], item["input"]) for item in unknown]
+    lines = [_explain_unknown(item["loc"], item["input"], tree) for item in unknown]
     # [modle] instead of [model] is one mistake: do not also list every key that [model] now lacks.
-    meant = {guess for item in unknown if (guess := _meant(item["loc"]))}
+    meant = {guess for item in unknown if (guess := _meant(item["loc"], tree))}
     for item in details:
         loc = item["loc"]
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
-            lines.append(_explain_value(item))
+            lines.append(_explain_value(item, tree))
     return [*lines, f"and {rest} more like these"] if rest else lines
 
 
 def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
     """Return the line that refuses a key that is not read."""
     name = item.key.rpartition(".")[2]
-    fixes = [f"{where.key} = {value_text(where.example)}" for where in READ_WHERE[item.key]]
+    fixes = [f"{key} = {value_text(value)}" for key, value in item.ways]
     return (
         f"{item.key}: got {short(item.value)}, which is not read where {_decision(item, tree)}; "
         f"write {' or '.join(fixes)}, or leave {name} out"
     )
+
+
+def explain_moved(item: Moved) -> str:
+    """Return the line that refuses a key by the name that it had before."""
+    places = [(*key.rpartition("."), value) for key, value in item.now.items()]
+    write = " and ".join(f"{name} = {short(value)}" for _, _, name, value in places)
+    return f"{item.key}: got {short(item.value)}, but the key has moved; write {write} under [{places[0][0]}]"
 
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
@@ -86,17 +95,16 @@ def _decision(item: Unread, tree: Mapping[str, Any]) -> str:
     return " and ".join(f"{key} is not set" if v is None else f"{key} = {short(v)}" for key, v in values.items())
 
 
-def _meant(loc: tuple[int | str, ...]) -> tuple[int | str, ...] | None:
-    guess = nearest(str(loc[-1]), _fields(loc[:-1]))
+def _meant(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[int | str, ...] | None:
+    guess = nearest(str(loc[-1]), _fields(loc[:-1], tree))
     return (*loc[:-1], guess) if guess else None
 
 
-def _fields(table: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+def _fields(table: Sequence[int | str], tree: Mapping[str, Any]) -> dict[str, FieldInfo]:
     """The keys that a table may have; the table is given by its path."""
-    if not table:
-        return Config.model_fields
-    inner = [part for part in table[1:] if isinstance(part, str)]
-    return (NESTED[inner[-1]] if inner else SECTIONS[str(table[0])]).model_fields
+    section = section_at(Config, table, tree)
+    assert section is not None, table
+    return section.model_fields
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -114,27 +122,34 @@ def one_line(text: str) -> str:
     return text if text.isprintable() and len(text) <= 300 else short(text)
 
 
-def _explain_unknown(loc: tuple[int | str, ...], value: object) -> str:
-    name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1])
+def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[str, Any]) -> str:
+    name, path, known = str(loc[-1]), _path(loc), _fields(loc[:-1], tree)
     what = f"{path}: unknown section" if len(loc) == 1 and isinstance(value, dict) else f"{path}: unknown key"
     what = f"{what}, got {short(value)}"
-    if new := RENAMED.get(path):
-        return f"{what}; it is called {new} now, write {new} = {short(value)}"
     if guess := nearest(name, known):
         return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
-    homes = [section for section, model in SECTIONS.items() if name in model.model_fields]
-    if homes:
-        return f"{what}; write it under [{homes[0]}]"
+    if home := next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None):
+        return f"{what}; write it under [{home}]"
     return f"{what}; known are {', '.join(known)}"
 
 
-def _explain_value(error: ErrorDetails) -> str:
+def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
+    """The tables of a configuration, as it chooses them."""
+    yield from SECTIONS
+    for section in SECTIONS:
+        for name, field in _fields([section], tree).items():
+            if isinstance(field.default, dict):
+                yield f"{section}.{name}"
+
+
+def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     loc, value, kind = error["loc"], error["input"], error["type"]
-    if len(loc) == 1:
-        return f"{loc[0]}: got {short(value)}, must be a table; write [{loc[0]}] and its keys below it"
+    if kind == "model_type" and (path := _path(loc)) in _homes(tree):
+        return f"{path}: got {short(value)}, must be a table; write [{path}] and its keys below it"
     # An item of a list is judged with its list, a key inside a table of the list by itself.
     names = [index for index, part in enumerate(loc) if isinstance(part, str)]
-    key, field = str(loc[names[-1]]), _fields(loc[: names[-1]])[str(loc[names[-1]])]
+    key = str(loc[names[-1]])
+    field = _fields(loc[: names[-1]], tree)[key]
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
         wrong, loc = f"got {short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
     elif kind == "missing":
@@ -171,7 +186,8 @@ def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
     if isinstance(value, str):
         yield parse_value(value)
         yield parse_value(value.lower())
-        yield nearest(value.lower(), [word for word in get_args(field.annotation) if isinstance(word, str)])
+        one_of = (name for item in field.metadata if isinstance(item, OneOf) for name in item.names())
+        yield nearest(value.lower(), [*one_of, *(word for word in get_args(field.annotation) if isinstance(word, str))])
     elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:
         yield str(value)
         yield abs(value)

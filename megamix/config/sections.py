@@ -4,21 +4,15 @@ The text under a field is the description that `megamix config --schema` prints.
 field live in `checks.py`.
 """
 
-from contextlib import suppress
-from typing import Annotated, Literal, NamedTuple, cast, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamix.config.model_and_data import (
-    TABLES,
-    DataConfig,
-    ModelConfig,
-    PowerOfTwo,
-    Share,
-    Text,
-    power_of_two,
-)
-from megamix.plugins import Section
+from megamix.config.choices import Chosen, Extended, OneOf, left_out
+from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
+from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Share, Text
+from megamix.plugins import OPTIMIZERS, TRACKERS, Section, import_plugins
 
 
 class OptimizerGroup(Section):
@@ -32,28 +26,41 @@ class OptimizerGroup(Section):
     """Weight decay of the group. Not set: optimizer.weight_decay, and 0 for one-dimensional parameters."""
 
 
+class AdamWConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
+    """Decay rates of the first and second moment, each in [0, 1)."""
+    eps: PositiveFloat = 1e-8
+    """Addend to the root of the second moment."""
+
+
+class NAGConfig(Section):
+    """SGD with Nesterov momentum."""
+
+    momentum: Share = 0.9
+    """In [0, 1). 0: plain SGD."""
+    momentum_form: Literal["gradient", "velocity"] = "gradient"
+    """What the momentum adds up: gradients, as torch's SGD, or velocity: steps, as MXNet's. They differ where the
+    learning rate changes."""
+    decoupled_weight_decay: bool = False
+    """Whether weight decay shrinks the weights, as AdamW's does, instead of entering the gradient."""
+
+
+OPTIMIZERS.sections |= {"adamw": AdamWConfig, "nag": NAGConfig}
+
+
 class OptimizerConfig(Section):
     """The update of the FP32 master weights."""
 
-    name: Literal["adamw", "nag"] = "adamw"
-    """adamw, or nag: SGD with Nesterov momentum."""
+    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
+    """adamw, or nag: SGD with Nesterov momentum; the table beneath of the same name has its own keys."""
     lr: Annotated[PositiveFloat, Field(examples=[3e-4])]
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Where the decay ends; at most lr."""
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's addend to the root of the second moment."""
-    momentum: Share = 0.9
-    """NAG's momentum, in [0, 1). 0: plain SGD."""
-    momentum_form: Literal["gradient", "velocity"] = "gradient"
-    """What NAG's momentum adds up: gradients, as torch's SGD, or velocity: steps, as MXNet's. They differ where the
-    learning rate changes."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of parameters with two or more dimensions."""
-    decoupled_weight_decay: bool = False
-    """Whether NAG's weight decay shrinks the weights instead of entering the gradient; AdamW's always does."""
     clip_grad: NonNegativeFloat = 1.0
     """Largest global gradient norm; a longer gradient is scaled down to it. 0: no clipping."""
     groups: Annotated[
@@ -78,47 +85,8 @@ class LrScheduleConfig(Section):
     required. Not set: all updates after the warm-up."""
 
 
-LossScaleName = Literal["auto", "dynamic", "headroom", "torch", "megatron", "deepspeed", "off"]
-
-
-class ScaleRange(NamedTuple):
-    """A loss scale rule's own first value, floor and ceiling, where the keys are not set."""
-
-    init_scale: float
-    min_scale: float
-    max_scale: float
-
-
-SCALE_RANGES = {
-    "dynamic": ScaleRange(2.0**24, 1.0, 2.0**32),
-    "headroom": ScaleRange(1.0, 1.0, 2.0**32),
-    "torch": ScaleRange(2.0**16, 0.0, 2.0**127),
-    "megatron": ScaleRange(2.0**32, 1.0, 2.0**127),
-    "deepspeed": ScaleRange(2.0**16, 1.0, 2.0**127),
-}
-
-
-def loss_scale_rule(loss_scale: str | float, dtype: str) -> str | float:
-    """Return the rule that precision.loss_scale names, auto by the dtype; a number is a fixed scale."""
-    if loss_scale == "auto":
-        return "dynamic" if dtype == "fp16" else "off"
-    return loss_scale
-
-
-def check_loss_scale(value: object) -> object:
-    # One check in front of the union: pydantic would report a bad value once for every member of the union.
-    names = get_args(LossScaleName)
-    if isinstance(value, str) and value in names:
-        return value
-    with suppress(ValueError, OverflowError):
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return power_of_two(float(value))
-    words = ", ".join(f'"{name}"' for name in names)
-    raise ValueError(f"must be {words} or a power of two from 2**-126 to 2**126")
-
-
 class PrecisionConfig(Section):
-    """Number formats and the loss scale. The loss scale's settings are powers of two."""
+    """Number formats, and what becomes of an overflow."""
 
     dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
     """Format of parameters, activations and gradients; master weights and optimizer state are always FP32."""
@@ -127,30 +95,8 @@ class PrecisionConfig(Section):
     reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None
     """How gradients travel to the rank that owns their sum, and what it keeps: half and half, half and FP32, FP32 and
     FP32. Not set: half, or fp32 where grad_dtype is fp32."""
-    loss_scale: Annotated[LossScaleName | float, BeforeValidator(check_loss_scale)] = "auto"
-    """The rule: auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed,
-    off, or a number: a fixed scale."""
-    init_scale: PowerOfTwo | None = None
-    """The first scale; headroom's is that of its probe. Not set: 2**24 (dynamic), 1 (headroom), 2**16 (torch,
-    deepspeed), 2**32 (megatron)."""
-    growth_factor: Annotated[PowerOfTwo, Field(gt=1)] = 2.0
-    """Multiplies the scale after growth_interval clean steps; dynamic and torch."""
-    backoff_factor: Annotated[PowerOfTwo, Field(lt=1)] = 0.5
-    """Multiplies the scale after an overflow; dynamic and torch."""
-    growth_interval: PositiveInt | None = None
-    """Clean steps in a row before the scale grows; all rules but headroom. Not set: 2000 (dynamic, torch), 1000
-    (megatron, deepspeed)."""
-    hysteresis: PositiveInt | None = None
-    """Overflows before the scale backs off; for dynamic in a row, and an untried scale backs off at once. Not set: 1
-    (dynamic), 2 (megatron, deepspeed)."""
-    consecutive_hysteresis: bool = False
-    """Whether any clean step restores the hysteresis, not only a growth; deepspeed."""
-    margin: Annotated[PowerOfTwo, Field(ge=2)] = 4.0
-    """Room that the largest gradient of the last 1000 steps keeps below overflow; headroom."""
-    min_scale: PowerOfTwo | None = None
-    """The scale never falls below. Not set: 1, and no floor for torch."""
-    max_scale: PowerOfTwo | None = None
-    """The scale never grows beyond. Not set: 2**32 (dynamic, headroom), else only where FP32 ends."""
+    loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
+    """What multiplies the loss."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
     """What becomes of a batch that overflowed: requeue tries it again two attempts later, redo at once (which waits
     for the device once a step), skip loses it."""
@@ -254,19 +200,26 @@ class ProfilingConfig(Section):
 class Config(Section):
     """A whole run."""
 
-    model: ModelConfig
+    plugins: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_module"]])] = ()
+    """Modules that register what the tables name, installed or in the working folder; every rank imports them."""
+    model: Annotated[ModelConfig, FAMILY]
     data: DataConfig
-    optimizer: OptimizerConfig
+    optimizer: Annotated[OptimizerConfig, Chosen(OPTIMIZERS, OptimizerConfig, "name", beneath=True)]
     lr_schedule: LrScheduleConfig
     precision: PrecisionConfig
     training: TrainingConfig
     parallelism: ParallelismConfig
     checkpoint: CheckpointConfig
-    metrics: MetricsConfig
+    metrics: Annotated[MetricsConfig, Extended(TRACKERS, MetricsConfig)]
     profiling: ProfilingConfig
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_tree, (self.model_dump(),)  # classes of what plugins add cannot be pickled
 
-SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
-# Keys that had another name: a user's file is told the new one, a saved configuration is read by it.
-RENAMED = {"checkpoint.verify_interval": "replica_check_interval"}
-NESTED = TABLES | {"groups": OptimizerGroup}
+
+def _from_tree(tree: Mapping[str, Any]) -> Config:
+    import_plugins(tree["plugins"])
+    return Config.model_validate(tree)
+
+
+SECTIONS = [name for name in Config.model_fields if name != "plugins"]

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megamix.config.sections import Config
@@ -77,7 +77,17 @@ def config_to_toml(config: Config) -> str:
 def tables_to_toml(tables: Mapping[str, Any]) -> str:
     """Return some tables of a configuration, or all, without the keys that others make unread."""
     read, _ = part_read(tables)
-    return "\n".join(f"[{name}]\n{''.join(_key_line(*item) for item in keys.items())}" for name, keys in read.items())
+    return "\n".join(_lines(read, ""))
+
+
+def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
+    """The text of a table, then of those in it."""
+    keys = "".join(_key_line(key, value) for key, value in table.items() if not isinstance(value, Mapping))
+    if name or keys:
+        yield (f"[{name}]\n" if name else "") + keys
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{name}.{key}".lstrip("."))
 
 
 def _key_line(key: str, value: object) -> str:

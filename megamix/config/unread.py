@@ -1,13 +1,14 @@
 """Keys that are read only where another key says so: one table, held by tests against what the code reads."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from megamix.config.sections import NESTED, SCALE_RANGES, SECTIONS, loss_scale_rule
+from megamix.config.choices import Tree, chosen_tables, section_at, values
+from megamix.config.sections import SECTIONS, Config
+from megamix.plugins import Section
 
-Tree = dict[str, Any]
 _MISSING = object()
 
 
@@ -27,7 +28,6 @@ def _at_least(key: str, least: int) -> tuple[Where, ...]:
     return (Where(key, lambda value: isinstance(value, int) and value >= least, least),)
 
 
-_RULE = "precision.loss_scale"
 # A key is read where any one of these holds. Keys that are not listed are always read: also a number that another
 # number takes the sense of, such as momentum_form beside momentum = 0, for a sweep passes through such values.
 # A table stands before its own keys.
@@ -38,21 +38,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "model.rope_scaling.high_freq_factor": _one_of("model.rope_scaling.rule", "llama3"),
     "model.rope_scaling.original_seq_len": _one_of("model.rope_scaling.rule", "llama3"),
     "optimizer.min_lr": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd", "inverse_sqrt"),
-    "optimizer.betas": _one_of("optimizer.name", "adamw"),
-    "optimizer.eps": _one_of("optimizer.name", "adamw"),
-    "optimizer.momentum": _one_of("optimizer.name", "nag"),
-    "optimizer.momentum_form": _one_of("optimizer.name", "nag"),
-    "optimizer.decoupled_weight_decay": _one_of("optimizer.name", "nag"),
     "lr_schedule.decay_steps": _one_of("lr_schedule.decay_style", "cosine", "linear", "wsd"),
-    "precision.init_scale": _one_of(_RULE, *SCALE_RANGES),
-    "precision.growth_factor": _one_of(_RULE, "dynamic", "torch"),
-    "precision.backoff_factor": _one_of(_RULE, "dynamic", "torch"),
-    "precision.growth_interval": _one_of(_RULE, "dynamic", "torch", "megatron", "deepspeed"),
-    "precision.hysteresis": _one_of(_RULE, "dynamic", "megatron", "deepspeed"),
-    "precision.consecutive_hysteresis": _one_of(_RULE, "deepspeed"),
-    "precision.margin": _one_of(_RULE, "headroom"),
-    "precision.min_scale": _one_of(_RULE, *SCALE_RANGES),
-    "precision.max_scale": _one_of(_RULE, *SCALE_RANGES),
     "precision.max_retries": _one_of("precision.on_overflow", "requeue", "redo"),
     "training.eval_batches": (
         Where("data.valid", bool, "runs/data/valid"),
@@ -73,6 +59,8 @@ class Unread(NamedTuple):
     key: str
     value: object
     deciders: tuple[str, ...]  # the keys whose values make it so, set or not
+    ways: tuple[tuple[str, object], ...]  # settings with which it would be read
+    is_default: bool
 
 
 def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()) -> tuple[Tree, list[Unread]]:
@@ -80,16 +68,62 @@ def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()
 
     `bad`: the paths of unusable values; what they would decide is taken for read.
     """
-    read, unread = dict(tree), []
+    read, unread = part_chosen(tree)
     for key, wheres in READ_WHERE.items():
-        if not is_set(read, key):
+        if not is_set(read, key) or any(_holds(read, where) for where in wheres):
             continue
-        decided = [_decided(read, where) for where in wheres]
-        deciders = tuple(decider for _, keys in decided for decider in keys)
-        if not any(holds for holds, _ in decided) and not any(_is_bad(decider, bad) for decider in deciders):
-            unread.append(Unread(key, setting(read, key), deciders))
+        value, deciders = _found(read, key), tuple(where.key for where in wheres)
+        if not any(_is_bad(decider, bad) for decider in deciders):
+            ways = tuple((where.key, where.example) for where in wheres)
+            unread.append(Unread(key, value, deciders, ways, _plain(value) == default(Config, key)))
             read = _without(read, key.split("."))
+    return read, [item for item in unread if not any(_is_bad(decider, bad) for decider in item.deciders)]
+
+
+def _holds(tree: Mapping[str, Any], where: Where) -> bool:
+    """Whether it does, or no such key is known: a model of another family may have the others."""
+    *tables, name = where.key.split(".")
+    section = section_at(Config, tables, tree)
+    return section is None or name not in section.model_fields or where.holds(setting(tree, where.key))
+
+
+def part_chosen(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
+    """Return a configuration without the keys that only other choices read, and those keys."""
+    read, unread = dict(tree), []
+    for path, chosen, table, beside in chosen_tables(Config, read):
+        deciders = chosen.choosing(path, table)
+        others = chosen.not_chosen(table, beside)
+        for key in [key for key in table if key in others]:
+            for leaf, value in _leaves(key, table[key]):
+                usual = all(_plain(value) == default(section, leaf) for section in others[key].values())
+                way = deciders[0], next(iter(others[key]))
+                unread.append(Unread(".".join((*path, leaf)), value, deciders, (way,), usual))
+            read = _without(read, [*path, key])
     return read, unread
+
+
+def not_chosen(tree: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each key and table that only other choices have."""
+    for path, chosen, table, beside in chosen_tables(Config, dict(tree)):
+        yield from (".".join((*path, key)) for key in chosen.not_chosen(table, beside))
+
+
+def without_defaults(tree: Mapping[str, Any]) -> Tree:
+    """Return a configuration without what choices have as their default: nobody has set it for another one."""
+    bare = dict(tree)
+    for path, chosen, table, beside in chosen_tables(Config, bare):
+        section = chosen.section(table, beside)
+        for key in [key for key in table if key != chosen.key and _plain(table[key]) == default(section, key)]:
+            bare = _without(bare, [*path, key])
+    return bare
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
 
 
 def is_set(tree: Mapping[str, Any], key: str) -> bool:
@@ -100,7 +134,7 @@ def is_set(tree: Mapping[str, Any], key: str) -> bool:
 def setting(tree: Mapping[str, Any], key: str) -> Any:
     """Return a key's value, or its default."""
     value = _found(tree, key)
-    return default(key) if value is _MISSING else value
+    return default(Config, key, tree) if value is _MISSING else value
 
 
 def _found(tree: Mapping[str, Any], key: str) -> Any:
@@ -110,39 +144,35 @@ def _found(tree: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def default(key: str) -> Any:
-    """Return a key's default; None for one that is required, too."""
-    section, *tables, name = key.split(".")
-    value = (NESTED[tables[-1]] if tables else SECTIONS[section]).model_fields[name].default
-    return None if value is PydanticUndefined else value
+def default(root: type[Section], key: str, tree: object = None) -> Any:
+    """Return the default of a key of a table; None for one that is required or unknown, too."""
+    *tables, name = key.split(".")
+    section = section_at(root, tables, tree)
+    field = None if section is None else section.model_fields.get(name)
+    return None if field is None or field.default is PydanticUndefined else field.default
 
 
-def is_default(key: str, value: object) -> bool:
-    """Tell whether a value is the key's default: lists of TOML are tuples there."""
-    plain = tuple(value) if isinstance(value, list) else value
-    return bool(plain == default(key))
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value  # lists of TOML are tuples there
 
 
 def with_defaults(tree: Mapping[str, Any]) -> Tree:
     """Return the sections of a configuration, with the default of every key that is missing and has one, as TOML has
     it.
     """
-    whole = {}
-    for section, model in SECTIONS.items():
-        defaults = {name: default(f"{section}.{name}") for name in model.model_fields}
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
-        given = tree.get(section, {})
-        whole[section] = {name: value for name, value in plain.items() if value is not None} | given
-    return {**tree, **whole}
+    whole = {name: _filled(section_at(Config, [name], tree), tree.get(name, {})) for name in SECTIONS}
+    return {"plugins": [], **tree, **whole}
 
 
-def _decided(tree: Mapping[str, Any], where: Where) -> tuple[bool, tuple[str, ...]]:
-    """Whether it holds, and the keys that decide it."""
-    value = setting(tree, where.key)
-    if where.key != _RULE or value != "auto":
-        return where.holds(value), (where.key,)
-    rule = loss_scale_rule(value, setting(tree, "precision.dtype"))  # dtype names it
-    return where.holds(rule), (where.key, "precision.dtype")
+def _filled(section: type[Section] | None, table: object) -> Tree:
+    assert section is not None
+    whole, tables = {}, {name for name, field in section.model_fields.items() if isinstance(field.default, dict)}
+    for name, value in values(section, table).items():
+        if name in tables:
+            value = _filled(section_at(section, [name], table), value)
+        if value is not None and value is not PydanticUndefined:
+            whole[name] = list(value) if isinstance(value, tuple) else value
+    return whole
 
 
 def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:

@@ -70,6 +70,7 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | No
     """Return the parser of one more verb; `run` gives its exit status."""
     parser = verbs.add_parser(name, help=help)
     parser.set_defaults(run=run)
+    parser.add_argument("--plugins", metavar="NAMES", help="modules to import first, as a,b: what was saved names them")
     return parser
 
 

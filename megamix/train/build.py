@@ -1,9 +1,8 @@
 """From configuration sections to the objects they describe; each object gets only its own section."""
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,43 +26,41 @@ from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.decoder import Decoder
 from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
-from megamix.plugins import Section
-
-T = TypeVar("T")
+from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-LOSS_SCALES: dict[str, Callable[..., LossScale]] = {
+OPTIMIZERS.registered |= {"adamw": AdamW, "nag": NAG}
+LOSS_SCALES.registered |= {
     "dynamic": DynamicLossScale,
     "headroom": HeadroomLossScale,
     "torch": TorchLossScale,
     "megatron": MegatronLossScale,
     "deepspeed": DeepSpeedLossScale,
+    "static": StaticLossScale,
 }
 
 
 def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
     """None where the run has no loss scale."""
-    kind = loss_scale_rule(section.loss_scale, section.dtype)
-    if isinstance(kind, float):
-        return StaticLossScale(kind)
-    if kind == "off":
+    rule = loss_scale_rule(section.loss_scale.rule, section.dtype)
+    if rule == "off":
         return None
-    return _built(LOSS_SCALES[kind], section)
+    scale: LossScale = LOSS_SCALES.registered[rule](**_given(section.loss_scale, but="rule"))
+    return scale
 
 
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     """`lr`: one per update."""
-    groups = tuple(_built(ParamGroup, group) for group in section.groups)
-    return _built(NAG if section.name == "nag" else AdamW, section, lr=lr, groups=groups)
+    groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
+    keys = _given(getattr(section, section.name)) | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
+    optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
+    return optimizer
 
 
-def _built(kind: Callable[..., T], section: Section, **others: Any) -> T:
-    """What a section describes reads the keys that its constructor names; for one that is not set its own default
-    holds.
-    """
-    given = {key: getattr(section, key, None) for key in inspect.signature(kind).parameters} | others
-    return kind(**{key: value for key, value in given.items() if value is not None})
+def _given(section: Section, but: str = "") -> dict[str, Any]:
+    """Its keys, without those that are not set: what is built has its own default for them."""
+    return {key: value for key, value in section if value is not None and key != but}
 
 
 def build_precision(section: PrecisionConfig) -> Precision:

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,7 +26,7 @@ from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
 from megamix.config.toml_text import value_text
-from megamix.config.unread import part_read
+from megamix.config.unread import not_chosen, part_read
 from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
@@ -158,18 +158,27 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     it.
     """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
-    found |= {item.key: NOT_READ for item in part_read(config.model_dump())[1]}
+    tree = config.model_dump()
+    found |= {item.key: NOT_READ for item in part_read(tree)[1]} | dict.fromkeys(not_chosen(tree), NOT_READ)
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
-    return found | versions | {"source code of megamix (SHA-256)": _sources()}
+    sources = {"megamix": PACKAGE} | {name: _home(name) for name in config.plugins}
+    return found | versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 
 
 def flat(config: str) -> dict[str, Any]:
     """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
     has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
     """
-    tables = effective_tables(config)
-    return {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
+    return dict(_flat("", effective_tables(config)))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and name != "model.rope_scaling":  # which means something as a whole
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}".lstrip("."), inner)
+    else:
+        yield name, value
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -211,12 +220,18 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _sources() -> str:
+def _home(plugin: str) -> Path:
+    """Its file, or folder if it has several."""
+    path = Path(str(sys.modules[plugin].__file__))
+    return path.parent if path.name == "__init__.py" else path
+
+
+def _sources(home: Path) -> str:
     """Two nodes may have one version and other code."""
     digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(home.rglob("*.py")) if home.is_dir() else [home]:
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {len(content)}\n".encode())
+        digest.update(f"{path.relative_to(home).as_posix()} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()[:_DIGITS]
 
@@ -240,12 +255,19 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
     for key in sorted({key for group in groups for key in group.started_with}):
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for group in groups:
-            ranks_of[group.started_with.get(key, _UNSET)] += group.ranks
+            ranks_of[_value(group.started_with, key)] += group.ranks
         ranks_of.pop(NOT_READ, None)
         if len(ranks_of) > 1:
             lines.append(_line(key, ranks_of))
     more = len(lines) - _SHOWN_KEYS
     return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
+
+
+def _value(started_with: dict[str, str], key: str) -> str:
+    """A key's, or that of the table around it, which is not read as a whole."""
+    parts = key.split(".")
+    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((started_with[name] for name in around if name in started_with), _UNSET)
 
 
 def _line(key: str, ranks_of: dict[str, list[int]]) -> str:

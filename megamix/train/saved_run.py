@@ -22,6 +22,7 @@ from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.model.decoder import HEAD, TABLE
 from megamix.model.family import family_of
+from megamix.plugins import require_plugins
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
@@ -42,11 +43,11 @@ def check_run(manifest: Manifest) -> None:
 
     Raises: ValueError naming what is wrong.
     """
+    tables = manifest.run.tables()
     if manifest.weights_only:
-        tables = manifest.run.tables()
-        check_params(manifest, _validated(ModelConfig, tables.get("model", {})))
+        check_params(manifest, _validated(ModelConfig, tables.get("model", {}), tables))
         return
-    config = _validated(Config, {name: {} for name in SECTIONS} | manifest.run.tables())
+    config = _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
     check_params(manifest, config.model)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     if manifest.states[1:] != optimizer.state_names:
@@ -93,9 +94,9 @@ def check_params(manifest: Manifest, model: ModelConfig) -> None:
         raise ValueError(f"params: there is no {next(iter(shapes))}")
 
 
-def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:
+def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
     """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
-    is for `resume.changes`. Raises: ValueError naming the key.
+    is for `resume.changes`. Raises: ValueError naming the key; NotImportedError if it may be one of a plugin's.
     """
     try:
         return kind.model_validate(tree)
@@ -105,10 +106,11 @@ def _validated(kind: type[_Section], tree: dict[str, Any]) -> _Section:
     for detail in details:
         *above, key = detail["loc"]
         if detail["type"] != "extra_forbidden":
+            require_plugins(saved.get("plugins", []))
             where = ".".join(map(str, detail["loc"]))
             raise ValueError(f"its configuration: {where}: {detail['msg']}")
         del functools.reduce(operator.getitem, above, cast(Any, known))[key]
-    return _validated(kind, known)
+    return _validated(kind, known, saved)
 
 
 class Progress(PlanState):

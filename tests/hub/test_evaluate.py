@@ -84,7 +84,7 @@ def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_data(tmp_path / "data")
-    run_on_ranks(tiny_job(tmp_path, training={"steps": 2}, precision={"dtype": "bf16", "growth_interval": None}))
+    run_on_ranks(tiny_job(tmp_path, training={"steps": 2}, precision={"dtype": "bf16"}))
     capsys.readouterr()
     assert main(["evaluate", str(tmp_path / "run"), "--json", "--stride", "16"]) == 0
     facts = json.loads(capsys.readouterr().out)

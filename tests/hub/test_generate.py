@@ -33,7 +33,7 @@ def test_a_run_its_checkpoint_its_export_and_its_import_go_on_alike(
         model={"vocab_size": vocab_size, "init_std": 0.3},
         data={"tokenizer": str(tmp_path / "data/tokenizer.json")},
         training={"steps": 2, "eval_interval": 0},
-        precision={"dtype": "bf16", "growth_interval": None},
+        precision={"dtype": "bf16"},
     )
     run_on_ranks(config)
     export_model(open_source(tmp_path / "run"), tmp_path / "out", "fp32")

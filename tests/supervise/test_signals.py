@@ -52,7 +52,7 @@ def _config(folder: Path, data: Path, **checkpoint: Any) -> Config:
     return tiny_job(
         folder,
         data={"train": str(data / "train"), "valid": str(data / "valid")},
-        precision={"init_scale": 2.0**10},
+        precision={"loss_scale": {"init_scale": 2.0**10}},
         training={"steps": STEPS, "eval_interval": EVAL_INTERVAL, "eval_batches": 4},
         checkpoint={"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL} | checkpoint,
         metrics={"tensorboard": False, "precision_interval": 0},

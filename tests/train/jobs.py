@@ -45,7 +45,7 @@ def tiny_job(folder: Path, **overrides: Any) -> Config:
         "data": {"train": str(folder / "data/train"), "valid": str(folder / "data/valid")},
         "optimizer": {"lr": 0.01, "compile": False},
         "lr_schedule": {"warmup_steps": 2},
-        "precision": {"dtype": "fp16", "growth_interval": 5},
+        "precision": {"dtype": "fp16", "loss_scale": {"growth_interval": 5}},
         "training": {"steps": 12, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 5, "eval_batches": 2},
         "parallelism": {},
         "checkpoint": {"folder": str(folder / "run")},

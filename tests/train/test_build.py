@@ -20,9 +20,8 @@ from megamix import (
     TorchLossScale,
 )
 from megamix.config import PrecisionConfig
-from megamix.config.sections import SCALE_RANGES, ScaleRange
-from megamix.config.unread import READ_WHERE
-from megamix.train.build import LOSS_SCALES, build_engine, build_loss_scale, build_optimizer
+from megamix.plugins import LOSS_SCALES
+from megamix.train.build import build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job
 
 
@@ -32,13 +31,13 @@ from tests.train.jobs import tiny_job
         ({"dtype": "fp16"}, DynamicLossScale),
         ({"dtype": "bf16"}, None),
         ({"dtype": "fp32"}, None),
-        ({"dtype": "bf16", "loss_scale": "dynamic"}, DynamicLossScale),
-        ({"dtype": "bf16", "loss_scale": "off"}, None),
-        ({"dtype": "fp16", "loss_scale": "headroom"}, HeadroomLossScale),
-        ({"dtype": "fp16", "loss_scale": "torch"}, TorchLossScale),
-        ({"dtype": "fp16", "loss_scale": "megatron"}, MegatronLossScale),
-        ({"dtype": "fp16", "loss_scale": "deepspeed"}, DeepSpeedLossScale),
-        ({"dtype": "fp16", "loss_scale": 1024.0}, StaticLossScale),
+        ({"dtype": "bf16", "loss_scale": {"rule": "dynamic"}}, DynamicLossScale),
+        ({"dtype": "bf16", "loss_scale": {"rule": "off"}}, None),
+        ({"dtype": "fp16", "loss_scale": {"rule": "headroom"}}, HeadroomLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "torch"}}, TorchLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "megatron"}}, MegatronLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "deepspeed"}}, DeepSpeedLossScale),
+        ({"dtype": "fp16", "loss_scale": {"rule": "static", "init_scale": 1024.0}}, StaticLossScale),
     ],
 )
 def test_the_loss_scale_of_a_precision_section(section, kind) -> None:
@@ -50,34 +49,38 @@ SETTINGS = {"growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 7, 
 SETTINGS |= {"consecutive_hysteresis": True, "margin": 8.0, "min_scale": 2.0, "max_scale": 2.0**20}
 
 
-@pytest.mark.parametrize("kind", LOSS_SCALES)
+RULES = [rule for rule in LOSS_SCALES.registered if rule != "static"]
+
+
+@pytest.mark.parametrize("kind", RULES)
 def test_every_setting_of_a_loss_scale_arrives(kind: str) -> None:
-    scale = build_loss_scale(PrecisionConfig(loss_scale=kind, init_scale=2.0**10, **SETTINGS))
-    reads = set(inspect.signature(LOSS_SCALES[kind]).parameters) & set(SETTINGS)
-    table = {key for key in SETTINGS if READ_WHERE[f"precision.{key}"][0].holds(kind)}
-    assert reads == table  # of what a configuration may set beside the rule
+    keys = LOSS_SCALES.sections[kind].model_fields.keys() - {"rule", "init_scale"}
+    reads = inspect.signature(LOSS_SCALES.registered[kind]).parameters.keys() - {"init_scale", "window"}
+    assert reads == keys  # window, of headroom, is no key
+    given = {name: SETTINGS[name] for name in keys}
+    scale = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind, "init_scale": 2.0**10, **given}))
     assert float(scale.loss_scale) == 2.0**10
     assert {name: getattr(scale, name) for name in reads} == {name: SETTINGS[name] for name in reads}
 
 
-@pytest.mark.parametrize("kind", LOSS_SCALES)
+@pytest.mark.parametrize("kind", RULES)
 def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None:
-    built, own = build_loss_scale(PrecisionConfig(loss_scale=kind)), LOSS_SCALES[kind]()
+    built, own = build_loss_scale(PrecisionConfig(loss_scale={"rule": kind})), LOSS_SCALES.registered[kind]()
     plain = {name: value for name, value in vars(own).items() if not isinstance(value, torch.Tensor)}
     assert {name: getattr(built, name) for name in plain} == plain
-    assert ScaleRange(float(own.loss_scale), own.min_scale, own.max_scale) == SCALE_RANGES[kind]
+    assert torch.equal(built.loss_scale, own.loss_scale)
 
 
 def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
     keys = {"weight_decay": 0.2, "groups": groups}
-    section = tiny_job(tmp_path, optimizer=keys | {"betas": [0.8, 0.9], "eps": 1e-6}).optimizer
+    section = tiny_job(tmp_path, optimizer=keys | {"adamw": {"betas": [0.8, 0.9], "eps": 1e-6}}).optimizer
     group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
     assert build_optimizer(section, [0.1]) == AdamW(
         lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
     )
-    forms = {"name": "nag", "momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
-    section = tiny_job(tmp_path, optimizer=keys | forms).optimizer
+    forms = {"momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
+    section = tiny_job(tmp_path, optimizer=keys | {"name": "nag", "nag": forms}).optimizer
     assert build_optimizer(section, [0.1]) == NAG(
         lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )

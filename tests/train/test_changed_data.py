@@ -166,7 +166,7 @@ def _cut_file(path: Path, victim: int, rank: int, number: int) -> None:
 def _config(folder: Path, **overrides: dict[str, object]) -> Config:
     write_data(folder / "data")
     sections: dict[str, dict[str, object]] = {
-        "precision": {"init_scale": 2.0**10},  # no search for it: each attempt is an update
+        "precision": {"loss_scale": {"init_scale": 2.0**10}},  # no search for it: each attempt is an update
         "training": {"steps": 5000, "eval_interval": 0},
         "checkpoint": {"folder": str(folder / "run"), "save_interval": SAVE_INTERVAL, "async_save": False},
         "metrics": {"tensorboard": False},

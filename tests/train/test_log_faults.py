@@ -59,7 +59,7 @@ def _config(folder: Path, data: Path, **sections: Any) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "data": {"train": str(data / "train"), "valid": str(data / "valid")},
         "model": {"num_layers": 1},
-        "precision": {"init_scale": 2.0**10, "max_retries": 1},
+        "precision": {"loss_scale": {"init_scale": 2.0**10}, "max_retries": 1},
         "training": {"steps": STEPS, "eval_interval": 4, "micro_batch_size": 8},
         "checkpoint": {"folder": str(folder / "run"), "save_interval": 3, "async_save": False, "max_restarts": 1000},
         "metrics": {"precision_interval": 2, "log_interval": 1},

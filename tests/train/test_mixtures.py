@@ -49,7 +49,7 @@ def job(folder: Path, files: Path, data: dict[str, Any], **sections: Any) -> Con
     train = [{"path": f"{files}/a", "weight": 3}, {"path": f"{files}/b", "weight": 1}, {"markov": 4, "weight": 2}]
     keys = {"train": train, "packing": "documents", "split": [9, 1]} | data
     config = {
-        "precision": {"init_scale": 2.0**10},
+        "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "training": {"steps": 8, "eval_interval": 4},
         "checkpoint": {"folder": str(folder / "run"), "save_interval": 2},
         "metrics": {"log_interval": 1, "tensorboard": False},
@@ -72,7 +72,7 @@ def run(config: Config, crash_at: int | None = None) -> Record:
 
 
 def test_two_ranks_with_other_counts_reach_the_losses_of_one(run_ranks, tmp_path, files) -> None:
-    fp32 = {"precision": {"dtype": "fp32", "loss_scale": "off", "init_scale": None}}
+    fp32 = {"precision": {"dtype": "fp32", "loss_scale": {"rule": "off"}}}
     alone = run(job(tmp_path / "1", files, {}, **fp32))
     both = run_ranks(run, 2, job(tmp_path / "2", files, {}, **fp32))
     assert both[0].samples() == alone.samples()
@@ -246,7 +246,7 @@ def test_the_losses_of_a_made_up_chain_are_those_of_every_machine(tmp_path) -> N
     # initial weights or update moves the third digit at least.
     config = job(
         tmp_path, tmp_path, {"train": [{"markov": 4}], "split": [1, 1], "packing": "none"},
-        precision={"dtype": "fp32", "loss_scale": "off", "init_scale": None},
+        precision={"dtype": "fp32", "loss_scale": {"rule": "off"}},
     )  # fmt: skip
     run_on_ranks(config)
     losses = [row["train/loss"] for row in metrics_of(tmp_path) if "train/loss" in row]

@@ -57,7 +57,7 @@ def test_from_a_scale_far_too_high_every_sample_is_applied_exactly_once(tmp_path
 @pytest.mark.uncounted
 def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks, tmp_path, data) -> None:
     bad = frozenset(random.Random(0).sample(range(30), 8))
-    precision = {"init_scale": 2.0**8}
+    precision = {"loss_scale": {"init_scale": 2.0**8}}
     orders = []
     for ranks in (1, 2, 4):
         config = _job(tmp_path / str(ranks), data, precision, steps=20, eval_interval=7)
@@ -71,7 +71,7 @@ def test_the_same_overflows_give_the_same_order_on_any_number_of_ranks(run_ranks
 @pytest.mark.parametrize("on_overflow", ["requeue", "redo"])
 def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None:
     steps = 500 if FULL else 80
-    precision = {"init_scale": 2.0**12, "growth_interval": 4, "on_overflow": on_overflow}
+    precision = {"loss_scale": {"init_scale": 2.0**12, "growth_interval": 4}, "on_overflow": on_overflow}
     rng = random.Random(1)
     bad = frozenset(number for number in range(2 * steps) if rng.random() < 0.1)
     size = {"steps": steps, "global_batch_size": 8, "micro_batch_size": 8, "eval_batches": 20}
@@ -84,7 +84,7 @@ def test_random_overflows_cost_no_loss(tmp_path, data, on_overflow: str) -> None
 
 @pytest.mark.uncounted
 def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp_path, data) -> None:
-    static = {"loss_scale": 1024.0}
+    static = {"loss_scale": {"rule": "static", "init_scale": 1024.0}}
     clean = _run(_job(tmp_path / "clean", data, static, steps=12))[1]
     redo = _run(_job(tmp_path / "redo", data, {**static, "on_overflow": "redo"}, steps=12), frozenset([5]))[1]
     requeue, requeued = _run(_job(tmp_path / "requeue", data, static, steps=12), frozenset([5]))
@@ -107,7 +107,7 @@ def test_a_redone_overflow_leaves_no_trace_and_a_requeued_one_only_its_order(tmp
 
 
 def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
-    config = _job(tmp_path, data, {"on_overflow": "skip", "init_scale": 2.0**8}, steps=8)
+    config = _job(tmp_path, data, {"on_overflow": "skip", "loss_scale": {"init_scale": 2.0**8}}, steps=8)
     record = run_recorded(config, frozenset([3]))
     assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
@@ -116,7 +116,7 @@ def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
 
 
 def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path, data) -> None:
-    config = _job(tmp_path, data, {"init_scale": 2.0**10}, steps=10)
+    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**10}}, steps=10)
     record = run_recorded(config, bad_samples=frozenset([13]))
     assert sorted(record.samples()) == [sample for sample in range(44) if sample not in range(12, 16)]
     (row,) = [json.loads(line) for line in (tmp_path / "run/set_aside.jsonl").read_text().splitlines()]
@@ -128,29 +128,36 @@ def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path,
 @pytest.mark.parametrize(
     ("precision", "reason"),
     [
-        ({"max_overflows_at_floor": 4, "min_scale": 2.0**6}, "4 attempts in a row overflowed at the lowest loss scale"),
+        (
+            {"max_overflows_at_floor": 4, "loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6}},
+            "4 attempts in a row overflowed at the lowest loss scale",
+        ),
         ({"max_overflows_in_a_row": 5}, "5 attempts in a row overflowed (precision.max_overflows_in_a_row)"),
         (
-            {"dtype": "bf16", "init_scale": None, "max_overflows_at_floor": 6},
+            {"dtype": "bf16", "loss_scale": {}, "max_overflows_at_floor": 6},
             "6 attempts in a row overflowed at the lowest loss scale",
         ),
     ],
 )
 def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path, data, precision, reason) -> None:
-    config = _job(tmp_path, data, {"init_scale": 2.0**8, **precision}, steps=50)
+    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=50)
     with pytest.raises(GaveUpError) as caught:
         run_recorded(config, frozenset(range(7, 1000)))
     assert f"7 updates: {reason}" in str(caught.value)
     assert (tmp_path / "run/gave_up.txt").read_text() == f"{caught.value}\n"
     weights = load_file(tmp_path / "run/weights.safetensors")
-    want = _run(_job(tmp_path / "short", data, {"init_scale": 2.0**8, **precision}, steps=7))[1]
+    want = _run(_job(tmp_path / "short", data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=7))[1]
     assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed: int) -> None:
     rng = random.Random(seed)
-    precision = {"init_scale": 2.0**8, "min_scale": 2.0**6, "max_overflows_at_floor": 3, "max_retries": 9}
+    precision = {
+        "loss_scale": {"init_scale": 2.0**8, "min_scale": 2.0**6},
+        "max_overflows_at_floor": 3,
+        "max_retries": 9,
+    }
     config = _job(tmp_path, data, precision, steps=50)
     first, value, fault = rng.randrange(6), *rng.choice([(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
     backward, injected = ShardedEngine.backward, []
@@ -180,7 +187,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
-    config = _job(tmp_path, data, {"init_scale": 2.0**6}, steps=5, seed=seed)
+    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**6}}, steps=5, seed=seed)
     record = run_recorded(config)
     assert len(record.attempts) == 5
     assert "overflow" not in capsys.readouterr().out
@@ -188,7 +195,7 @@ def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
 
 
 def test_too_many_overflows_in_a_window_are_too_many_too(tmp_path, data) -> None:
-    config = _job(tmp_path, data, {"init_scale": 2.0**8, "max_overflows_per_window": 5}, steps=50)
+    config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_per_window": 5}, steps=50)
     with pytest.raises(GaveUpError, match=r"5 of the last 13 attempts overflowed"):
         run_recorded(config, frozenset([2, 4, 7, 10, 12]))
 

@@ -68,7 +68,7 @@ def test_checkpoints_go_from_a_pipeline_to_data_parallel_ranks_and_back(run_rank
     layouts = [{"pp_size": 2, "pp_schedule": "zbv_zero_bubble"}, {}, {"pp_size": 2}]
     same = {
         "lr_schedule": {"decay_style": "constant"},
-        "precision": {"init_scale": 2.0**10},
+        "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "model": {"tie_embeddings": True},
     }
     for leg, layout in enumerate(layouts, start=1):

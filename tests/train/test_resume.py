@@ -52,7 +52,7 @@ def _config(folder: Path, data: Path, steps: int = STEPS, **sections: Any) -> Co
     tree: dict[str, dict[str, Any]] = {
         "data": {"train": str(data / "train"), "valid": str(data / "valid")},
         "model": {"dropout": 0.1, "num_layers": 1},
-        "precision": {"init_scale": 2.0**10},
+        "precision": {"loss_scale": {"init_scale": 2.0**10}},
         "training": {"steps": steps},
         "checkpoint": {
             "folder": str(folder / "run"),
@@ -392,7 +392,7 @@ def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
     assert (progress["applied"], progress["attempts"], progress["skipped"]) == (4, 6, 2)
     assert [waiting["samples"] for waiting in progress["waiting"]] == [[[32, 8]]]
     assert (tmp_path / "run/gave_up.txt").exists()
-    rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "init_scale": None, "growth_interval": None}))
+    rest = _run(_config(tmp_path, data, precision={"dtype": "bf16", "loss_scale": {}}))
     assert (rest[0].number, rest[0].batch.samples) == (6, (range(32, 40),))
     assert end_of(tmp_path)["state"][0] == STEPS
     assert not (tmp_path / "run/gave_up.txt").exists()

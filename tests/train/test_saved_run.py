@@ -46,11 +46,12 @@ Change = Callable[[dict[str, Any]], object]
 
 
 def _config(data: Path, folder: Path, loss_scale: str = "dynamic", steps: int = 12, resume: str = "auto") -> Config:
+    longer = {} if loss_scale == "headroom" else {"growth_interval": 1000}  # than any run here
     return tiny_job(
         folder,
         data={"train": str(data / "train"), "valid": None},
         model={"num_layers": 1, "dropout": 0.1},
-        precision={"loss_scale": loss_scale, "init_scale": 2.0**4, "growth_interval": None},
+        precision={"loss_scale": {"rule": loss_scale, "init_scale": 2.0**4} | longer},
         training={"steps": steps, "eval_interval": 0},
         checkpoint={"folder": str(folder / "run"), "resume": resume, "save_interval": 3, "async_save": False},
         metrics={"tensorboard": False, "log_interval": 50},

@@ -70,10 +70,10 @@ MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
     "truncated token file": ([], 1, _truncate, "data.train.*100 bytes.*"),
     "vocabulary larger than the model's": (["model.vocab_size=60"], 1, _nothing, "model.vocab_size.*60.*"),
     "fp16 without loss scale": (
-        ['precision.loss_scale="off"'],
+        ['precision.loss_scale.rule="off"'],
         1,
         _nothing,
-        "precision.loss_scale: got .*off.*fp16.*write",
+        "precision.loss_scale.rule: got .*off.*fp16.*write",
     ),
     "negative lr": (["optimizer.lr=-1.0"], 1, _nothing, "optimizer.lr: got -1.0, must be greater than 0; write"),
     "folder of another run": (

@@ -46,6 +46,8 @@ def make_config(
     stages = place.size("pp")
     if stages > 1:
         accumulation = stages * min(accumulation, 2)
+    fixed = loss_scale or (2.0**10 if dtype == "fp16" else None)
+    scale = {"rule": "static", "init_scale": fixed} if fixed else {"rule": "off"}
     tree = {
         "model": {
             "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": max(2, 2 * stages), "num_heads": 8,
@@ -54,7 +56,7 @@ def make_config(
         },
         "data": {"train": "none"},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
-        "precision": {"dtype": dtype, "loss_scale": loss_scale or (2.0**10 if dtype == "fp16" else "off")},
+        "precision": {"dtype": dtype, "loss_scale": scale},
         "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},

@@ -13,7 +13,8 @@ from megamix.verify.judge import Difference, Verdict
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 SMALL = [
     "model.vocab_size=64", "model.seq_len=8", "model.hidden_size=24", "model.num_layers=1",
-    "training.micro_batch_size=1", "precision.loss_scale=1024.0", "optimizer.compile=false",
+    "training.micro_batch_size=1", "precision.loss_scale.rule=static",
+    "precision.loss_scale.init_scale=1024.0", "optimizer.compile=false",
 ]  # fmt: skip
 
 

@@ -1,0 +1,54 @@
+"""Keys that had another name or place: what was saved is read by the new one, a user is told it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megamix.config.choices import Tree
+
+_OF_LOSS_SCALE = (
+    "init_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "consecutive_hysteresis",
+    "margin", "min_scale", "max_scale",
+)  # fmt: skip
+MOVED = {
+    "checkpoint.verify_interval": "checkpoint.replica_check_interval",
+    **{f"optimizer.{key}": f"optimizer.adamw.{key}" for key in ("betas", "eps")},
+    **{f"optimizer.{key}": f"optimizer.nag.{key}" for key in ("momentum", "momentum_form", "decoupled_weight_decay")},
+    "precision.loss_scale": "precision.loss_scale.rule",  # before init_scale, which a number says
+    **{f"precision.{key}": f"precision.loss_scale.{key}" for key in _OF_LOSS_SCALE},
+}
+
+
+class Moved(NamedTuple):
+    """A key by its old name, and what says the same now."""
+
+    key: str
+    value: object
+    now: dict[str, object]
+
+
+def by_new_names(tree: Mapping[str, Any]) -> tuple[Tree, list[Moved]]:
+    """Return a configuration with the names that its keys have now, and those that had others."""
+    tree, moved = dict(tree), []
+    for key, new in MOVED.items():
+        section, name = key.split(".")
+        table = tree.get(section)
+        if not isinstance(table, dict) or name not in table or isinstance(table[name], dict):
+            continue  # precision.loss_scale is a table now
+        value = table[name]
+        now = {new: value}
+        if key == "precision.loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
+            now = {new: "static", "precision.loss_scale.init_scale": value}
+        tree[section] = {other: kept for other, kept in table.items() if other != name}
+        for place, said in now.items():
+            tree = _put(tree, place.split("."), said)
+        moved.append(Moved(key, value, now))
+    return tree, moved
+
+
+def _put(tree: Tree, path: Sequence[str], value: object) -> Tree:
+    """With a value, unless there is one; where a table should be and is none, that is a mistake to be told of."""
+    name, *inner = path
+    if not inner:
+        return {name: value} | tree
+    below = tree.get(name, {})
+    return {**tree, name: _put(below, inner, value)} if isinstance(below, dict) else tree
