@@ -37,6 +37,7 @@ from megamix.train.report import IntervalReport, mfu_per_token_rate
 from megamix.train.results import write_results
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.same_job import known_data
+from megamix.train.trackers import start_trackers
 from megamix.train.trainer import MemoryLine, Trainer
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
@@ -64,8 +65,10 @@ def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | No
                     early = error
                 early = trainer.save_last(early)
                 job.console.close()
-            if early is None or isinstance(early, GaveUpError):  # who was asked to leave has no time, and will be back
-                write_results(config, trainer.engine, job.console, early)
+                if early is None or isinstance(
+                    early, GaveUpError
+                ):  # who was asked to leave has no time, and comes back
+                    write_results(config, trainer.engine, job.console, early, trainer.writer)
             if early is not None:
                 raise early
     return valid_loss
@@ -225,7 +228,10 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
     writer = None
     if topology.world.rank == 0:
         writer = MetricsWriter(
-            job.status.folder, tensorboard=config.metrics.tensorboard, applied=start.progress.applied
+            job.status.folder,
+            tensorboard=config.metrics.tensorboard,
+            applied=start.progress.applied,
+            trackers=start_trackers(config),
         )
         files.enter_context(writer)
     job.trainer = Trainer(

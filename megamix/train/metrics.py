@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -18,6 +18,7 @@ from megamix.train.run_folder import METRICS, SET_ASIDE
 
 if TYPE_CHECKING:  # who draws a run's history needs no torch
     from megamix.train.saved_run import Progress
+    from megamix.train.trackers import TrackerThread
 
 # Bins of an exponent histogram: bin e holds 2^e <= |gradient| < 2^(e + 1); the first all below, the last all above.
 FIRST_EXPONENT, LAST_EXPONENT = -41, 16
@@ -115,12 +116,15 @@ class MetricsWriter:
     One rank owns it. A disk that fails raises nothing: see LogFile.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool, applied: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, tensorboard: bool, applied: int = 0, trackers: Sequence[TrackerThread] = ()
+    ) -> None:
         """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
         forgets what it was told of later updates, but for what those lines say.
 
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
+        self._trackers = trackers
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
         self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
         if self._events is not None and self._metrics.path.exists():
@@ -154,6 +158,11 @@ class MetricsWriter:
             row[precision_tag("exponents", layer)] = precision.exponents
         self._write(step, row)
 
+    def text(self, name: str, text: str) -> None:
+        """Tell the trackers."""
+        for tracker in self._trackers:
+            tracker.tell(lambda to: to.text(name, text))
+
     def write_set_aside(self, row: Mapping[str, Any]) -> None:
         """Record a batch that is set aside, on the disk when this returns."""
         self._set_aside.append(_line(row))
@@ -164,8 +173,10 @@ class MetricsWriter:
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }
         self._metrics.append(_line({"step": step, **finite}))
+        scalars = {tag: value for tag, value in row.items() if isinstance(value, float | int)}
+        for tracker in self._trackers:
+            tracker.tell(lambda to: to.log(step, scalars))
         if self._events is not None:
-            scalars = {tag: value for tag, value in row.items() if isinstance(value, float | int)}
             counts = {tag: _histogram(value) for tag, value in row.items() if isinstance(value, tuple)}
             self._events.add(step, scalars, counts)
 
@@ -178,7 +189,7 @@ class MetricsWriter:
         return {log.path.name: log.size() for log in (self._metrics, self._set_aside)}
 
     def close(self) -> None:
-        for log in (self._metrics, self._set_aside, self._events):
+        for log in (self._metrics, self._set_aside, self._events, *self._trackers):
             if log is not None:
                 log.close()
 

@@ -21,11 +21,14 @@ from megamix.model.family import family_of
 from megamix.model.generation import check_sampling, generate
 from megamix.supervise.console import Console
 from megamix.train import run_folder
+from megamix.train.metrics import MetricsWriter
 
 PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
 
 
-def write_results(config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None) -> None:
+def write_results(
+    config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, writer: MetricsWriter | None
+) -> None:
     """Write what a run that finished or gave up leaves. Every rank must call it; the first one writes."""
     folder, topology = Path(config.checkpoint.folder), engine.topology
     first = topology.world.rank == 0
@@ -51,11 +54,12 @@ def write_results(config: Config, engine: ShardedEngine, console: Console, gave_
             model.eval()  # else units would drop out
             sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
             text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), PROMPT, sampling)
-            if first:
+            if writer is not None:
                 path = folder / run_folder.SAMPLE
                 with console.telling(path):
                     write_text(path, text)
                 console.line(f"sample of text ({path}):\n{text}")
+                writer.text("sample", text)
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
