@@ -10,7 +10,9 @@ from megamix.config.load import load_config as load_config
 from megamix.config.load import saved_tables as saved_tables
 from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
 from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
+from megamix.config.model_and_data import FAMILY as FAMILY
 from megamix.config.model_and_data import DataSource as DataSource
+from megamix.config.model_and_data import DecoderConfig as DecoderConfig
 from megamix.config.model_and_data import ModelConfig as ModelConfig
 from megamix.config.model_and_data import RopeScaling as RopeScaling
 from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size

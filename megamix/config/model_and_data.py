@@ -66,8 +66,8 @@ class FamilyConfig(Section):
     """What kind of model it is, which names the other keys."""
 
 
-class ModelConfig(FamilyConfig):
-    """The decoder-only transformer."""
+class DecoderConfig(FamilyConfig):
+    """What every family reads; a plugin's section begins with these keys."""
 
     vocab_size: Annotated[PositiveInt, Field(examples=[2048])]
     """Rows of the embedding table; at least the number of tokens the tokenizer knows."""
@@ -77,6 +77,23 @@ class ModelConfig(FamilyConfig):
     """Width of the residual stream; a multiple of num_heads, unless head_dim is set."""
     num_layers: Annotated[PositiveInt, Field(examples=[4])]
     """Number of transformer blocks."""
+    tie_embeddings: bool = True
+    """Whether the head reads the embedding table instead of its own weight."""
+    dropout: Share = 0.0
+    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
+    and try."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of the initial weights."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it: nothing, the outputs of norms and activation function, or
+    whole blocks; the same gradients."""
+    compile: bool = False
+    """Whether each block runs through torch.compile."""
+
+
+class ModelConfig(DecoderConfig):
+    """The decoder-only transformer."""
+
     num_heads: Annotated[PositiveInt, Field(examples=[6])]
     """Query heads of each attention."""
     num_kv_heads: PositiveInt | None = None
@@ -104,20 +121,8 @@ class ModelConfig(FamilyConfig):
     """Whether the projections to query, key and value carry one. Not set: bias."""
     qk_norm: bool = False
     """Whether each head's query and key pass an RMSNorm before they are rotated."""
-    tie_embeddings: bool = True
-    """Whether the head reads the embedding table instead of its own weight."""
-    dropout: Share = 0.0
-    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
-    and try."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the initial weights."""
     scaled_init: bool = True
     """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as GPT-2's."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, the outputs of norms and activation function, or
-    whole blocks; the same gradients."""
-    compile: bool = False
-    """Whether each block runs through torch.compile."""
 
 
 FAMILIES.sections |= {"transformer": ModelConfig}

@@ -19,7 +19,7 @@ from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRec
 from megamix.checkpoint.save import begin, commit, write_rank
 from megamix.checkpoint.snapshot import Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_chunks
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
 from megamix.hub.families import Link, format_of, links_of, their_shapes
@@ -56,7 +56,7 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
     return checkpoint
 
 
-def _write_checkpoint(folder: Path, model: ModelConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
+def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
     """Its name. Committed as a save of a run is."""
     shapes = family_of(model).shapes(model)
     tied = (HEAD,) if model.tie_embeddings else ()

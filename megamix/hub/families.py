@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megamix.checkpoint.boxes import Box
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.model.family import families, family_of
 from megamix.model.formats import Format
 
@@ -46,7 +46,7 @@ def their_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def links_of(form: Format, config: ModelConfig) -> list[Link]:
+def links_of(form: Format, config: DecoderConfig) -> list[Link]:
     """Return every parameter of such a model, once, in the order of its modules."""
     return [_link(form, name, shape) for name, shape in family_of(config).shapes(config).items()]
 
@@ -67,7 +67,7 @@ def formats() -> dict[str, Format]:
     return {form.model_type: form for family in families() for form in family.formats}
 
 
-def format_of(config: ModelConfig) -> Format:
+def format_of(config: DecoderConfig) -> Format:
     """Return the format that has such a model. Raises: ValueError with what is in the way of the nearest one."""
     given = family_of(config).effective(config)
     misfits = {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.hub.families import Link, formats, links_of, their_shapes
 from megamix.model.config_json import shown
 from megamix.model.family import family_of
@@ -182,7 +182,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _USUAL_TABLES = 1 << 27
 
 
-def contradictions(form: Format, base: str, config: ModelConfig, shapes: Shapes) -> list[str]:
+def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shapes) -> list[str]:
     """Return what the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
 
     `base`: what their names lack of the family's.
@@ -215,7 +215,7 @@ def _layers(modules: Iterable[str], shapes: Shapes) -> list[str]:
     return sorted(numbers, key=lambda number: (len(number), number))
 
 
-def tables_problem(config: ModelConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
+def tables_problem(config: DecoderConfig, key: str, shapes: Shapes, usual: int = _USUAL_TABLES) -> list[str]:
     """Return the tables of positions, if they take more than the weights and `usual` bytes."""
     tables = family_of(config).table_bytes(config)
     weights = 4 * sum(map(math.prod, shapes.values()))

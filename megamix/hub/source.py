@@ -17,12 +17,12 @@ from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint
 from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.config_json import shown
 from megamix.model.decoder import Decoder
-from megamix.model.family import meta_model
+from megamix.model.family import meta_model, section_of
 from megamix.train.saved_run import check_if_run, check_params
 
 log = logging.getLogger("megamix")
@@ -78,7 +78,7 @@ class Source:
     """A model that lies on the disk."""
 
     path: Path  # the checkpoint or Hugging Face folder itself
-    config: ModelConfig
+    config: DecoderConfig
     weights: Weights
     dtype: str  # in which it was trained
     tokenizer: Path | None  # its own, a file
@@ -142,7 +142,8 @@ def open_source(path: Path) -> Source:
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
     try:
         tables = checkpoint.manifest.run.tables()
-        config = ModelConfig.model_validate(tables.get("model", {}))
+        keys = tables.get("model", {})
+        config = section_of(keys).model_validate(keys)
         tokenizer, dtype = _text(tables, "data.tokenizer"), _text(tables, "precision.dtype") or "fp32"
         if dtype not in DTYPES:
             raise ValueError(f"its configuration: precision.dtype is {shown(dtype)}, none of {', '.join(DTYPES)}")

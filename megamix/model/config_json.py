@@ -5,14 +5,15 @@ not read. Dropout is not taken over: it belongs to a training, not to a model.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from megamix.config import ModelConfig, RopeScaling, model_problems
+from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
 from megamix.model.sizes import effective
 
 Json = Mapping[str, Any]
+_Model = TypeVar("_Model", bound=DecoderConfig)
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _SHOWN = 80  # characters
 _UNSET_OR_ONE = (None, 1, 1.0)
@@ -30,7 +31,10 @@ ROTARY_SIZES = {
 
 def read_config(model_type: str, json: Json) -> ModelConfig:
     """Read a config.json. Raises: ValueError naming what our transformer does not do, or the keys that are missing."""
-    return _read_gpt2(json) if model_type == "gpt2" else _read_rotary(model_type, json)
+    model = _read_gpt2(json) if model_type == "gpt2" else _read_rotary(model_type, json)
+    for problem in model_problems(model):
+        raise ValueError(f"config.json: {problem}")
+    return model
 
 
 def write_config(model_type: str, config: ModelConfig) -> dict[str, Any]:
@@ -181,9 +185,7 @@ def sizes_of(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, An
     return {theirs: values[ours] for ours, theirs in keys.items()}
 
 
-def model_of(
-    section: type[ModelConfig], json: Json, keys: Mapping[str, str], defaults: Json, **values: Any
-) -> ModelConfig:
+def model_of(section: type[_Model], json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -> _Model:
     """Return the model of these values and of what config.json says. Raises: ValueError naming a key."""
     values["init_std"] = json.get("initializer_range", 0.02)
     values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))
@@ -197,8 +199,6 @@ def model_of(
         model = section(**values)
     except ValidationError as error:
         raise ValueError(f"config.json: {_first(error, keys)}") from None
-    for problem in model_problems(model):
-        raise ValueError(f"config.json: {problem}")
     return model
 
 

@@ -68,8 +68,8 @@ class KeyValueCache:
 
     @property
     def length(self) -> int:
-        """Positions that every block has seen."""
-        return self.blocks[0].length
+        """Positions that every block that looks back has seen."""
+        return max(block.length for block in self.blocks)
 
     def places(self, tokens: Tensor) -> Tensor:
         """Positions of the tokens that come next, INT64 (1, T)."""

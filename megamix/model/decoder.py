@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.model.context import KeyValueCache, find_documents
 from megamix.model.cross_entropy import linear_cross_entropy, slopes
 from megamix.model.formats import Format
@@ -71,10 +71,11 @@ class Decoder(nn.Module):
     """
 
     name: ClassVar[str]  # `family` in the section [model]
-    section: ClassVar[type[ModelConfig]]  # the other keys there
+    section: ClassVar[type[DecoderConfig]]  # the other keys there
     formats: ClassVar[Sequence[Format]] = ()  # of Hugging Face
+    config: Any  # its own section, as in all that a family overrides
 
-    def __init__(self, config: ModelConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
+    def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
         """`like`: for a model of other length, the layers whose blocks it has, in their order; None: of all layers."""
         super().__init__()
         like = range(config.num_layers) if like is None else like
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
                 block.compile(dynamic=False)
             self.slopes = torch.compile(slopes, dynamic=False)
 
-    def block(self, config: ModelConfig, layer: int) -> nn.Module:
+    def block(self, config: Any, layer: int) -> nn.Module:
         """Build one. It is called with hidden states half (B, T, hidden_size), the rotary tables' rows, documents and
         cache (megamix/model/context.py), each of these None where there is none, and gives hidden states. Dropout and
         whatever else of its own sees single positions computes with its attribute `ops`.
@@ -102,7 +103,7 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def kind(cls, config: ModelConfig, layer: int) -> Hashable:
+    def kind(cls, config: Any, layer: int) -> Hashable:
         """Return the same for blocks that are alike: of each kind one is built to know what all of them cost."""
         return 0
 
@@ -115,23 +116,23 @@ class Decoder(nn.Module):
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
 
     @classmethod
-    def effective(cls, config: ModelConfig) -> dict[str, Any]:
+    def effective(cls, config: Any) -> dict[str, Any]:
         """Return the section's values, those that are not set replaced by what they come to."""
         return dict(config)
 
     @classmethod
-    def table_bytes(cls, config: ModelConfig) -> int:
+    def table_bytes(cls, config: Any) -> int:
         """Return those of tables for seq_len positions that are no parameters: nothing on the disk confirms them."""
         return 0
 
     @classmethod
-    def alike(cls, config: ModelConfig) -> list[int]:
+    def alike(cls, config: DecoderConfig) -> list[int]:
         """Return for each layer the first one that has a block of its kind."""
         first: dict[Hashable, int] = {}
         return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
 
     @classmethod
-    def sketch(cls, config: ModelConfig) -> Self:
+    def sketch(cls, config: DecoderConfig) -> Self:
         """Return the modules without memory, one block in the place of all of its kind: to build a thousand takes 20 s.
 
         Raises: ValueError if a parameter is larger than any memory.
@@ -147,7 +148,7 @@ class Decoder(nn.Module):
         return model
 
     @classmethod
-    def costs(cls, config: ModelConfig) -> Costs:
+    def costs(cls, config: DecoderConfig) -> Costs:
         """Count what each part of such a model costs."""
         model = cls.sketch(config)
         tables = (model.embedding, model.position_embedding)
@@ -159,7 +160,7 @@ class Decoder(nn.Module):
         )
 
     @classmethod
-    def shapes(cls, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def shapes(cls, config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         """Return those of all parameters of such a model, a shared one under its first name.
 
         Raises: as `sketch`.

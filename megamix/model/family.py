@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import torch
 
-from megamix.config import ModelConfig
+from megamix.config import FAMILY, DecoderConfig
 from megamix.model.decoder import Decoder
 from megamix.model.transformer import Transformer
 from megamix.plugins import FAMILIES
@@ -15,23 +18,28 @@ def families() -> list[type[Decoder]]:
     return [Transformer, *FAMILIES.registered.values()]
 
 
-def family_of(config: ModelConfig) -> type[Decoder]:
+def family_of(config: DecoderConfig) -> type[Decoder]:
     """Return the family whose section it is: called with the configuration, it builds the model."""
     return next(family for family in reversed(families()) if isinstance(config, family.section))
 
 
-def meta_model(config: ModelConfig) -> Decoder:
+def section_of(table: Mapping[str, Any]) -> type[DecoderConfig]:
+    """Return the section [model] that such keys are of."""
+    return cast(type[DecoderConfig], FAMILY.section(table, {}))
+
+
+def meta_model(config: DecoderConfig) -> Decoder:
     """Return the modules without memory, in the dtype that is torch's default."""
     with torch.device("meta"):
         return family_of(config)(config.model_copy(update={"compile": False}))
 
 
-def parameter_count(config: ModelConfig) -> int:
+def parameter_count(config: DecoderConfig) -> int:
     """Return all parameters, shared ones once."""
     return family_of(config).costs(config).params
 
 
-def flops_per_token(config: ModelConfig) -> int:
+def flops_per_token(config: DecoderConfig) -> int:
     """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and, for attention, 12 per
     layer, head, number of a head and position; the causal half is not subtracted, recompute is never counted.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig, ModelConfig
 from megamix.model import config_json
 
 
@@ -33,18 +33,18 @@ class Format:
     base: str  # what all names but the head's begin with; a folder saved without the head leaves it out
     places: Mapping[str, Location]  # by our module's name, `blocks` without its number
     size_keys: Mapping[str, str]  # config.json's name of the sizes in the section [model]
-    section: type[ModelConfig]
+    section: type[DecoderConfig]
     factors: tuple[Factor, ...] = ()  # by which sizes are held against the tensors, before anything is built by them
 
-    def read(self, json: config_json.Json) -> ModelConfig:
+    def read(self, json: config_json.Json) -> DecoderConfig:
         """Read a config.json. Raises: ValueError naming what our model does not do, or the keys that are missing."""
         return config_json.model_of(self.section, json, self.size_keys, {})
 
-    def write(self, config: ModelConfig) -> dict[str, Any]:
+    def write(self, config: Any) -> dict[str, Any]:
         """Return the keys of config.json that are not every model's."""
         return config_json.sizes_of(dict(config), self.size_keys)
 
-    def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    def allowed(self, config: Any) -> dict[str, tuple[Any, ...]]:
         """Return the values that it has, by key of the section [model]; of a key that is left out any."""
         return {}
 
@@ -102,12 +102,11 @@ _FACTORS: tuple[Factor, ...] = (
     ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
     ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
 )
-FORMATS = tuple(
-    TransformerFormat(model_type, architecture, base, places, keys, ModelConfig, _FACTORS)
-    for model_type, architecture, base, places, keys in (
-        ("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, config_json.GPT2_SIZES),
-        ("llama", "LlamaForCausalLM", "model.", _LLAMA, config_json.ROTARY_SIZES),
-        ("qwen2", "Qwen2ForCausalLM", "model.", _LLAMA, config_json.ROTARY_SIZES),
-        ("qwen3", "Qwen3ForCausalLM", "model.", _LLAMA, config_json.ROTARY_SIZES),
-    )
+_ROTARY = (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"))
+FORMATS = (
+    TransformerFormat("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, config_json.GPT2_SIZES, ModelConfig, _FACTORS),
+    *(
+        TransformerFormat(*names, "model.", _LLAMA, config_json.ROTARY_SIZES, ModelConfig, _FACTORS)
+        for names in _ROTARY
+    ),
 )

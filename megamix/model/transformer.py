@@ -25,15 +25,13 @@ class Attention(Branch):
         self.selective = config.recompute == "selective"
         query_size, kv_size = config.num_heads * self.head_dim, sizes.num_kv_heads(config) * self.head_dim
         self.flops = 12 * query_size * config.seq_len  # all positions: the causal half is not subtracted
-        project = partial(
-            Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, std=config.init_std, divides="columns"
-        )
-        self.query, self.key, self.value = project(query_size), project(kv_size), project(kv_size)
+        project = partial(Linear, config.hidden_size, bias=sizes.qkv_bias(config), ops=ops, divides="columns")
+        std, end_std = config.init_std, sizes.branch_end_std(config)
+        self.query, self.key, self.value = (project(size, std=std) for size in (query_size, kv_size, kv_size))
         norm = partial(RMSNorm, self.head_dim, config.norm_eps, ops, within_heads=True)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
-        std = sizes.branch_end_std(config)
-        self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=std, divides="rows")
+        self.out = Linear(query_size, config.hidden_size, config.bias, ops, std=end_std, divides="rows")
 
     def forward(
         self,
@@ -68,13 +66,11 @@ class FeedForward(Branch):
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
         self.selective = config.recompute == "selective"
-        widen = partial(
-            Linear, config.hidden_size, ffn_hidden_size, config.bias, ops, std=config.init_std, divides="columns"
-        )
+        size, std, end_std = config.hidden_size, config.init_std, sizes.branch_end_std(config)
+        widen = partial(Linear, size, ffn_hidden_size, config.bias, ops, std=std, divides="columns")
         self.gate = widen() if config.activation == "swiglu" else None
         self.up = widen()
-        std = sizes.branch_end_std(config)
-        self.down = Linear(ffn_hidden_size, config.hidden_size, config.bias, ops, std=std, divides="rows")
+        self.down = Linear(ffn_hidden_size, size, config.bias, ops, std=end_std, divides="rows")
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,22 +10,20 @@ from torch import Tensor, nn
 
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.half_params import without_values
 from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.settings import Placement
-from megamix.model.decoder import Decoder
+from megamix.model.decoder import TABLE, Decoder
 from megamix.model.family import family_of
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import StagePlan, keep_layers
 from megamix.parallel.tensor_parallel import divide_layers, place_params, take_blocks
 
-TABLE = "embedding.weight"  # the first name of a tied table
-
 
 def build_model(
-    config: ModelConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
+    config: DecoderConfig, topology: Topology, device: torch.device, stages: Sequence[StagePlan] = (), *,
     sequence_parallel: bool,
 ) -> tuple[Decoder, dict[str, Placement]]:  # fmt: skip
     """Build this rank's part of the model, its weights without values, and say where all parameters stand in the whole.
@@ -48,13 +46,12 @@ def build_model(
 
 
 def outline(
-    config: ModelConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
+    config: DecoderConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Decoder, dict[str, Placement]]:
     """Build it without memory, on the meta device, its layers undivided. `topology`: of any rank, connected or not."""
     with torch.device("meta"):
         model = family_of(config)(config)
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    placements = place_params(shapes, model.rules, topology, sequence_parallel=sequence_parallel)
+    placements = place_params(model, topology, sequence_parallel=sequence_parallel)
     if stages:
         keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.model.decoder import Costs, Decoder
 from megamix.model.family import family_of
 
@@ -26,7 +26,9 @@ class StagePlan:
     params: int  # with the table or head; a tied one on both stages that hold it
 
 
-def plan_stages(config: ModelConfig, pp_size: int, stages_per_rank: int, *, v_shaped: bool = False) -> list[StagePlan]:
+def plan_stages(
+    config: DecoderConfig, pp_size: int, stages_per_rank: int, *, v_shaped: bool = False
+) -> list[StagePlan]:
     """Give each stage neighbouring blocks, so that the dearest stage costs as little as it can.
 
     The first stage also looks tokens up, which holds a table and multiplies nothing; the last one has norm and head.

@@ -10,7 +10,6 @@ wide on a CPU cannot take, at a dispatch of some ten microseconds per operation,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +28,21 @@ from megamix.model.ops import Ops
 from megamix.parallel.borders import Border
 
 
-def place_params(
-    shapes: Mapping[str, tuple[int, ...]], rules: Mapping[str, ParamRule], topology: Topology, *,
-    sequence_parallel: bool,
-) -> dict[str, Placement]:  # fmt: skip
-    """`shapes`: of the full parameters, by name, of which there are `rules`. Every size that is divided must divide
-    evenly.
+def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool) -> dict[str, Placement]:
+    """Return where a rank's blocks of all parameters stand. `model`: whole, such as one on the meta device.
+
+    Raises: ValueError naming a parameter that does not divide evenly.
     """
-    return {name: _place(rules[name], shape, topology, sequence_parallel) for name, shape in shapes.items()}
+    placements = {}
+    for name, param in model.named_parameters():
+        rule, tp_size = model.rules[name], topology.tp.size
+        if rule.divided is not None and (size := param.shape[rule.divided]) % tp_size:
+            raise ValueError(
+                f"parallelism.tp_size: got {tp_size}, must divide {size}, of {name} {[*param.shape]}; take another "
+                "one, or other sizes under [model]"
+            )
+        placements[name] = _place(rule, tuple(param.shape), topology, sequence_parallel)
+    return placements
 
 
 def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
-from megamix.config import ModelConfig
+from megamix.config import DecoderConfig
 from megamix.live_storage import LiveStorage
 from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
@@ -50,7 +50,7 @@ class Activations:
 class TracedWork:
     """All that decides what forward and backward of a micro-batch take in one stage, or in the whole model."""
 
-    model: ModelConfig
+    model: DecoderConfig
     batch: tuple[int, int]  # (B, T) of a micro-batch
     dtype: torch.dtype
     machine: Machine

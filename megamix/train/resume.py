@@ -11,10 +11,10 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
-from megamix.config import Config, ConfigError, DataSource, ModelConfig, config_to_toml, whole_weights
+from megamix.config import Config, ConfigError, DataSource, config_to_toml, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.model.family import family_of
+from megamix.model.family import family_of, section_of
 from megamix.train.run_folder import BEGIN_ANEW, checkpoint_folder
 from megamix.train.same_job import flat
 from megamix.train.saved_run import Progress, check_run
@@ -180,9 +180,10 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
 
 def _meaning(keys: dict[str, Any]) -> dict[str, Any]:
     """What is not set as what it stands for, and shares on one scale: written otherwise it is the same run."""
-    known = {name: keys[f"model.{name}"] for name in ModelConfig.model_fields if f"model.{name}" in keys}
-    model = ModelConfig.model_validate(known)
-    meant = family_of(model).effective(model)
+    model = {key.removeprefix("model."): value for key, value in keys.items() if key.startswith("model.")}
+    section = section_of(model)
+    config = section.model_validate({name: model[name] for name in section.model_fields if name in model})
+    meant = family_of(config).effective(config)
     split = keys.get("data.split")
     return keys | {f"model.{name}": value for name, value in meant.items()} | {
         "data.split": split and split[0] / sum(split)

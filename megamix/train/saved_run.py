@@ -17,18 +17,18 @@ from typing import Any, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from megamix.checkpoint.manifest import Count, Manifest
-from megamix.config import Config, ModelConfig
+from megamix.config import Config, DecoderConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.model.decoder import HEAD, TABLE
-from megamix.model.family import family_of
-from megamix.plugins import require_plugins
+from megamix.model.family import family_of, section_of
+from megamix.plugins import Section, require_plugins
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
 from megamix.train.run_folder import METRICS, SET_ASIDE
 
-_Section = TypeVar("_Section", Config, ModelConfig)
+_Section = TypeVar("_Section", bound=Section)
 _DIGEST = re.compile(r"[0-9a-f]{16,128}")
 
 
@@ -45,7 +45,8 @@ def check_run(manifest: Manifest) -> None:
     """
     tables = manifest.run.tables()
     if manifest.weights_only:
-        check_params(manifest, _validated(ModelConfig, tables.get("model", {}), tables))
+        keys = tables.get("model", {})
+        check_params(manifest, _validated(section_of(keys), keys, tables))
         return
     config = _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
     check_params(manifest, config.model)
@@ -77,7 +78,7 @@ def _check_counters(manifest: Manifest, config: Config) -> None:
     loss_scale.check_state(manifest.loss_scale, applied, skipped)
 
 
-def check_params(manifest: Manifest, model: ModelConfig) -> None:
+def check_params(manifest: Manifest, model: DecoderConfig) -> None:
     """Refuse parameters that are not the model's. Raises: ValueError."""
     unlike = "its parameters are not those of the model that its configuration names"
     if model.num_layers > len(manifest.params):  # before anything is made for each of them

@@ -1,0 +1,124 @@
+"""A family from outside, of two kinds of blocks: trained on dp2, tp2, pp2, resumed, exported, planned and verified."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megamix.cli import main
+from megamix.config import Config, config_to_toml
+from megamix.model.family import family_of, parameter_count
+from megamix.parallel.stages import plan_stages
+from megamix.plugins import FAMILIES
+from megamix.train.job import run_job
+from megamix.verify import command
+from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
+
+PLUGIN = "tests.doors.family_plugin"
+MODEL = {"family": "toy", "vocab_size": 280, "seq_len": SEQ_LEN, "hidden_size": 16, "num_layers": 5, "init_std": 0.1}
+
+
+def _job(folder: Path, run: str, **parallelism: Any) -> Config:
+    steps = parallelism.pop("steps", 6)
+    return tiny_job(
+        folder,
+        plugins=[PLUGIN],
+        model=MODEL,
+        data={"tokenizer": str(folder / "data/tokenizer.json")},
+        precision={"dtype": "fp32"},
+        training={"steps": steps, "eval_interval": 3},
+        parallelism=parallelism,
+        lr_schedule={"decay_style": "constant"},  # of whatever number of steps
+        checkpoint={"folder": str(folder / run), "save_interval": 3},
+        metrics={"log_interval": 1, "tensorboard": False},
+    )
+
+
+def _weights(folder: Path, run: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / run / "weights.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def toy() -> Iterator[ModuleType]:
+    """The plugin, imported for these tests alone."""
+    yield importlib.import_module(PLUGIN)
+    del FAMILIES.registered["toy"], FAMILIES.sections["toy"], sys.modules[PLUGIN]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, toy: ModuleType) -> Path:
+    """With data, and the run of one process."""
+    path = tmp_path_factory.mktemp("toy")
+    write_data(path / "data", tokenizer=True)
+    run_job(_job(path, "alone"))
+    return path
+
+
+@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"tp_size": 2}, {"pp_size": 2}])
+def test_ranks_end_where_one_process_does(run_ranks, folder: Path, layout: dict[str, int]) -> None:
+    name = next(iter(layout))
+    losses = run_ranks(run_on_ranks, 2, _job(folder, name, **layout))
+    assert losses[0] == losses[1]
+    one, other = _weights(folder, "alone"), _weights(folder, name)
+    assert one.keys() == other.keys()
+    assert all(float((one[key] - other[key]).abs().mean()) < 1e-4 for key in one)
+
+
+def test_a_run_that_was_stopped_ends_bitwise_equal(folder: Path) -> None:
+    run_job(_job(folder, "stopped", steps=3))
+    run_job(_job(folder, "stopped"))
+    one, other = _weights(folder, "alone"), _weights(folder, "stopped")
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_it_goes_out_and_comes_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(folder / "alone"), "--to", "hf", str(folder / "hf"), "--plugins", PLUGIN]) == 0
+    config, tensors = json.loads((folder / "hf/config.json").read_text()), load_file(folder / "hf/model.safetensors")
+    assert (config["model_type"], config["intermediate_size"], config["mixing_heads"]) == ("toy", 24, 2)
+    weights = _weights(folder, "alone")
+    assert torch.equal(tensors["model.layers.1.mix.o_proj.weight"], weights["blocks.1.mixing.out.weight"].T)
+    assert torch.equal(tensors["model.layers.2.mlp.gain"], weights["blocks.2.gated.gain"])
+    assert main(["import", str(folder / "hf"), "--output", str(folder / "in"), "--plugins", PLUGIN]) == 0
+    capsys.readouterr()
+    for model in ("alone", "in", "hf"):
+        sample = ["--prompt", "def ", "--max-new-tokens", "9", "--temperature", "0", "--plugins", PLUGIN]
+        assert main(["generate", str(folder / model), *sample]) == 0
+    texts = capsys.readouterr().out.splitlines()
+    assert len({*texts}) * 3 == len(texts)
+
+
+def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType) -> None:
+    model = toy.ToyConfig(**MODEL)
+    gated, mixing = 16 + 3 * 16 * 24 + 24 + 2 * 24 + 16, 16 + 4 * 16 * 16
+    costs = toy.Toy.costs(model)
+    assert [block.params for block in costs.blocks] == [gated, mixing, gated, mixing, gated]
+    assert [block.flops for block in costs.blocks[:2]] == [6 * 3 * 16 * 24, 6 * 4 * 16 * 16 + 12 * 16 * SEQ_LEN]
+    assert family_of(model) is toy.Toy
+    assert parameter_count(model) == sum(param.numel() for param in toy.Toy(model).parameters())
+    plans = plan_stages(model.model_copy(update={"vocab_size": 1}), 2, 1)
+    assert [len(plan.layers) for plan in plans] == [3, 2]
+
+
+def test_plan_and_verify_know_it(run_ranks, folder: Path, monkeypatch, capsys) -> None:
+    path = folder / "toy.toml"
+    path.write_text(config_to_toml(_job(folder, "none")))
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == parameter_count(_job(folder, "none").model)
+
+    def pool(size: int, on_gpus: bool) -> SimpleNamespace:  # the ranks that the other tests have started
+        def call(case, *args, deadline_s):
+            return run_ranks(case, size, *args)
+
+        return SimpleNamespace(call=call, on_gpus=on_gpus, close=lambda: None)
+
+    monkeypatch.setattr(command, "RankPool", pool)
+    assert main(["verify", str(path), "optimizer.compile=false", "--layouts", "dp2,tp2sp"]) == 0, capsys.readouterr()
