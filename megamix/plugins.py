@@ -69,17 +69,25 @@ def register_family(family: Any) -> None:
 
 
 def register_source(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """`{ NAME = { keys } }` in data.train, data.valid and stages, beside path and markov."""
+    """`{ NAME = { keys } }` in data.train, data.valid and stages, beside path and markov.
+
+    `build(**keys, seq_len=, vocab_size=, seed=)` returns a `megamix.data.source.SampleSource`, whose `fingerprint` is a
+    text that another one has only if all of its samples are the same. What is wrong with the keys is a ValueError.
+    """
     SOURCES.register(name, section, build)
 
 
 def register_reader(suffix: str, read: Callable[..., Any]) -> None:
-    """Files that `megamix prepare` reads by the end of their name, as ".xyz"."""
+    """Files that `megamix prepare --plugins` reads by the end of their name, as ".xyz".
+
+    `read(path)` yields the texts of a file's documents, in the same order each time; a function at the top of its
+    module, which workers import.
+    """
     READERS.register(suffix, Section, read)
 
 
 def register_tracker(name: str, section: type[Section], build: Callable[..., Any]) -> None:
-    """A table [metrics.NAME] with the section's keys, which turns it on."""
+    """A table [metrics.NAME] with the section's keys, which turns it on. See `megamix.train.trackers.Tracker`."""
     TRACKERS.register(name, section, build)
 
 

@@ -14,7 +14,7 @@ from megamix.config import Config, DataSource, RopeScaling, config_schema
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
-from megamix.config.sections import SECTIONS, OptimizerGroup
+from megamix.config.sections import SECTIONS, OptimizerGroup, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS
@@ -24,6 +24,7 @@ TABLES = {
     **{f"[{name}]": section_at(Config, [name], {}) for name in SECTIONS},
     **{f"[optimizer.{name}]": section for name, section in OPTIMIZERS.sections.items()},
     "[precision.loss_scale]": LossScaleConfig,
+    "[metrics.wandb]": WandbConfig,
     "[model.rope_scaling]": RopeScaling,
     "[[data.train]]": DataSource,
     "[[data.stages]]": DataStage,

@@ -15,6 +15,7 @@ from megamix.config.model_and_data import DataSource as DataSource
 from megamix.config.model_and_data import DecoderConfig as DecoderConfig
 from megamix.config.model_and_data import ModelConfig as ModelConfig
 from megamix.config.model_and_data import RopeScaling as RopeScaling
+from megamix.config.model_and_data import data_source as data_source
 from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size
 from megamix.config.model_and_data import whole_weights as whole_weights
 from megamix.config.problems import ConfigError as ConfigError

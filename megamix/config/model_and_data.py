@@ -5,9 +5,9 @@ GPT-2, Llama and Qwen are settings of the same keys (docs/models.md); tokens are
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core.core_schema import ValidationInfo
@@ -149,7 +149,9 @@ class DataSource(Section):
     @property
     def name(self) -> str | int:
         """Return what it is, weight aside: equal for two spellings of one path."""
-        return os.path.normpath(self.path) if self.path is not None else cast(int, self.markov)
+        if self.path is not None:
+            return os.path.normpath(self.path)
+        return self.markov or str(self.model_dump(exclude={"weight"}, exclude_none=True))
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
@@ -160,7 +162,13 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(weight / unit) for weight in exact)
 
 
-_Source = Annotated[DataSource, Extended(SOURCES, DataSource)]
+_SOURCE = Extended(SOURCES, DataSource)
+_Source = Annotated[DataSource, _SOURCE]
+
+
+def data_source(table: Mapping[str, Any]) -> DataSource:
+    """Return one of the tables in data.train."""
+    return cast(DataSource, _SOURCE.section(table, {}).model_validate(table))
 
 
 def _as_list(value: object) -> object:

@@ -188,6 +188,16 @@ class MetricsConfig(Section):
     """Steps between examined steps, which report each layer's use of FP16's range. 0: none."""
 
 
+class WandbConfig(Section):
+    """Weights & Biases, offline: it writes into the run's folder, and wandb sync sends it."""
+
+    project: Text = "megamix"
+    """Project that the run is part of."""
+
+
+TRACKERS.sections |= {"wandb": WandbConfig}
+
+
 class ProfilingConfig(Section):
     """A torch profiler trace of chosen steps."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
 from megamix.data.steady_file import DataError, file_fingerprint, file_identity, machine_identity
 from megamix.data.token_file import TokenFile, bin_path, idx_path, token_file_fingerprint, token_file_problems
+from megamix.plugins import SOURCES
 
 Sources = tuple[DataSource, ...]
 _Names = tuple[str | int, ...]
@@ -66,6 +68,9 @@ def token_prefixes(config: Config) -> dict[str, str]:
 def data_fingerprints(config: Config) -> dict[str, str]:
     """Fingerprint every file of data and the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
     found = {field: token_file_fingerprint(Path(prefix)) for field, prefix in token_prefixes(config).items()}
+    for field, source in _entries(config):
+        if made := _registered(config, source, _VALIDATION_SEEDS.order):
+            found[field] = hashlib.sha256(made.fingerprint.encode()).hexdigest()
     if config.data.tokenizer is not None:
         found["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
     return found
@@ -102,7 +107,7 @@ def data_problems(config: Config) -> list[str]:
     problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
     if config.data.split is not None and not problems:
         problems = [problem for prefix, field in fields.items() for problem in _split_problems(config, field, prefix)]
-    return [*problems, *_markov_problems(config), *_stage_problems(config)]
+    return [*problems, *_markov_problems(config), *_registered_problems(config), *_stage_problems(config)]
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:
@@ -137,6 +142,14 @@ def _markov_problems(config: Config) -> Iterator[str]:
                 f"{field}: got markov = {source.markov}, more successors than model.vocab_size = {vocab_size} tokens; "
                 f"write markov = {min(4, vocab_size)}, or at most {vocab_size}"
             )
+
+
+def _registered_problems(config: Config) -> Iterator[str]:
+    for field, source in _entries(config):
+        try:
+            _registered(config, source, _VALIDATION_SEEDS.order)
+        except ValueError as error:
+            yield f"{field}: {error}"
 
 
 def _stage_problems(config: Config) -> Iterator[str]:
@@ -176,8 +189,18 @@ def _names(entry: Sources) -> _Names:
     return tuple(source.name for source in entry)
 
 
+def _registered(config: Config, source: DataSource, seed: int) -> Any:
+    """What a plugin makes of a source that names it; None for others."""
+    for name, build in SOURCES.registered.items():
+        if (keys := getattr(source, name, None)) is not None:
+            return build(**dict(keys), seq_len=config.model.seq_len, vocab_size=config.model.vocab_size, seed=seed)
+    return None
+
+
 def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleSource:
     seq_len = config.model.seq_len
+    if made := _registered(config, entry[0], seeds.order):
+        return cast(SampleSource, made)
     if entry[0].markov is not None:
         return MarkovSource(
             vocab_size=config.model.vocab_size, seq_len=seq_len, branching=entry[0].markov, seed=seeds.made_up

@@ -11,7 +11,7 @@ from megamix.checkpoint.load import load, load_or_older, newest_checkpoint, read
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
-from megamix.config import Config, ConfigError, DataSource, config_to_toml, whole_weights
+from megamix.config import Config, ConfigError, config_to_toml, data_source, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.model.family import family_of, section_of
@@ -209,8 +209,9 @@ def _shares(train: Any, numbers: dict[Any, int]) -> list[Any]:
         train = [{"path": train}]
     weights = [source.get("weight") for source in train]
     whole = weights if None in weights and len(train) > 1 else whole_weights([weight or 1.0 for weight in weights])
-    known = [numbers.setdefault(DataSource.model_validate(source).name, len(numbers)) for source in train]
-    return [(source.get("markov"), number, weight) for source, number, weight in zip(train, known, whole, strict=True)]
+    known = [numbers.setdefault(data_source(source).name, len(numbers)) for source in train]
+    made_up = [{key: source[key] for key in source.keys() - {"path", "weight"} if source[key]} for source in train]
+    return [*zip(made_up, known, whole, strict=True)]
 
 
 def _is_read(field: str, stages: int) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ from megamix.data.prepare.records import (
     cut_jsonl,
     cut_text,
     read_jsonl,
+    read_registered,
     read_text,
 )
 from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
+from megamix.plugins import READERS
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
@@ -49,7 +52,7 @@ _KINDS = {
 class CorpusFile:
     path: str  # where it lies
     name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
-    kind: str  # text, jsonl, parquet or arrow
+    kind: str  # text, jsonl, parquet, arrow, or the ending of what a plugin reads
     drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
 
 
@@ -139,7 +142,8 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 
 
 def _kind_of(name: str) -> str:
-    return next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), "text")
+    kinds = _KINDS | {suffix: suffix for suffix in READERS.registered}
+    return next((kind for ending, kind in kinds.items() if name.endswith(ending)), "text")
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
@@ -214,6 +218,7 @@ class PlannedFile:
     mtime_ns: int
     sha256: str
     stretches: tuple[Stretch, ...]
+    reader: Reader  # not by its name: a worker imports the plugin that it is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +273,9 @@ def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
     path = Path(file.path)
     before = path.stat()
     blocks = Blocks(path)
-    stretches = _READERS[file.kind].cut(file.path, blocks, piece_bytes)
-    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches))
+    reader = _READERS.get(file.kind) or Reader(cut_text, partial(read_registered, READERS.registered[file.kind]))
+    stretches = reader.cut(file.path, blocks, piece_bytes)
+    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches), reader)
 
 
 def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
@@ -278,7 +284,7 @@ def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, 
     Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
     """
     for planned, stretch in piece.stretches:
-        for record in _READERS[planned.file.kind].read(planned.file.path, stretch, text_key):
+        for record in planned.reader.read(planned.file.path, stretch, text_key):
             yield planned.file, record
         now = os.stat(planned.file.path)
         if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):

@@ -9,7 +9,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -122,6 +122,12 @@ def read_text(path: str, stretch: Stretch, text_key: str) -> Records:
     """Yield the file as one document."""
     with Path(path).open("rb") as file:
         yield decoded(0, file.read(LONGEST_DOCUMENT + 1))
+
+
+def read_registered(read: Callable[[str], Iterable[str]], path: str, stretch: Stretch, text_key: str) -> Records:
+    """Yield what a plugin's `read(path)` gives, one document each."""
+    for number, text in enumerate(read(path), start=1):
+        yield decoded(number, text.encode(errors="surrogatepass"))
 
 
 _LONGEST_LINE = 2 * LONGEST_DOCUMENT  # bytes; escapes take room

@@ -1,0 +1,141 @@
+"""A loss-scale rule, a source, a reader, a metric and a tracker from outside: a job with all of them on two ranks,
+stopped and started again, ends bitwise as one that ran through, logs included; a tracker that fails ends nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamix.config import Config
+from megamix.data.prepare.corpus import input_corpus, make_plan, read_piece
+from megamix.data.token_file import TokenFile
+from megamix.train.build_data import data_problems
+from tests.data.prepare_job import prepare
+from tests.train.jobs import run_on_ranks, tiny_job
+from tests.train.outcome import TIMELESS, end_of
+
+PLUGINS = [f"tests.doors.{kind}_plugin" for kind in ("loss_scale", "source", "reader", "metric", "tracker")]
+VOCAB = 300
+DOCUMENTS = [f"text {number} of a corpus, and what it says: {number * 7919}\n" * 3 for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def imported(doors: None) -> Iterator[None]:
+    for name in PLUGINS:
+        importlib.import_module(name)
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    sys.modules["tests.doors.metric_plugin"].HOOK.remove()
+    for name in PLUGINS:
+        del sys.modules[name]
+
+
+def _job(folder: Path, data: Path, steps: int, **sections: Any) -> Config:
+    counting = {"counting": {"stride": 2}}
+    return tiny_job(
+        folder,
+        plugins=PLUGINS,
+        model={"vocab_size": VOCAB, "recompute": "selective"},
+        data={
+            "train": [counting | {"weight": 1.0}, {"path": str(data / "train"), "weight": 3.0}],
+            "valid": [counting],
+        },
+        precision={"loss_scale": {"rule": "stairs", "init_scale": 2.0**14, "patience": 1}},
+        training={"steps": steps, "eval_interval": 4},
+        lr_schedule={"decay_style": "constant"},
+        checkpoint={"folder": str(folder / "run"), "save_interval": 4},
+        metrics={"log_interval": 1, "tensorboard": False, "precision_interval": 0} | sections.get("metrics", {}),
+    )
+
+
+def _run(config: Config) -> None:
+    """On a rank whose next job is another one."""
+    for name in PLUGINS:
+        importlib.import_module(name)
+    try:
+        run_on_ranks(config)
+    finally:
+        sys.modules["tests.doors.metric_plugin"].HOOK.remove()
+        del sys.modules["tests.doors.metric_plugin"]
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    own = (*TIMELESS, "ffn/", "norm/", "overflowed/", "step")
+    return [{tag: value for tag, value in row.items() if tag.startswith(own)} for row in rows]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Token files, by two workers, of what the plugin reads."""
+    source = tmp_path / "corpus"
+    source.mkdir()
+    (source / "a.dashed").write_text("\n---\n".join(DOCUMENTS))
+    prepare(source, tmp_path / "data", 2)
+    return tmp_path / "data"
+
+
+def test_a_job_of_plugins_goes_on_bitwise(run_ranks, data: Path, tmp_path: Path) -> None:
+    assert sum(TokenFile(data / name).num_documents for name in ("train", "valid")) == len(DOCUMENTS)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    notebook = {"metrics": {"notebook": {}}}
+    for folder, steps in ((whole, 8), (parts, 4), (parts, 8)):
+        run_ranks(_run, 2, _job(folder, data, steps, **notebook))
+    one, other = end_of(whole), end_of(parts)
+    assert [key for key in one if one[key] != other[key]] == []
+    assert _rows(whole) == _rows(parts)
+
+    applied = [row for row in _rows(whole) if "train/loss" in row]
+    assert [row["step"] for row in applied] == [*range(1, 9)]
+    for row in applied:
+        assert 0 < row["ffn/rms"] < row["ffn/peak"]
+        assert row["ffn/tokens"] == 8 * 32 * 2  # samples, their tokens, layers
+        assert row["norm/calls"] == 4 * 5  # micro-batches, norms
+    overflows = [row for row in _rows(whole) if "overflowed/ffn/rms" in row]
+    assert len(overflows) == applied[-1]["optim/skipped_steps"] > 0
+    scales = [row["optim/loss_scale"] for row in _rows(whole) if "optim/loss_scale" in row]
+    assert scales[:3] == [2.0**14, 2.0**15, 2.0**16]
+
+    told = [json.loads(line) for line in (whole / "run/notebook.jsonl").read_text().splitlines()]
+    assert (told[0], told[-1]) == (["config", 8], ["closed"])
+    written = [json.loads(line) for line in (whole / "run/metrics.jsonl").read_text().splitlines()]
+    numbers = [{tag: value for tag, value in row.items() if tag != "step" and value is not None} for row in written]
+    assert told[1:-1] == [[row["step"], values] for row, values in zip(written, numbers, strict=True)]
+    told = [json.loads(line) for line in (parts / "run/notebook.jsonl").read_text().splitlines()]
+    assert [row for row in told if len(row) == 1 or row[0] == "config"] == [
+        ["config", 4], ["closed"], ["config", 8], ["closed"],
+    ]  # fmt: skip
+
+
+def test_a_tracker_that_fails_ends_no_run(data: Path, tmp_path: Path, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "megamix"):
+        run_on_ranks(_job(tmp_path, data, 3, metrics={"notebook": {"fails_at": 2}}))
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("tracker")]
+    assert told[0].startswith("tracker notebook: ConnectionError: no network; the run goes on")
+    assert [row["step"] for row in _rows(tmp_path) if "train/loss" in row] == [1, 2, 3]
+
+
+def test_a_source_refuses_its_keys_before_a_job_starts(tmp_path: Path) -> None:
+    config = tiny_job(
+        tmp_path, plugins=PLUGINS, data={"train": [{"counting": {"stride": 64}}], "valid": [{"counting": {}}]}
+    )
+    assert data_problems(config) == ["data.train: counting.stride must be below model.vocab_size = 64, got 64"]
+
+
+def test_a_reader_gives_its_documents_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.dashed").write_text("\n---\n".join(["one", "two", "three"]))
+    plan = make_plan(input_corpus([str(tmp_path)]))
+    assert [record for piece in plan.pieces for _, record in read_piece(piece, "text")] == [
+        (1, "one"), (2, "two"), (3, "three"),
+    ]  # fmt: skip
