@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config
 from megamix.hub.verbs import add_verb, add_verbs, lines_told
-from megamix.plugins import NotImportedError, import_plugins
+from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.status import EndedEarlyError
 
@@ -28,23 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     arguments = _parse(argv)
     try:
-        _import_named(arguments.plugins)
+        import_plugins(arguments.plugins.split(",") if arguments.plugins else ())
         status: int | None = arguments.run(arguments)
-    except (ConfigError, EndedEarlyError, NotImportedError) as error:
+    except (ConfigError, EndedEarlyError, PluginError) as error:
         _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2
     finally:
         if arguments.verb == "train":  # whose exit status decides whether it is started again
             drop_unwritten()
     return status or 0
-
-
-def _import_named(plugins: str | None) -> None:
-    if plugins is not None:
-        try:
-            import_plugins(plugins.split(","))
-        except ValueError as error:
-            raise ConfigError([f"--plugins: {error}"], "flags") from error
 
 
 def _say_on_first_rank(line: str, stream: TextIO | None = None) -> None:

@@ -91,31 +91,27 @@ def register_tracker(name: str, section: type[Section], build: Callable[..., Any
     TRACKERS.register(name, section, build)
 
 
-class NotImportedError(Exception):
-    """Something saved needs plugins, and by itself imports none: others may have written it."""
+class PluginError(Exception):
+    """A plugin that is needed and not there: one line, as for any wrong value."""
 
 
 def require_plugins(names: Iterable[str]) -> None:
-    """Raises: NotImportedError unless they are imported."""
-    if missing := [name for name in names if name not in sys.modules]:
-        raise NotImportedError(
-            f"{', '.join(missing)}: named by what was saved, which imports nothing by itself; write "
-            f"--plugins {','.join(missing)} if you trust it, or plugins = {missing} on top of your configuration"
+    """Raises: PluginError unless they are imported: what was saved imports nothing, for others may have written it."""
+    if missing := ",".join(name for name in names if name not in sys.modules):
+        raise PluginError(
+            f"plugins: {missing} named by what was saved, which imports nothing by itself; write --plugins {missing} "
+            "if you trust that code, or plugins on top of your configuration"
         )
 
 
 def import_plugins(names: Iterable[str]) -> None:
-    """Import modules that are installed or lie in the working folder.
-
-    Raises: ValueError naming the one that cannot be imported, and why.
-    """
+    """Import modules that are installed or lie in the working folder. Raises: PluginError naming the one that fails."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
     for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:
-            fix = "mend that module"
-            if isinstance(error, ModuleNotFoundError) and error.name == name:
-                fix = "install it, or start in the folder where it lies"
-            raise ValueError(f"{name} cannot be imported: {type(error).__name__}: {error}; {fix}") from error
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            fix = "install it, or start in the folder where it lies" if is_missing else "mend that module"
+            raise PluginError(f"plugins: {name} cannot be imported: {type(error).__name__}: {error}; {fix}") from error

@@ -91,7 +91,7 @@ def test_an_old_key_is_judged_as_if_it_stood_in_its_place() -> None:
     problems = problems_of(changed(optimizer={"betas": 3, "momentum": 0.5}, precision={"loss_scale": "torhc"}))
     assert sorted(problem.split(", ")[0] for problem in problems) == [
         "optimizer.adamw.betas: got 3", "optimizer.betas: got 3", "optimizer.momentum: got 0.5",
-        "optimizer.nag.momentum: got 0.5", 'precision.loss_scale.rule: got "torhc"',
+        "optimizer.nag: got { momentum = 0.5 }", 'precision.loss_scale.rule: got "torhc"',
         'precision.loss_scale: got "torhc"',
     ]  # fmt: skip
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
-from megamix.config.choices import Tree, section_at, values
+from megamix.config.choices import Tree, section_at
 from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.sections import Config
@@ -21,7 +21,7 @@ def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]
 def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
     """A table without its unusable keys."""
     draft = SimpleNamespace()
-    for name, value in values(section, table).items():
+    for name, value in ({name: field.default for name, field in section.model_fields.items()} | table).items():
         inside = [path[1:] for path in bad if path[0] == name]
         if isinstance(value, dict) and () not in inside and (inner := section_at(section, [name], table)):
             setattr(draft, name, _draft(inner, value, inside))

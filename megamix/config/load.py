@@ -27,7 +27,7 @@ from megamix.config.renamed import by_new_names
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
 from megamix.config.unread import is_set, part_chosen, part_read, with_defaults, without_defaults
-from megamix.plugins import NotImportedError, import_plugins, require_plugins
+from megamix.plugins import PluginError, import_plugins, require_plugins
 
 MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token files, and tomllib needs a second for them
 MOST_FILES = 32  # from a file down to its last base
@@ -52,17 +52,19 @@ class Layer(NamedTuple):
 
 
 def load_config(
-    path: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] = lambda line: None
-) -> Config:
+    path: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] = lambda line: None, *,
+    is_saved: bool = False,
+) -> Config:  # fmt: skip
     """Read a TOML file, its bases, and `section.key=value` overrides, the last of which win.
 
     A key that is not read, for what another key says, is refused where it stands beside that one or above it. Below, it
-    was meant for what that one said before: it is dropped, and `say` gets a line.
+    was meant for what that one said before: it is dropped, and `say` gets a line. `is_saved`: nobody has named the
+    file, so it imports nothing.
     Raises: ConfigError with everything that is wrong in all of them.
     """
     above, problems = _parse_overrides(overrides)
     try:
-        layers = _read_layers(Path(path))
+        layers = [layer._replace(is_saved=layer.is_saved or is_saved) for layer in _read_layers(Path(path))]
     except ConfigError as error:
         # Nothing is known of the file, so its missing keys would be noise; a bad override is not.
         raise ConfigError([*error.problems, *problems], str(path)) from error
@@ -105,20 +107,7 @@ def effective_tables(text: str) -> Tree:
     Raises: ValueError, as `toml_tables`.
     """
     read, _ = part_read(toml_tables(text))
-    return with_defaults(read)
-
-
-def saved_tables(path: Path) -> Tree:
-    """Return what the effective configuration in a run's folder says, as `effective_tables`; no plugin is imported.
-
-    Raises: ConfigError.
-    """
-    what = f"config: got {path}"
-    text, _ = _read(path, what, MOST_BYTES, may_be_pipe=False)
-    try:
-        return effective_tables(text)
-    except ValueError as error:
-        raise ConfigError([f"{what}, which {error}"]) from error
+    return with_defaults(Config, read)
 
 
 def config_schema() -> dict[str, Any]:
@@ -140,36 +129,35 @@ def config_schema() -> dict[str, Any]:
 
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
-    # A table that is left out has its defaults, or misses keys.
-    tree: Tree = {name: {} for name in SECTIONS}
+    tree: Tree = {}
     for number, layer in enumerate(layers):
         said, moved = by_new_names(layer.tree)
         if layer.is_saved:
-            said = without_defaults(said)
+            said = without_defaults(Config, said)
         else:
-            problems = [*problems, *map(explain_moved, moved)]
+            problems = [*problems, *(explain_moved(*item) for item in moved)]
         layers[number] = layer._replace(tree=said)
         # Where a section is no table, that is a mistake which must not vanish under one.
-        tree = _over(tree, {name: keys for name, keys in said.items() if isinstance(tree.get(name, {}), dict)})
+        wrong = {name for name in SECTIONS if not isinstance(tree.get(name, {}), dict)}
+        tree = _over(tree, {name: keys for name, keys in said.items() if name not in wrong})
     if line := _import_plugins(tree.get("plugins"), layers):
         raise ConfigError([*problems, line], source)  # the names that it would have registered are no mistakes
     config: Config | None = None
-    wrong: list[tuple[int | str, ...]] = []
-    tree_chosen, _ = part_chosen(tree)
+    bad: list[tuple[int | str, ...]] = []
     try:
-        Config.model_validate(tree_chosen)
+        Config.model_validate(part_chosen(tree)[0])
     except ValidationError as error:
         errors = error.errors(include_url=False)
         problems = [*problems, *explain(errors, tree)]
-        wrong = [item["loc"] for item in errors]
-    read, unread = part_read(tree, wrong)
+        bad = [item["loc"] for item in errors]
+    read, unread = part_read(tree, bad)
     unread = [item for item in unread if not item.is_default]
     for item in unread:
         origin = _origin(item.key, layers)
         if origin >= max(_origin(key, layers) for key in item.deciders) and not layers[origin].lists_all:
             problems = [*problems, explain_unread(item, tree)]
-    if wrong:
-        problems += check_draft(read, wrong)
+    if bad:
+        problems += check_draft(read, bad)
     else:
         config = Config.model_validate(read)
         problems += check_config(config)
@@ -189,8 +177,8 @@ def _import_plugins(names: object, layers: Sequence[Layer]) -> str:
     try:
         require_plugins([name for name in names if name not in by_user])
         import_plugins(names)
-    except (ValueError, NotImportedError) as error:
-        return f"plugins: {one_line(str(error))}"
+    except PluginError as error:
+        return one_line(str(error))
     return ""
 
 

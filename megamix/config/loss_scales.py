@@ -13,7 +13,7 @@ from megamix.plugins import LOSS_SCALES, Section
 def loss_scale_rule(rule: str, dtype: object) -> str:
     """Return the rule that is meant: auto names one by the dtype."""
     if rule == "auto":
-        return "off" if dtype in ("bf16", "fp32") else "dynamic"
+        return "dynamic" if dtype == "fp16" else "off"
     return rule
 
 
@@ -29,35 +29,57 @@ class _Rule(Chosen):
     def choice(self, table: object, beside: Mapping[str, Any]) -> str:
         return loss_scale_rule(super().choice(table, beside), beside.get("dtype"))
 
-    def choosing(self, path: tuple[str, ...], table: Mapping[str, Any]) -> tuple[str, ...]:
-        by_dtype = ".".join((*path[:-1], "dtype"))
-        return (*super().choosing(path, table), *([by_dtype] if table.get("rule", "auto") == "auto" else []))
-
 
 LOSS_SCALE = _Rule(LOSS_SCALES, LossScaleConfig, "rule")
 
 InitScale = Annotated[PowerOfTwo, Field(description="The first scale.")]
-GrowthFactor = Annotated[PowerOfTwo, Field(gt=1, description="Multiplies the scale after growth_interval clean steps.")]
-BackoffFactor = Annotated[PowerOfTwo, Field(lt=1, description="Multiplies the scale after an overflow.")]
 GrowthInterval = Annotated[PositiveInt, Field(description="Clean steps in a row before the scale grows.")]
-Hysteresis = Annotated[PositiveInt, Field(description="Overflows since the last growth before the scale backs off.")]
 MinScale = Annotated[PowerOfTwo, Field(description="The scale never falls below.")]
 MaxScale = Annotated[PowerOfTwo, Field(description="The scale never grows beyond.")]
-NoFloor = Annotated[PowerOfTwo | None, Field(description="The scale never falls below. Not set: it may vanish.")]
 NoCeiling = Annotated[PowerOfTwo | None, Field(description="The scale never grows beyond. Not set: where FP32 ends.")]
 
 
-class DynamicScale(LossScaleConfig):
+class TorchScale(LossScaleConfig):
+    """The rule of torch.amp.GradScaler."""
+
+    init_scale: InitScale = 2.0**16
+    growth_factor: Annotated[PowerOfTwo, Field(gt=1)] = 2.0
+    """Multiplies the scale after growth_interval clean steps."""
+    backoff_factor: Annotated[PowerOfTwo, Field(lt=1)] = 0.5
+    """Multiplies the scale after an overflow."""
+    growth_interval: GrowthInterval = 2000
+    min_scale: PowerOfTwo | None = None
+    """The scale never falls below. Not set: it may vanish."""
+    max_scale: NoCeiling = None
+
+
+class DynamicScale(TorchScale):
     """The largest scale that does not overflow, searched for: it grows after clean steps."""
 
     init_scale: InitScale = 2.0**24
-    growth_factor: GrowthFactor = 2.0
-    backoff_factor: BackoffFactor = 0.5
-    growth_interval: GrowthInterval = 2000
     hysteresis: PositiveInt = 1
     """Overflows in a row before the scale backs off; an untried scale backs off at once."""
     min_scale: MinScale = 1.0
     max_scale: MaxScale = 2.0**32
+
+
+class MegatronScale(LossScaleConfig):
+    """The rule of Megatron-LM."""
+
+    init_scale: InitScale = 2.0**32
+    growth_interval: GrowthInterval = 1000
+    hysteresis: PositiveInt = 2
+    """Overflows since the last growth before the scale backs off."""
+    min_scale: MinScale = 1.0
+    max_scale: NoCeiling = None
+
+
+class DeepSpeedScale(MegatronScale):
+    """The rule of DeepSpeed."""
+
+    init_scale: InitScale = 2.0**16
+    consecutive_hysteresis: bool = False
+    """Whether any clean step restores the hysteresis, not only a growth."""
 
 
 class HeadroomScale(LossScaleConfig):
@@ -69,39 +91,6 @@ class HeadroomScale(LossScaleConfig):
     """Room that the largest gradient of the last 1000 steps keeps below overflow."""
     min_scale: MinScale = 1.0
     max_scale: MaxScale = 2.0**32
-
-
-class TorchScale(LossScaleConfig):
-    """The rule of torch.amp.GradScaler."""
-
-    init_scale: InitScale = 2.0**16
-    growth_factor: GrowthFactor = 2.0
-    backoff_factor: BackoffFactor = 0.5
-    growth_interval: GrowthInterval = 2000
-    min_scale: NoFloor = None
-    max_scale: NoCeiling = None
-
-
-class MegatronScale(LossScaleConfig):
-    """The rule of Megatron-LM."""
-
-    init_scale: InitScale = 2.0**32
-    growth_interval: GrowthInterval = 1000
-    hysteresis: Hysteresis = 2
-    min_scale: MinScale = 1.0
-    max_scale: NoCeiling = None
-
-
-class DeepSpeedScale(LossScaleConfig):
-    """The rule of DeepSpeed."""
-
-    init_scale: InitScale = 2.0**16
-    growth_interval: GrowthInterval = 1000
-    hysteresis: Hysteresis = 2
-    consecutive_hysteresis: bool = False
-    """Whether any clean step restores the hysteresis, not only a growth."""
-    min_scale: MinScale = 1.0
-    max_scale: NoCeiling = None
 
 
 class StaticScale(LossScaleConfig):

@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megamix.config.choices import OneOf, section_at
-from megamix.config.renamed import Moved
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import Unread, setting
@@ -77,11 +76,11 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
     )
 
 
-def explain_moved(item: Moved) -> str:
+def explain_moved(key: str, value: object, now: Mapping[str, object]) -> str:
     """Return the line that refuses a key by the name that it had before."""
-    places = [(*key.rpartition("."), value) for key, value in item.now.items()]
-    write = " and ".join(f"{name} = {short(value)}" for _, _, name, value in places)
-    return f"{item.key}: got {short(item.value)}, but the key has moved; write {write} under [{places[0][0]}]"
+    write = " and ".join(f"{new.rpartition('.')[2]} = {short(said)}" for new, said in now.items())
+    table = next(iter(now)).rpartition(".")[0]
+    return f"{key}: got {short(value)}, but the key has moved; write {write} under [{table}]"
 
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:

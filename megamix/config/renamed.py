@@ -1,7 +1,7 @@
 """Keys that had another name or place: what was saved is read by the new one, a user is told it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megamix.config.choices import Tree
 
@@ -18,31 +18,25 @@ MOVED = {
 }
 
 
-class Moved(NamedTuple):
-    """A key by its old name, and what says the same now."""
-
-    key: str
-    value: object
-    now: dict[str, object]
-
-
-def by_new_names(tree: Mapping[str, Any]) -> tuple[Tree, list[Moved]]:
-    """Return a configuration with the names that its keys have now, and those that had others."""
-    tree, moved = dict(tree), []
+def by_new_names(tree: Mapping[str, Any]) -> tuple[Tree, list[tuple[str, object, Tree]]]:
+    """Return a configuration with the names that its keys have now, and of those that had others the old name, the
+    value and what says the same now.
+    """
+    renamed, moved = dict(tree), []
     for key, new in MOVED.items():
         section, name = key.split(".")
-        table = tree.get(section)
+        table = renamed.get(section)
         if not isinstance(table, dict) or name not in table or isinstance(table[name], dict):
             continue  # precision.loss_scale is a table now
         value = table[name]
-        now = {new: value}
+        now: Tree = {new: value}
         if key == "precision.loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
             now = {new: "static", "precision.loss_scale.init_scale": value}
-        tree[section] = {other: kept for other, kept in table.items() if other != name}
+        renamed[section] = {other: kept for other, kept in table.items() if other != name}
         for place, said in now.items():
-            tree = _put(tree, place.split("."), said)
-        moved.append(Moved(key, value, now))
-    return tree, moved
+            renamed = _put(renamed, place.split("."), said)
+        moved.append((key, value, now))
+    return renamed, moved
 
 
 def _put(tree: Tree, path: Sequence[str], value: object) -> Tree:

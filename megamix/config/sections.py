@@ -72,6 +72,9 @@ class OptimizerConfig(Section):
     are used."""
 
 
+OPTIMIZER = Chosen(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
+
+
 class LrScheduleConfig(Section):
     """The learning rate as a function of applied updates (a skipped step does not count)."""
 
@@ -212,16 +215,16 @@ class Config(Section):
 
     plugins: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_module"]])] = ()
     """Modules that register what the tables name, installed or in the working folder; every rank imports them."""
-    model: Annotated[ModelConfig, FAMILY]
-    data: DataConfig
-    optimizer: Annotated[OptimizerConfig, Chosen(OPTIMIZERS, OptimizerConfig, "name", beneath=True)]
-    lr_schedule: LrScheduleConfig
-    precision: PrecisionConfig
-    training: TrainingConfig
-    parallelism: ParallelismConfig
-    checkpoint: CheckpointConfig
-    metrics: Annotated[MetricsConfig, Extended(TRACKERS, MetricsConfig)]
-    profiling: ProfilingConfig
+    model: Annotated[ModelConfig, FAMILY] = left_out()
+    data: DataConfig = left_out()
+    optimizer: Annotated[OptimizerConfig, OPTIMIZER] = left_out()
+    lr_schedule: LrScheduleConfig = left_out()
+    precision: PrecisionConfig = left_out()
+    training: TrainingConfig = left_out()
+    parallelism: ParallelismConfig = left_out()
+    checkpoint: CheckpointConfig = left_out()
+    metrics: Annotated[MetricsConfig, Extended(TRACKERS, MetricsConfig)] = left_out()
+    profiling: ProfilingConfig = left_out()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_tree, (self.model_dump(),)  # classes of what plugins add cannot be pickled
@@ -232,4 +235,10 @@ def _from_tree(tree: Mapping[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
-SECTIONS = [name for name in Config.model_fields if name != "plugins"]
+SECTIONS = [name for name, field in Config.model_fields.items() if field.default == {}]
+# The tables that choose, by their paths; auto of the loss scale by the dtype, too.
+CHOSEN: dict[tuple[str, ...], Chosen] = {
+    ("model",): FAMILY,
+    ("optimizer",): OPTIMIZER,
+    ("precision", "loss_scale"): LOSS_SCALE,
+}

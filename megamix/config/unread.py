@@ -1,12 +1,12 @@
 """Keys that are read only where another key says so: one table, held by tests against what the code reads."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from megamix.config.choices import Tree, chosen_tables, section_at, values
-from megamix.config.sections import SECTIONS, Config
+from megamix.config.choices import Tree, section_at
+from megamix.config.sections import CHOSEN, Config
 from megamix.plugins import Section
 
 _MISSING = object()
@@ -54,7 +54,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
 
 
 class Unread(NamedTuple):
-    """A key that stands in a configuration and is not read."""
+    """A key, or a table, that stands in a configuration and is not read."""
 
     key: str
     value: object
@@ -70,60 +70,41 @@ def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()
     """
     read, unread = part_chosen(tree)
     for key, wheres in READ_WHERE.items():
-        if not is_set(read, key) or any(_holds(read, where) for where in wheres):
-            continue
         value, deciders = _found(read, key), tuple(where.key for where in wheres)
+        if value is _MISSING or any(_holds(read, where) for where in wheres):
+            continue
         if not any(_is_bad(decider, bad) for decider in deciders):
             ways = tuple((where.key, where.example) for where in wheres)
-            unread.append(Unread(key, value, deciders, ways, _plain(value) == default(Config, key)))
+            unread.append(Unread(key, value, deciders, ways, _plain(value) == default(key, read)))
             read = _without(read, key.split("."))
     return read, [item for item in unread if not any(_is_bad(decider, bad) for decider in item.deciders)]
 
 
 def _holds(tree: Mapping[str, Any], where: Where) -> bool:
     """Whether it does, or no such key is known: a model of another family may have the others."""
-    *tables, name = where.key.split(".")
-    section = section_at(Config, tables, tree)
-    return section is None or name not in section.model_fields or where.holds(setting(tree, where.key))
+    value = setting(tree, where.key)
+    return where.holds(value) or (value is None and where.key.startswith("model."))
 
 
 def part_chosen(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
     """Return a configuration without the keys that only other choices read, and those keys."""
     read, unread = dict(tree), []
-    for path, chosen, table, beside in chosen_tables(Config, read):
-        deciders = chosen.choosing(path, table)
-        others = chosen.not_chosen(table, beside)
-        for key in [key for key in table if key in others]:
-            for leaf, value in _leaves(key, table[key]):
-                usual = all(_plain(value) == default(section, leaf) for section in others[key].values())
-                way = deciders[0], next(iter(others[key]))
-                unread.append(Unread(".".join((*path, leaf)), value, deciders, (way,), usual))
-            read = _without(read, [*path, key])
+    for path, chosen in CHOSEN.items():
+        table = _found(read, ".".join(path))
+        own = section_at(Config, path, read)
+        if own is None or not isinstance(table, dict):
+            continue
+        chooser = ".".join((*path, chosen.key))
+        by_dtype = setting(read, chooser) == "auto"
+        for key in [key for key in table if key not in own.model_fields]:
+            readers = {name: kind for name, kind in chosen.sections().items() if key in kind.model_fields}
+            if readers:  # else it is unknown to all, which is told elsewhere
+                deciders = (chooser, "precision.dtype") if by_dtype else (chooser,)
+                usual = not any(without_defaults(kind, {key: table[key]}) for kind in readers.values())
+                way = (chooser, next(iter(readers)))
+                unread.append(Unread(".".join((*path, key)), table[key], deciders, (way,), usual))
+                read = _without(read, [*path, key])
     return read, unread
-
-
-def not_chosen(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each key and table that only other choices have."""
-    for path, chosen, table, beside in chosen_tables(Config, dict(tree)):
-        yield from (".".join((*path, key)) for key in chosen.not_chosen(table, beside))
-
-
-def without_defaults(tree: Mapping[str, Any]) -> Tree:
-    """Return a configuration without what choices have as their default: nobody has set it for another one."""
-    bare = dict(tree)
-    for path, chosen, table, beside in chosen_tables(Config, bare):
-        section = chosen.section(table, beside)
-        for key in [key for key in table if key != chosen.key and _plain(table[key]) == default(section, key)]:
-            bare = _without(bare, [*path, key])
-    return bare
-
-
-def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
-    else:
-        yield key, value
 
 
 def is_set(tree: Mapping[str, Any], key: str) -> bool:
@@ -134,7 +115,7 @@ def is_set(tree: Mapping[str, Any], key: str) -> bool:
 def setting(tree: Mapping[str, Any], key: str) -> Any:
     """Return a key's value, or its default."""
     value = _found(tree, key)
-    return default(Config, key, tree) if value is _MISSING else value
+    return default(key, tree) if value is _MISSING else value
 
 
 def _found(tree: Mapping[str, Any], key: str) -> Any:
@@ -144,10 +125,10 @@ def _found(tree: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def default(root: type[Section], key: str, tree: object = None) -> Any:
-    """Return the default of a key of a table; None for one that is required or unknown, too."""
+def default(key: str, tree: Mapping[str, Any]) -> Any:
+    """Return a key's default; None for one that is required or unknown, too."""
     *tables, name = key.split(".")
-    section = section_at(root, tables, tree)
+    section = section_at(Config, tables, tree)
     field = None if section is None else section.model_fields.get(name)
     return None if field is None or field.default is PydanticUndefined else field.default
 
@@ -156,23 +137,27 @@ def _plain(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value  # lists of TOML are tuples there
 
 
-def with_defaults(tree: Mapping[str, Any]) -> Tree:
-    """Return the sections of a configuration, with the default of every key that is missing and has one, as TOML has
-    it.
-    """
-    whole = {name: _filled(section_at(Config, [name], tree), tree.get(name, {})) for name in SECTIONS}
-    return {"plugins": [], **tree, **whole}
-
-
-def _filled(section: type[Section] | None, table: object) -> Tree:
-    assert section is not None
-    whole, tables = {}, {name for name, field in section.model_fields.items() if isinstance(field.default, dict)}
-    for name, value in values(section, table).items():
-        if name in tables:
-            value = _filled(section_at(section, [name], table), value)
-        if value is not None and value is not PydanticUndefined:
-            whole[name] = list(value) if isinstance(value, tuple) else value
+def with_defaults(section: type[Section], table: Tree) -> Tree:
+    """Return a table with the default of every key that is missing and has one, as TOML has it."""
+    defaults = {name: field.default for name, field in section.model_fields.items()}
+    whole = {name: value for name, value in (defaults | table).items() if value not in (None, PydanticUndefined)}
+    for name, value in whole.items():
+        inner = section_at(section, [name], whole) if defaults.get(name) == {} else None
+        if inner and isinstance(value, dict):
+            whole[name] = with_defaults(inner, value)
+        elif isinstance(value, tuple):
+            whole[name] = list(value)
     return whole
+
+
+def without_defaults(section: type[Section], table: Tree) -> Tree:
+    """Return a table without the keys that have their defaults."""
+    defaults = {name: field.default for name, field in section.model_fields.items()}
+    bare = {}
+    for name, value in table.items():
+        inner = section_at(section, [name], table) if defaults.get(name) == {} else None
+        bare[name] = without_defaults(inner, value) if inner and isinstance(value, dict) else value
+    return {name: value for name, value in bare.items() if name not in defaults or _plain(value) != defaults[name]}
 
 
 def _is_bad(key: str, bad: Sequence[tuple[int | str, ...]]) -> bool:

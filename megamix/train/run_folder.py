@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
-from megamix.config import Config, ConfigError, check_world_size, config_to_toml, effective_tables, saved_tables
+from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text
 from megamix.supervise.run_lock import LOCK
@@ -75,11 +75,10 @@ def _foreign_problems(path: Path) -> list[str]:
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     """Whether the folder holds this very run, and nothing that a new start would lose."""
     try:
-        held = saved_tables(path / CONFIG)
+        held = load_config(path / CONFIG, is_saved=True)
     except ConfigError:
         return False
-    own = effective_tables(config_to_toml(config))
-    same = all(held[name] == own[name] for name in ("model", "data", "optimizer", "training"))
+    same = all(getattr(held, name) == getattr(config, name) for name in ("model", "data", "optimizer", "training"))
     return same and not (path / WEIGHTS).exists()
 
 

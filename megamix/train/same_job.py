@@ -26,7 +26,7 @@ from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
 from megamix.config.toml_text import value_text
-from megamix.config.unread import not_chosen, part_read
+from megamix.config.unread import part_read
 from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
@@ -159,7 +159,8 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     tree = config.model_dump()
-    found |= {item.key: NOT_READ for item in part_read(tree)[1]} | dict.fromkeys(not_chosen(tree), NOT_READ)
+    found |= {key: _UNSET for key, value in _flat("", tree) if value is None and key not in MAY_DIFFER}
+    found |= {item.key: NOT_READ for item in part_read(tree)[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
     sources = {"megamix": PACKAGE} | {name: _home(name) for name in config.plugins}
@@ -255,19 +256,12 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
     for key in sorted({key for group in groups for key in group.started_with}):
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for group in groups:
-            ranks_of[_value(group.started_with, key)] += group.ranks
+            ranks_of[group.started_with.get(key, NOT_READ)] += group.ranks  # of another choice
         ranks_of.pop(NOT_READ, None)
         if len(ranks_of) > 1:
             lines.append(_line(key, ranks_of))
     more = len(lines) - _SHOWN_KEYS
     return lines if more <= 0 else [*lines[:_SHOWN_KEYS], f"and {more} more keys differ"]
-
-
-def _value(started_with: dict[str, str], key: str) -> str:
-    """A key's, or that of the table around it, which is not read as a whole."""
-    parts = key.split(".")
-    around = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
-    return next((started_with[name] for name in around if name in started_with), _UNSET)
 
 
 def _line(key: str, ranks_of: dict[str, list[int]]) -> str:

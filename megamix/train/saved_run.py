@@ -97,7 +97,7 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
 
 def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
     """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
-    is for `resume.changes`. Raises: ValueError naming the key; NotImportedError if it may be one of a plugin's.
+    is for `resume.changes`. Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
     """
     try:
         return kind.model_validate(tree)

@@ -383,7 +383,7 @@ def test_many_ranks_and_long_values_make_short_lines() -> None:
     groups = [
         RankGroup(list(range(0, 4096, 2)), {"a": "1", "b": long[0], "c": "1"}),
         RankGroup(list(range(1, 4095, 2)), {"a": "2", "b": long[1], "c": "1"}),
-        RankGroup([4095], {"b": long[1], "c": "1"}),
+        RankGroup([4095], {"a": "not set", "b": long[1], "c": "1"}),
     ]
     a, b = differences(groups)
     assert a == (
