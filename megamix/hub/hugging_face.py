@@ -81,7 +81,8 @@ class HuggingFaceWeights:
         problems = [f"missing {name} {list(shape)}" for name, shape in want.items() if name not in shapes]
         for name, shape in shapes.items():
             dtype = self._slice(name).get_dtype()
-            tied = name == "lm_head.weight" and self.config.tie_embeddings  # the embedding once more
+            # The embedding once more.
+            tied = name == f"{self.form.places['head'].name}.weight" and self.config.tie_embeddings
             if name not in want:
                 if not tied and not _NOT_WEIGHTS.search(name):
                     problems.append(f"unknown {printable(name)} {list(shape)}")

@@ -102,14 +102,15 @@ class StageMemory:
 def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
     """Trace one micro-batch in a stage of these blocks; one that is first and last is the whole model.
 
-    On a CPU compiled blocks are counted as if they were not, an upper bound.
+    On a CPU compiled blocks are counted as if they were not, an upper bound. So are blocks of a kind that end before
+    those of another begin.
     """
     alike = family_of(work.model).alike(work.model)
     counts = Counter(alike[layer] for layer in reversed(layers))
     kinds = [*reversed(counts)]  # in the order of the last block of each
     one = _trace(work, tuple(kinds), is_first, is_last)
-    # What a second block of a kind adds, each further one does.
-    twice = {kind: _trace(work, tuple(sorted([*kinds, kind], key=kinds.index)), is_first, is_last) for kind in kinds}
+    # What a second block of a kind adds in front of all others, each further one does at most.
+    twice = {kind: _trace(work, (kind, *kinds), is_first, is_last) for kind in kinds}
     found = dataclasses.replace(one)
     for kind, count in counts.items():
         for name in (field.name for field in dataclasses.fields(one)):

@@ -18,9 +18,11 @@ from megamix.cli import main
 from megamix.config import Config, config_to_toml
 from megamix.model.family import family_of, parameter_count
 from megamix.parallel.stages import plan_stages
+from megamix.plan.activations import TracedWork, trace_stage
 from megamix.plugins import FAMILIES
 from megamix.train.job import run_job
 from megamix.verify import command
+from tests.plan.test_activations import BATCH, _counted
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
 
 PLUGIN = "tests.doors.family_plugin"
@@ -106,6 +108,12 @@ def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType)
     assert parameter_count(model) == sum(param.numel() for param in toy.Toy(model).parameters())
     plans = plan_stages(model.model_copy(update={"vocab_size": 1}), 2, 1)
     assert [len(plan.layers) for plan in plans] == [3, 2]
+
+
+def test_its_activations_are_counted_to_the_byte(toy: ModuleType) -> None:
+    config = toy.ToyConfig(**{**MODEL, "seq_len": BATCH[1], "num_layers": 6, "gate_size": 80, "recompute": "full"})
+    traced = trace_stage(TracedWork(model=config, batch=BATCH, dtype=torch.float16, machine="cpu"), range(6))
+    assert (traced.kept, traced.forward, traced.backward) == _counted(toy.Toy(config).half())
 
 
 def test_plan_and_verify_know_it(run_ranks, folder: Path, monkeypatch, capsys) -> None:
