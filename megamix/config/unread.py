@@ -151,8 +151,9 @@ def with_defaults(section: type[Section], table: Tree) -> Tree:
 
 
 def without_defaults(section: type[Section], table: Tree) -> Tree:
-    """Return a table without the keys that have their defaults."""
-    defaults = {name: field.default for name, field in section.model_fields.items()}
+    """Return a table without the keys that have their defaults; those that choose stay."""
+    choosing = {chosen.key for chosen in CHOSEN.values()}
+    defaults = {name: field.default for name, field in section.model_fields.items() if name not in choosing}
     bare = {}
     for name, value in table.items():
         inner = section_at(section, [name], table) if defaults.get(name) == {} else None
