@@ -27,10 +27,10 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     """Report a value of this step, from anywhere in a forward or a loss, or between two steps, for the next one.
 
     Of all values of a name in a step, over calls, micro-batches and ranks, their mean, sum, maximum or minimum is
-    reported; of tensor-parallel ranks, which hold the same value as a rule, the first one's goes into a sum. Ranks that
-    compute the same part of the model must record the same names. A job writes them beside its own metrics; without one
-    they are in `StepResult.recorded`. The host does not wait. What is given in a backward, while the module is in
-    `eval()`, or without an engine, does not count.
+    reported; of tensor-parallel ranks the first one's goes into a sum, and where they divide the positions that is of
+    its part. Ranks that compute the same part of the model must record the same names. A job writes them beside its own
+    metrics; without one they are in `StepResult.recorded`. The host does not wait. What is given in a backward, while
+    the module is in `eval()`, or without an engine, does not count.
     Shapes: tensor (), kept as FP32.
     Raises: ValueError for what is no scalar, a name that is no tag, or another `reduce` than the name had before.
     """
