@@ -53,7 +53,7 @@ class CheckpointRank(TrainRank):
         self._together = Together.apart(ours.engine.topology.world, timeout_s=600.0)
         self._saver = Saver(self._checkpoints, _KEPT, self._together, saved=lambda path: None, failed=_fail)
         self.losses(1)  # so that no state is zeros
-        self._state = [flat for owned in ours.engine.owned_ranges() for flat in owned.tensors]
+        self._state = [flat for owned in ours.engine.owned_ranges() for flat in owned.tensors.values()]
         self._copies = [torch.empty_like(flat) for flat in self._state]
 
     def save(self) -> float:

@@ -50,7 +50,7 @@ class UpdateRank:
         specs, self._groups, _, _ = describe_params(described, self._optimizer, Topology(), {})
         self.layout = build_layout(specs, [1])
         cpu = torch.device("cpu")
-        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), 2, cpu)
+        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, cpu)
         self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
         # Far from the subnormal numbers, which take a CPU many times as long.
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ class UpdateRank:
         grads, shard, half = self._grads, self._shard, self._half
         for k, runs in enumerate(shard.runs):
             cuts = [(run, update) for run in runs]
-            update_shard(cuts, grads[k], shard.master[k], shard.states[k], half[k], self._scalars)
+            update_shard(cuts, grads[k], shard, k, half[k], self._scalars)
 
     def _make_casts(self) -> Callable[[], None]:
         """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""

@@ -5,6 +5,7 @@ DamagedCheckpoint.
 """
 
 import datetime
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
-from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest, states_text
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint
 from megamix.config import effective_tables
 
@@ -44,7 +45,8 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     for found in _checkpoints(path):
         try:
             manifest = verify_checkpoint(found, check).manifest
-            held = f"{len(manifest.params)} parameters, of each {', '.join(manifest.states)}"
+            counts = Counter(states_text(manifest.states[param.states]) for param in manifest.params)
+            held = "; ".join(f"{count} parameters, of each {states}" for states, count in counts.items())
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
         except DamagedCheckpoint as error:
             problems += error.problems
@@ -125,13 +127,12 @@ def differences(old: Checkpoint, new: Checkpoint) -> Iterator[str]:
     Raises: ValueError if a checkpoint's configuration is no TOML.
     """
     yield from changes(_facts(old), _facts(new))
-    shapes = {param.name: param.shape for param in new.manifest.params}
+    in_new = {(name, state): (shape, dtype) for name, state, shape, dtype in new.manifest.tensors()}
     old_reader, new_reader = PieceReader(old), PieceReader(new)
-    for param in old.manifest.params:
-        for state in old.manifest.states:
-            in_both = shapes.get(param.name) == param.shape and state in new.manifest.states
-            if in_both and (gap := _gap(old_reader, new_reader, param.name, state, Box.whole(param.shape))):
-                yield printable(f"{state} of {param.name}: {gap}")
+    for name, state, shape, dtype in old.manifest.tensors():
+        in_both = in_new.get((name, state)) == (shape, dtype)
+        if in_both and (gap := _gap(old_reader, new_reader, name, state, Box.whole(shape))):
+            yield printable(f"{state} of {name}: {gap}")
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -152,9 +153,11 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
         run["config"] = effective_tables(manifest.run.config)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: its configuration {error}") from None
-    kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule", "states"}
+    kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
-    return {**run, **counters, "shape": {param.name: param.shape for param in manifest.params}}
+    shapes = {param.name: param.shape for param in manifest.params}
+    states = {param.name: states_text(manifest.states[param.states]) for param in manifest.params}
+    return {**run, **counters, "states": states, "shape": shapes}
 
 
 def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box) -> str | None:
@@ -165,7 +168,8 @@ def _gap(old: PieceReader, new: PieceReader, param: str, state: str, whole: Box)
     for piece in pieces(whole):
         before, after = old.gather(param, state, piece), new.gather(param, state, piece)
         # By bits, as a resumed run must be equal: a NaN is equal to itself, and 0 is not to -0.
-        other = before.view(torch.int32) != after.view(torch.int32)
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.itemsize]
+        other = before.view(bits) != after.view(bits)
         if count := int(other.count_nonzero()):
             differing += count
             gaps = (before[other].double() - after[other].double()).abs()

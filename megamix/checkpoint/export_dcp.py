@@ -1,8 +1,8 @@
-"""A checkpoint as a folder of torch.distributed.checkpoint, for what loads such: full FP32 tensors under torch's names.
+"""A checkpoint as a folder of torch.distributed.checkpoint, for what loads such: full tensors under torch's names.
 
-`model.NAME` holds the masters, under every name of a shared parameter. `optimizer.state.NAME.STATE` holds the
-optimizer's states, and as `step` the number of applied updates, as torch's AdamW does. The settings of the optimizer
-(torch's `param_groups`) are not in a checkpoint; its configuration is.
+`model.NAME` holds the masters in FP32, under every name of a shared parameter, and the buffers.
+`optimizer.state.NAME.STATE` holds the optimizer's states, and as `step` the number of applied updates, as torch's AdamW
+does. The settings of the optimizer (torch's `param_groups`) are not in a checkpoint; its configuration is.
 """
 
 import warnings
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import new_folder
-from megamix.checkpoint.manifest import MASTER, ParamRecord
+from megamix.checkpoint.manifest import BUFFER, MASTER, ParamRecord
+from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.verify import Checkpoint, PieceReader
 
 _Path = tuple[str, ...]  # of a tensor in the nested dictionaries that torch's users know
@@ -55,21 +56,25 @@ class _Planner(DefaultSavePlanner):
         manifest, reader = self._checkpoint.manifest, PieceReader(self._checkpoint)
         step = torch.tensor(float(manifest.applied_updates))
         for param in manifest.params:
-            for state in manifest.states:
+            for state in manifest.states[param.states]:
                 for stored in self._checkpoint.stored[param.name, state]:
                     for piece in pieces(stored.box):
                         for path in _paths(param, state):
-                            self._add(path, param.shape, piece, partial(reader.read, stored, piece))
-            self._add(("optimizer", "state", param.name, "step"), (), Box.whole(()), lambda: step)
+                            read = partial(reader.read, stored, piece)
+                            self._add(path, param.shape, DTYPES[stored.dtype], piece, read)
+            if MASTER in manifest.states[param.states]:
+                self._add(("optimizer", "state", param.name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._reads[write_item.index]()
 
-    def _add(self, path: _Path, shape: tuple[int, ...], piece: Box, read: Callable[[], Tensor]) -> None:
+    def _add(
+        self, path: _Path, shape: tuple[int, ...], dtype: torch.dtype, piece: Box, read: Callable[[], Tensor]
+    ) -> None:
         where = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.size))
-        content = TensorWriteData(where, TensorProperties(dtype=torch.float32), torch.Size(shape))
+        content = TensorWriteData(where, TensorProperties(dtype=dtype), torch.Size(shape))
         index = MetadataIndex(".".join(path), where.offsets)
         self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=content))
         self._nesting[index.fqn] = path
@@ -77,6 +82,6 @@ class _Planner(DefaultSavePlanner):
 
 
 def _paths(param: ParamRecord, state: str) -> list[_Path]:
-    if state == MASTER:
+    if state in (MASTER, BUFFER):
         return [("model", name) for name in (param.name, *param.aliases)]
     return [("optimizer", "state", param.name, state)]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
-from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
-from megamix.checkpoint.snapshot import Part, owned_parts, state_names
+from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, states_text
+from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
@@ -123,11 +123,12 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
 
 def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
     """What of the engine's own state the checkpoint has. Before the first update, all that it lacks is zero."""
+    saved = {(name, state) for name, state, _, _ in manifest.tensors()}
     parts = owned_parts(engine)
     for part in parts:
-        if part.state not in manifest.states:
+        if (part.param, part.state) not in saved:
             part.tensor.zero_()
-    return [part for part in parts if part.state in manifest.states]
+    return [part for part in (*parts, *buffer_parts(engine)) if (part.param, part.state) in saved]
 
 
 def _agree_on(problems: list[list[str]]) -> None:
@@ -138,17 +139,22 @@ def _agree_on(problems: list[list[str]]) -> None:
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     """Return why this checkpoint cannot become the engine's state; empty if it can."""
-    saved = {param.name: param.shape for param in manifest.params}
-    own = {spec.name: spec.full_shape for spec in engine.params}
-    problems = [f"missing {name}" for name in own if name not in saved]
+    saved = {param.name: (param.shape, manifest.states[param.states]) for param in manifest.params}
+    own = {spec.name: (spec.full_shape, states) for spec, states in state_sets(engine)}
+    both = [name for name in own if name in saved]
+    # A buffer that was not saved stays as it is: older checkpoints have none, nor has a model that nobody has trained.
+    problems = [f"missing {name}" for name, (_, states) in own.items() if name not in saved and BUFFER not in states]
     problems += [f"unknown {name}" for name in saved if name not in own]
     problems += [
-        f"{name} has shape {saved[name]}, the model's has {shape}"
-        for name, shape in own.items()
-        if name in saved and saved[name] != shape
+        f"{name} has shape {saved[name][0]}, the model's has {own[name][0]}"
+        for name in both
+        if saved[name][0] != own[name][0]
     ]
-    if manifest.states != state_names(engine) and not manifest.weights_only:
-        problems.append(f"it holds {', '.join(manifest.states)}, the optimizer needs {', '.join(state_names(engine))}")
+    other = [name for name in both if saved[name][1] != own[name][1]]
+    if other and not manifest.weights_only:
+        held, needed = (states_text(states[other[0]][1]) for states in (saved, own))
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        problems.append(f"of {other[0]}{more} it holds {held}, the optimizer needs {needed}")
     return problems
 
 
@@ -220,8 +226,9 @@ def _fill_beside(reader: PieceReader, wanted: _Wanted) -> None:
 def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: list[Part]) -> None:
     """Copy what of a stored box lies in the chunk, of which `position` is the place in the file: bytes."""
     start, end = max(position, stored.start), min(position + len(chunk), stored.end)
-    values = torch.frombuffer(chunk, dtype=torch.float32, count=(end - start) // 4, offset=start - position)
-    done, first = 0, (start - stored.start) // 4
+    dtype = DTYPES[stored.dtype]
+    values = torch.frombuffer(chunk, dtype=dtype, count=(end - start) // dtype.itemsize, offset=start - position)
+    done, first = 0, (start - stored.start) // dtype.itemsize
     for box in boxes_of_range(first, first + values.numel(), stored.box):
         piece = values[done : done + box.numel].view(box.size)
         done += box.numel
@@ -230,6 +237,6 @@ def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: li
 
 
 def _copy_common(values: Tensor, box: Box, part: Part) -> None:
-    """Copy what lies in the part as well. Shapes: values FP32 (*box.size)."""
+    """Copy what lies in the part as well. Shapes: values (*box.size), of the part's dtype."""
     if common := part.box.intersection(box):
         part.tensor.view(part.box.size)[common.slices_in(part.box)].copy_(values[common.slices_in(box)])

@@ -8,6 +8,7 @@ JSON is checked when read: no unknown field, no other type, no number that anoth
 
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -63,14 +64,25 @@ def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
 _MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
+_BEGINNING = 80  # bytes, with the version in them
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
+_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
+_Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
+StateSet = dict[_Name, _Dtype]  # by state
+
 MASTER = "master"  # the state name of the weights themselves; the others are the optimizer's
+BUFFER = "buffer"  # that of a persistent buffer, which has no other
+UNTRAINED: StateSet = {MASTER: "F32"}  # of a model that nobody has trained yet
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-_Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
 _Ranks = Annotated[int, Field(ge=1, le=2**31)]
+
+
+def states_text(states: StateSet) -> str:
+    """Return a set's names, and dtypes other than FP32."""
+    return ", ".join(state if dtype == "F32" else f"{state} ({dtype})" for state, dtype in states.items())
 
 
 class FileRecord(Record):
@@ -82,11 +94,12 @@ class FileRecord(Record):
 
 
 class ParamRecord(Record):
-    """One parameter, whole, under its first registered name."""
+    """One parameter or persistent buffer, whole, under its first registered name."""
 
     name: str
     shape: tuple[Count, ...]
     aliases: tuple[str, ...]
+    states: Count = 0  # the place of its set in `Manifest.states`
 
 
 class LayoutRecord(Record):
@@ -119,21 +132,37 @@ class Manifest(Record):
     """All that a checkpoint says of itself."""
 
     format: Literal["megamix checkpoint"] = "megamix checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     applied_updates: Count
     skipped_steps: Count
     loss_scale: dict[_Name, _Number | list[_Number]]  # by the loss scale's own state names
     loss_scale_rule: _Name | None = None  # what they mean; None: saved before it was kept
     run: RunRecord
     layout: LayoutRecord
-    states: tuple[_Name, ...]  # "master", then the optimizer's: each covers every parameter
+    states: tuple[StateSet, ...]  # the sets that there are: "master" and the optimizer's, or "buffer" alone
     params: tuple[ParamRecord, ...]
     files: tuple[FileRecord, ...] = ()
 
     @property
     def weights_only(self) -> bool:
         """Whether it holds a model for a run to begin from: masters, and nothing of a training."""
-        return self.states == (MASTER,) and not self.applied_updates and not self.run.progress
+        return self.states == (UNTRAINED,) and not self.applied_updates and not self.run.progress
+
+    def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
+        """Yield all that the files hold: name of parameter or buffer, state, shape, dtype."""
+        for param in self.params:
+            for state, dtype in self.states[param.states].items():
+                yield param.name, state, param.shape, dtype
+
+
+class _Version1(Manifest):
+    """Its states are those of every parameter, in FP32."""
+
+    version: Literal[1]  # type: ignore[assignment]  # it is read, and turned into a `Manifest`
+    states: tuple[_Name, ...]  # type: ignore[assignment]  # likewise
+
+    def as_manifest(self) -> Manifest:
+        return Manifest(**dict(self) | {"version": 2, "states": (dict.fromkeys(self.states, "F32"),)})
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -161,14 +190,20 @@ def read_manifest(path: Path) -> Manifest:
     if text.count(b",") > _MOST_VALUES:
         raise ValueError(f"{path}: more than {_MOST_VALUES} values")
     try:
-        manifest = Manifest.from_json(body + b"}")
+        if b'"version": 1,' in body[:_BEGINNING]:
+            manifest = _Version1.from_json(body + b"}").as_manifest()
+        else:
+            manifest = Manifest.from_json(body + b"}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     for field, names in (
         ("files", [file.name for file in manifest.files]),
         ("params", [param.name for param in manifest.params]),
-        ("states", list(manifest.states)),
     ):
         if len(set(names)) != len(names):
             raise ValueError(f"{path}: {field}: a name is there twice")
+    if {param.states for param in manifest.params} != {*range(len(manifest.states))}:
+        raise ValueError(f"{path}: states: a parameter's set is not there, or a set is no parameter's")
+    if not all(states.get(MASTER) == "F32" or [*states] == [BUFFER] for states in manifest.states):
+        raise ValueError(f"{path}: states: a set has no {MASTER} in F32")
     return manifest

@@ -6,19 +6,28 @@ It is saved as the snapshot of one instant: views of the engine, or a copy that 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
+from megamix.checkpoint.manifest import BUFFER, MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.half_params import BufferSpec
+from megamix.mixed_precision.optimizers import Optimizer
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # each of a Literal type
 
 
 @dataclass(frozen=True, slots=True)
 class StateBox:
-    """A box of one state of one parameter."""
+    """A box of one state of one parameter, or of a buffer."""
 
     param: str
     state: str
@@ -27,19 +36,27 @@ class StateBox:
 
 @dataclass(frozen=True, slots=True)
 class Part(StateBox):
-    """A box with the memory that holds it: FP32 (box.numel,), contiguous."""
+    """A box with the memory that holds it: (box.numel,) or the box's shape."""
 
     tensor: Tensor
 
 
-def state_names(engine: ShardedEngine) -> tuple[str, ...]:
-    return MASTER, *engine.optimizer.state_names
+def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateSet:
+    """Return the states that the optimizer has of a parameter, the master first."""
+    states = optimizer.states(name, shape).items()
+    return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}}
+
+
+def state_sets(engine: ShardedEngine) -> list[tuple[ParamSpec | BufferSpec, StateSet]]:
+    """Return what there is to save of the whole model: every parameter, then every buffer."""
+    params = [(spec, state_set(engine.optimizer, spec.name, spec.full_shape)) for spec in engine.params]
+    return [*params, *((spec, {BUFFER: DTYPE_NAMES[spec.dtype]}) for spec in engine.buffers)]
 
 
 def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor) -> Iterator[Part]:
     """Cut a flat range of the block that the rank trains into parts of the full parameter.
 
-    `start`: the place in the block of the first of `flat`'s elements. Shapes: flat FP32 (n,) -> views of it.
+    `start`: the place in the block of the first of `flat`'s elements. Shapes: flat (n,) -> views of it.
     """
     done = 0
     for box in boxes_of_range(start, start + flat.numel(), Box(spec.offset, spec.shape)):
@@ -54,9 +71,16 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
     """
     parts: list[Part] = []
     for owned in engine.owned_ranges():
-        for state, flat in zip(state_names(engine), owned.tensors, strict=True):
+        for state, flat in owned.tensors.items():
             parts += parts_of_range(owned.spec, state, owned.start, flat)
     return parts
+
+
+def buffer_parts(engine: ShardedEngine) -> list[Part]:
+    """Return the buffers of this rank's module, as they are."""
+    held = dict(engine.module.named_buffers(remove_duplicate=False))
+    own = [spec for spec in engine.buffers if spec.name in held]
+    return [Part(spec.name, BUFFER, Box.whole(spec.full_shape), held[spec.name]) for spec in own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +92,15 @@ class Snapshot:
 
     @property
     def largest_size(self) -> int:
-        """Bytes that all ranks together will not exceed: the FP32 states, and room for names."""
-        numel = sum(math.prod(param.shape) for param in self.manifest.params)
-        return int(4 * numel * len(self.manifest.states) * 1.01) + (1 << 20)
+        """Bytes that all ranks together will not exceed: the states, and room for names."""
+        size = sum(DTYPES[dtype].itemsize * math.prod(shape) for _, _, shape, dtype in self.manifest.tensors())
+        return int(size * 1.01) + (1 << 20)
 
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     """Return the engine's state between two steps: views, so save it before the next one. Reads the device."""
+    sets = [(spec, tuple(states.items())) for spec, states in state_sets(engine)]
+    places = {states: place for place, states in enumerate(dict.fromkeys(states for _, states in sets))}
     manifest = Manifest(
         applied_updates=int(engine.applied_updates),
         skipped_steps=int(engine.skipped_steps),
@@ -87,12 +113,19 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
             pp_size=engine.topology.pp.size,
             buckets=tuple(bucket.padded_numel for bucket in engine.layout.buckets),
         ),
-        states=state_names(engine),
+        states=tuple(map(dict, places)),
         params=tuple(
-            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases) for spec in engine.params
+            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases, states=places[states])
+            for spec, states in sets
         ),
     )
-    return Snapshot(manifest, owned_parts(engine))
+    parts = owned_parts(engine)
+    if engine.topology.stage.rank == 0:
+        first = {spec.name for spec in engine.buffers if spec.stage == engine.topology.pp.rank}
+        own = (part for part in buffer_parts(engine) if part.param in first)
+        parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
+    # The widest first, so that in a file and in the host's memory each begins at a multiple of its elements' size.
+    return Snapshot(manifest, sorted(parts, key=lambda part: -part.tensor.itemsize))
 
 
 class HostCopy:
@@ -101,16 +134,17 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._copied: torch.cuda.Event | None = None
 
     def take(self, snapshot: Snapshot) -> Snapshot:
         """Start copying. The engine may go on at once: on a GPU its next step is queued behind the copy."""
-        numel = sum(part.box.numel for part in snapshot.parts)
+        sizes = [part.tensor.nbytes for part in snapshot.parts]
         on_gpu = any(part.tensor.is_cuda for part in snapshot.parts)
-        if self._memory.numel() != numel:
-            self._memory = torch.empty(numel, pin_memory=on_gpu)
-        pieces: Sequence[Tensor] = torch.split(self._memory, [part.box.numel for part in snapshot.parts])
+        if self._memory.numel() != sum(sizes):
+            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+        in_bytes = zip(snapshot.parts, torch.split(self._memory, sizes), strict=True)
+        pieces = [piece.view(part.tensor.dtype) for part, piece in in_bytes]
         for part, piece in zip(snapshot.parts, pieces, strict=True):
             piece.copy_(part.tensor.view(-1), non_blocking=True)
         if on_gpu:  # pragma: CUDA only

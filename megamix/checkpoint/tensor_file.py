@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -22,7 +22,7 @@ from torch import Tensor
 from megamix import tuned
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import FileRecord
-from megamix.checkpoint.snapshot import Part, StateBox
+from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
@@ -42,12 +42,13 @@ class Stored:
 
     file: str
     key: str
+    dtype: str  # safetensors' name
     box: Box
     start: int  # byte in the file
 
     @property
     def end(self) -> int:
-        return self.start + 4 * self.box.numel
+        return self.start + DTYPES[self.dtype].itemsize * self.box.numel
 
 
 def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
@@ -62,9 +63,11 @@ def _parse_key(key: str, shape: Sequence[int]) -> tuple[str, str, Box]:
     return param, state, Box(offset, tuple(shape))
 
 
-def header(parts: Sequence[StateBox]) -> bytes:
+def header(parts: Sequence[StateBox], dtypes: Iterable[str]) -> bytes:
     """Return all that precedes the tensors' bytes. Raises: ValueError if it is longer than `read_header` takes."""
-    text = safetensors_header({key_of(part.param, part.state, part.box): part.box.size for part in parts}, "F32", 4)
+    keys = (key_of(part.param, part.state, part.box) for part in parts)
+    kinds = zip(dtypes, (part.box.size for part in parts), strict=True)
+    text = safetensors_header(dict(zip(keys, kinds, strict=True)))
     if len(text) > _LARGEST_HEADER:
         raise ValueError(
             f"{len(parts)} tensors of a rank have a header of {len(text)} bytes, a checkpoint's file has at most "
@@ -74,13 +77,15 @@ def header(parts: Sequence[StateBox]) -> bytes:
 
 
 def safetensors_header(
-    shapes: Mapping[str, Sequence[int]], dtype: str, itemsize: int, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header of tensors of one dtype, by the format's name for it, that follow each other in this order."""
+    """Return the header of tensors, each with the format's name of its dtype and its shape, that follow each other in
+    this order.
+    """
     entries: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + itemsize * math.prod(shape)
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + DTYPES[dtype].itemsize * math.prod(shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -107,13 +112,13 @@ def _places(path: Path) -> Iterator[tuple[str, str, Stored]]:
         entries = json.loads(file.read(length))
     entries.pop("__metadata__", None)
     for key, entry in entries.items():
-        start = 8 + length + entry["data_offsets"][0]
-        if entry["dtype"] != "F32":
-            raise ValueError(f"{key[:200]!r} is {entry['dtype']}, every state is F32")
-        if start % 4:  # its elements would not be whole in a chunk
-            raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of 4")
+        start, dtype = 8 + length + entry["data_offsets"][0], entry["dtype"]
+        if dtype not in DTYPES:
+            raise ValueError(f"{key[:200]!r} is {dtype}, no state or buffer is")
+        if start % DTYPES[dtype].itemsize:  # its elements would not be whole in a chunk
+            raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of {DTYPES[dtype].itemsize}")
         param, state, box = _parse_key(key, entry["shape"])
-        yield param, state, Stored(path.name, key, box, start)
+        yield param, state, Stored(path.name, key, dtype, box, start)
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:
@@ -156,9 +161,8 @@ def verified_chunks(path: Path, record: FileRecord) -> Iterator[memoryview]:
 
 def chunks(parts: Sequence[Part]) -> Iterator[memoryview]:
     """Yield the whole file, in order."""
-    yield memoryview(header(parts))
+    yield memoryview(header(parts, [DTYPE_NAMES[str(part.tensor.dtype)] for part in parts]))
     for part in parts:
-        assert part.tensor.dtype == torch.float32, part.tensor.dtype
         assert part.tensor.numel() == part.box.numel, (part.tensor.shape, part.box)
         yield from tensor_chunks(part.tensor.view(-1))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, read_manifest
+from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 
 
@@ -55,23 +56,24 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         manifest = read_manifest(path / MANIFEST)
     except (ValueError, OSError) as error:
         raise DamagedCheckpoint([str(error)]) from None
-    shapes = {param.name: param.shape for param in manifest.params}
+    wanted = {(name, state): (shape, dtype) for name, state, shape, dtype in manifest.tensors()}
     stored = defaultdict(list)
     problems = []
     for record in manifest.files:
         try:
             check_size(path / record.name, record)
             for param, state, place in read_header(path / record.name):
-                if param not in shapes or state not in manifest.states:
+                if (param, state) not in wanted:
                     raise ValueError(f"{path / record.name}: {place.key!r} is no state that the manifest names")
+                if place.dtype != (dtype := wanted[param, state][1]):
+                    raise ValueError(f"{path / record.name}: {place.key!r} is {place.dtype}, the manifest has {dtype}")
                 stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if not problems:  # else what is missing is known already
-        for param, shape in shapes.items():
-            for state in manifest.states:
-                if problem := tiling_problem([place.box for place in stored[param, state]], shape):
-                    problems.append(f"{path}: {state} of {param}: {problem}")
+        for (param, state), (shape, _) in wanted.items():
+            if problem := tiling_problem([place.box for place in stored[param, state]], shape):
+                problems.append(f"{path}: {state} of {param}: {problem}")
     if not problems and check is not None:
         try:
             check(manifest)
@@ -99,7 +101,7 @@ class PieceReader:
         self._file: Any = None
 
     def read(self, stored: Stored, piece: Box) -> Tensor:
-        """Read a part of a stored box: FP32, the piece's shape, a view of the mapped file.
+        """Read a part of a stored box, in its dtype: the piece's shape, a view of the mapped file.
 
         Raises: ValueError naming the file; OSError.
         """
@@ -113,9 +115,10 @@ class PieceReader:
         return part
 
     def gather(self, param: str, state: str, box: Box) -> Tensor:
-        """Put together a box of a parameter from the boxes that were saved of it: FP32, the box's shape."""
-        out = torch.empty(box.size)
-        for stored in self._stored[param, state]:
+        """Put together a box of a parameter from the boxes that were saved of it: in their dtype, the box's shape."""
+        boxes = self._stored[param, state]
+        out = torch.empty(box.size, dtype=DTYPES[boxes[0].dtype])
+        for stored in boxes:
             if common := stored.box.intersection(box):
                 out[common.slices_in(box)] = self.read(stored, common)
         return out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
-from megamix.checkpoint.manifest import MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord
+from megamix.checkpoint.manifest import MASTER, UNTRAINED, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit, write_rank
 from megamix.checkpoint.snapshot import Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_chunks
@@ -62,7 +62,7 @@ def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeight
     tied = (HEAD,) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
-        layout=LayoutRecord(dp_size=1, buckets=()), states=(MASTER,),
+        layout=LayoutRecord(dp_size=1, buckets=()), states=(UNTRAINED,),
         params=tuple(
             ParamRecord(name=name, shape=shape, aliases=tied if name == TABLE else ())
             for name, shape in shapes.items()
@@ -93,7 +93,7 @@ def _filled(items: Iterable[T], numel: Callable[[T], int], most: int) -> Iterato
 
 
 def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memoryview]:
-    yield memoryview(header(boxes))
+    yield memoryview(header(boxes, ["F32"] * len(boxes)))
     for part in boxes:
         for piece in pieces(part.box):  # in order, so that one after the other they are the box
             yield from tensor_chunks(weights.read(part.param, piece).view(-1))
@@ -142,7 +142,8 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
     shards = [dict(tensors) for tensors in filled]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
-        head = safetensors_header(shard, _FORMAT[dtype], itemsize, {"format": "pt"})
+        tensors = {tensor: (_FORMAT[dtype], shape) for tensor, shape in shard.items()}
+        head = safetensors_header(tensors, {"format": "pt"})
         Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype]))
     size = itemsize * sum(map(math.prod, shapes.values()))
     if len(shards) > 1:

@@ -20,7 +20,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, ch
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, describe_params, single_device
+from megamix.mixed_precision.half_params import HalfParams, describe_buffers, describe_params, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
@@ -64,6 +64,7 @@ class ShardedEngine:
 
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
+        self.buffers = describe_buffers(model, topology)  # likewise
         self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
         if topology.world.rank == 0:
             optimizer.warn_of_idle_groups(self.param_names)
@@ -75,7 +76,7 @@ class ShardedEngine:
         self.clock = Clock(device)
         self.loss_scale = precision.loss_scale or StaticLossScale()
         rule = self.loss_scale.rule
-        self._fingerprint = settings.state_fingerprint(layout, optimizer.state_names, precision.dtype, rule)
+        self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, rule)
         chosen = (clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype, compile_update)
         settings.require_equal(self.collectives, device, optimizer, self.loss_scale.settings(), chosen)
         for number, own in enumerate(by_axis):
@@ -83,7 +84,7 @@ class ShardedEngine:
 
         self.half_params = HalfParams(model, layout, precision.dtype, device)
         half = self.half_params.flat
-        self.master_shard = MasterShard(layout, among, len(optimizer.state_names), device)
+        self.master_shard = MasterShard(layout, among, groups, device)
         take_over(model, self.half_params, self.master_shard, among, by_axis[0], fill)
         self.loss_scale.to(device)
         grads = self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
@@ -99,8 +100,7 @@ class ShardedEngine:
         self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [owners.axis.rank for owners in among], device)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
-        self.applied_updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
@@ -208,10 +208,10 @@ class ShardedEngine:
             update = self.applied_updates + 1
             coefficients = self.optimizer.coefficients(update.double())
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
-        master, states, half_shards = self.master_shard.master, self.master_shard.states, self.param_gather.half_shards
         for k in self.param_gather.order_of_need:
+            half_shard = self.param_gather.half_shards[k]
             with self.clock.span("update"):
-                update_shard(cuts[k], grad_shards[k], master[k], states[k], half_shards[k], scalars)
+                update_shard(cuts[k], grad_shards[k], self.master_shard, k, half_shard, scalars)
             self.param_gather.launch(k)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf

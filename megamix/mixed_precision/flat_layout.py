@@ -133,7 +133,9 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """All buckets of what one rank trains, in the order in which backward fills them; those of fewer owners first."""
+    """All buckets of what one rank trains, in the order in which backward fills them; those that more ranks share than
+    the data-parallel ones are last.
+    """
 
     buckets: tuple[Bucket, ...]
 
@@ -145,15 +147,29 @@ class FlatLayout:
     def largest_bucket(self) -> int:
         return max(bucket.padded_numel for bucket in self.buckets)
 
-    def resident_bytes(self, half_bytes: int, grad_bytes: int, num_states: int) -> int:
-        """Return the bytes that one rank holds between steps: half parameters and gradients whole, FP32 master and
-        states by share.
+    def state_bytes(self, by_group: Sequence[int], shards: Sequence[int] | None = None) -> int:
+        """Return the bytes of the optimizer's states that one rank holds.
+
+        `by_group`: of one element's. `shards`: which one of each axis is the rank's; None: the largest of each
+        bucket, which no rank exceeds.
+        """
+        total = 0
+        for bucket in self.buckets:
+            own = range(bucket.num_shards) if shards is None else shards[bucket.axis : bucket.axis + 1]
+            total += max(
+                sum((run.end - run.start) * by_group[run.group] for run in bucket.shard_runs(shard)) for shard in own
+            )
+        return total
+
+    def resident_bytes(self, half_bytes: int, grad_bytes: int, state_bytes: int) -> int:
+        """Return the bytes that one rank holds between steps: half parameters and gradients whole, the FP32 master by
+        share, and its `state_bytes`.
 
         With half gradients and Adam (two states) 4 + 12 / num_shards per padded element; NAG (one) 4 + 8 / num_shards,
         without momentum (none) 4 + 4 / num_shards.
         """
         owned = sum(bucket.shard_numel for bucket in self.buckets)
-        return self.padded_numel * (half_bytes + grad_bytes) + owned * 4 * (1 + num_states)
+        return self.padded_numel * (half_bytes + grad_bytes) + owned * 4 + state_bytes
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
@@ -165,9 +181,10 @@ def default_bucket_size(numel: int, dp_size: int) -> int:
 def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int | None = None) -> FlatLayout:
     """Cut the parameters, in reverse registration order (about the order of their gradients), into buckets.
 
-    `axis_sizes`: how many ranks each `ParamSpec.axis` means. A bucket is of one of them, and those of the first, the
-    data-parallel ranks, come first: they fill while backward runs. The few parameters that more ranks share come from
-    all layers, so their buckets are full at its end.
+    `axis_sizes`: how many ranks each `ParamSpec.axis` means; a bucket is of one of them. Buckets stand in the order of
+    their last parameters, as backward fills them, whoever owns them. Last are those that more ranks share than the
+    data-parallel ones, the first axis: tied tables and replicated norms. They come from all layers, so they are full at
+    the end of backward, and the ends of a pipeline, whose backwards differ, must reach a table of theirs in one order.
     A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
@@ -187,7 +204,14 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
                 held = []
         if held:
             buckets.append(_bucket(held, num_shards))
-    return FlatLayout(tuple(buckets))
+    places = {spec.name: place for place, spec in enumerate(reversed(specs))}
+
+    def turn(bucket: Bucket) -> tuple[bool, int]:
+        if bucket.num_shards > axis_sizes[0]:
+            return True, bucket.axis
+        return False, max(places[slot.spec.name] for slot in bucket.slots)
+
+    return FlatLayout(tuple(sorted(buckets, key=turn)))
 
 
 def _bucket(specs: list[ParamSpec], num_shards: int) -> Bucket:

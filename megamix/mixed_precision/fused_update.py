@@ -17,7 +17,8 @@ from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import Run
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
-from megamix.mixed_precision.optimizers import Optimizer, Tensors, UpdateGroup, UpdateScalars
+from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateGroup, UpdateScalars
 
 log = logging.getLogger("megamix")
 
@@ -33,40 +34,42 @@ class StepScalars(NamedTuple):
 
 
 # Updates a run of one group in place, from (grad, master, states, half, group, step). Shapes: half in half precision,
-# grad too or FP32, master and states FP32, all (n,) with n a multiple of 64.
-Update = Callable[[Tensor, Tensor, Tensors, Tensor, int, StepScalars], None]
+# grad too or FP32, master FP32, states in their dtypes, all (n,) with n a multiple of 64.
+Update = Callable[[Tensor, Tensor, States, Tensor, int, StepScalars], None]
 Cut = tuple[Run, Update]
 
 
 def update_shard(
-    cuts: Iterable[Cut], grad: Tensor, master: Tensor, states: Tensors, half: Tensor, step: StepScalars
+    cuts: Iterable[Cut], grad: Tensor, shard: MasterShard, bucket: int, half: Tensor, step: StepScalars
 ) -> None:
     """Update this rank's part of a bucket in place, cut by cut.
 
-    Shapes: grad half or FP32, master and states FP32, half in half precision, all (shard_numel,).
+    Shapes: grad half or FP32, half in half precision, both (shard_numel,).
     """
     for run, update in cuts:
-        part = slice(run.start, run.end)
-        update(grad[part], master[part], tuple(state[part] for state in states), half[part], run.group, step)
+        part, states = slice(run.start, run.end), shard.states_of(bucket, run.start, run.end)
+        update(grad[part], shard.master[bucket][part], states, half[part], run.group, step)
 
 
 class CompiledUpdate:
     """One compiled loop, from the optimizer's own equation: Triton on a GPU, vectorised C++ on a CPU.
 
-    Compiled once for any length (a compile per length would hit the recompile limit of 8); everything that changes
-    from step to step or group to group is a device tensor, since a Python number would be baked into the code.
+    Compiled once for each set of states, for any length (a compile per length would hit the recompile limit of 8);
+    everything that changes from step to step or group to group is a device tensor, since a Python number would be baked
+    into the code.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup], device: torch.device):
         self._lr_factors = [torch.tensor(group.lr_factor, device=device) for group in groups]
         self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
-        self._update_ = _compile(gated_update(optimizer))
+        by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
+        self._updates_ = [by_states[group.states] for group in groups]
 
     def __call__(
-        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
+        self, grad: Tensor, master: Tensor, states: States, half: Tensor, group: int, step: StepScalars
     ) -> None:
         at = UpdateScalars(step.lr * self._lr_factors[group], self._weight_decays[group], step.coefficients)
-        self._update_(grad, master, states, half, step.multiplier, step.found_inf, at)
+        self._updates_[group](grad, master, states, half, step.multiplier, step.found_inf, at)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,14 +83,15 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
     """Return the update of a run as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
 
     def update_(
-        grad: Tensor, master: Tensor, states: Tensors, half: Tensor,
+        grad: Tensor, master: Tensor, states: States, half: Tensor,
         multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
-        new_master, new_states = optimizer.gated_equation(grad.float() * multiplier, master, states, at, found_inf)
+        wide = {name: state.float() for name, state in states.items()}
+        new_master, new_states = optimizer.gated_equation(grad.float() * multiplier, master, wide, at, found_inf)
         half.copy_(new_master)
         master.copy_(new_master)
-        for state, new_state in zip(states, new_states, strict=True):
-            state.copy_(new_state)
+        for name, state in states.items():
+            state.copy_(new_states[name])
 
     # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
     # every engine of the process would share this one.
@@ -104,16 +108,20 @@ class LibraryUpdate:
         self._optimizer, self._groups = optimizer, groups
 
     def __call__(
-        self, grad: Tensor, master: Tensor, states: Tensors, half: Tensor, group: int, step: StepScalars
+        self, grad: Tensor, master: Tensor, states: States, half: Tensor, group: int, step: StepScalars
     ) -> None:
-        lr_factor, weight_decay = self._groups[group]
-        at = UpdateScalars(step.lr * lr_factor, weight_decay, step.coefficients)
+        shared = self._groups[group]
+        at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
         unscaled = torch.empty(min(tuned.UPDATE_PIECE, grad.numel()), dtype=torch.float32, device=grad.device)
         for start in range(0, grad.numel(), tuned.UPDATE_PIECE):
             piece = slice(start, min(start + tuned.UPDATE_PIECE, grad.numel()))
             piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
-            piece_states = tuple(state[piece] for state in states)
-            self._optimizer.library_update_(piece_grad, master[piece], piece_states, at, step.update, step.found_inf)
+            piece_states = {name: state[piece] for name, state in states.items()}
+            wide = {name: state.float() for name, state in piece_states.items()}  # FP32 ones themselves
+            self._optimizer.library_update_(piece_grad, master[piece], wide, at, step.update, step.found_inf)
+            for name, state in piece_states.items():
+                if wide[name] is not state:
+                    state.copy_(wide[name])
             half[piece].copy_(master[piece])
 
 
@@ -128,9 +136,9 @@ def choose_update(
     """Return the update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
-    `half`: any flat half parameters, for their dtype and device; `grad_dtypes`: of all sums of gradients, since what is
-    first compiled amid a step may fail there. One answer for all ranks: the two paths round differently (fused
-    multiply-adds), and the choice is logged.
+    `half`: any flat half parameters, for their dtype and device; `grad_dtypes`: of all sums of gradients. Each is tried
+    with each set of states, since what is first compiled amid a step may fail there. One answer for all ranks: the two
+    paths round differently (fused multiply-adds), and the choice is logged.
     """
     library = LibraryUpdate(optimizer, groups), chunked_row_stats
     if not try_compiler:
@@ -144,7 +152,8 @@ def choose_update(
         with torch._dynamo.config.patch(specialize_float=True):
             for grad_dtype in dict.fromkeys(grad_dtypes):
                 grad = half.new_zeros(tuned.TRIAL, dtype=grad_dtype)
-                _try_out(optimizer, *compiled, half.new_zeros(tuned.TRIAL), grad)
+                for group in {group.states: number for number, group in enumerate(groups)}.values():
+                    _try_out(optimizer, *compiled, groups, group, half.new_zeros(tuned.TRIAL), grad)
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):
@@ -154,11 +163,12 @@ def choose_update(
 
 
 def _try_out(
-    optimizer: Optimizer, update: Update, stats: Callable[[Tensor], Tensor], half: Tensor, grad: Tensor
-) -> None:
+    optimizer: Optimizer, update: Update, stats: Callable[[Tensor], Tensor], groups: Sequence[UpdateGroup], group: int,
+    half: Tensor, grad: Tensor,
+) -> None:  # fmt: skip
     master = torch.zeros_like(grad, dtype=torch.float32)
-    states = tuple(torch.zeros_like(master) for _ in optimizer.state_names)
+    states = groups[group].new_states(grad.numel(), grad.device)
     one = torch.ones((), device=grad.device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
-    update(grad, master, states, half, 0, step)
+    update(grad, master, states, half, group, step)
     stats(grad)

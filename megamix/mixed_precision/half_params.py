@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,27 +56,53 @@ def describe_params(
             raise ValueError(
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
-        group = groups.setdefault(optimizer.group_of(name, param.dim()), len(groups))
-        spec = ParamSpec.whole(name, tuple(param.shape), group, tuple(aliases))
-        if (at := placements.get(name)) is not None:
+        at, shape = placements.get(name), tuple(param.shape)
+        group = groups.setdefault(optimizer.group_of(name, shape if at is None else at.full_shape), len(groups))
+        spec = ParamSpec.whole(name, shape, group, tuple(aliases))
+        if at is not None:
             axis = axes.setdefault(at.owners, len(axes))
             spec = replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts)
         specs.append(spec)
-    return specs, list(groups), list(axes), _all_stages(specs, topology.pp, model)
+    return specs, list(groups), list(axes), _all_stages(ParamSpec, specs, topology.pp, model)
 
 
-def _all_stages(specs: Sequence[ParamSpec], pp: Axis, model: nn.Module) -> list[ParamSpec]:
-    """Each parameter once, stage by stage. Of another stage's, names and full shapes alone mean something here."""
-    by_stage: list[Sequence[ParamSpec]] = [specs]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferSpec:
+    """A buffer that the module's state_dict has: equal on all ranks of its stage, or the first one's counts."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    dtype: str  # as torch prints it
+    stage: int  # the first that has it
+    aliases: tuple[str, ...] = ()
+
+
+def describe_buffers(model: nn.Module, topology: Topology) -> list[BufferSpec]:
+    """Return those of the whole model. Every rank must call it."""
+    persistent, stage = model.state_dict().keys(), topology.pp.rank
+    own = [
+        BufferSpec(name=name, full_shape=tuple(buffer.shape), dtype=str(buffer.dtype), stage=stage)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name in persistent and buffer.numel()
+    ]
+    return _all_stages(BufferSpec, own, topology.pp, model)
+
+
+_Spec = TypeVar("_Spec", ParamSpec, BufferSpec)
+
+
+def _all_stages(kind: type[_Spec], specs: list[_Spec], pp: Axis, model: nn.Module) -> list[_Spec]:
+    """Each once, stage by stage. Of another stage's parameters, names and full shapes alone mean something here."""
+    by_stage = [specs]
     if pp.group is not None:
         device = single_device(model)
         own = json.dumps([asdict(spec) for spec in specs])
         texts = gather_texts(make_collectives(pp, 0, torch.uint8, device), own, device)
-        by_stage = [[ParamSpec(**_tuples(fields)) for fields in json.loads(text)] for text in texts]
-    found: dict[str, ParamSpec] = {}
+        by_stage = [[kind(**_tuples(fields)) for fields in json.loads(text)] for text in texts]
+    found: dict[str, _Spec] = {}
     for stage in by_stage:
         for spec in stage:
-            found.setdefault(spec.name, spec)  # a parameter may be held by two stages
+            found.setdefault(spec.name, spec)  # one may be held by two stages
     return list(found.values())
 
 

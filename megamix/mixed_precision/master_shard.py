@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.half_params import HalfParams
+from megamix.mixed_precision.optimizers import MASTER, States, UpdateGroup
 
 
 class OwnedRange(NamedTuple):
@@ -19,7 +19,7 @@ class OwnedRange(NamedTuple):
 
     spec: ParamSpec
     start: int
-    tensors: tuple[Tensor, ...]  # FP32 (n,) each, views: the master, then the optimizer's states
+    tensors: States  # (n,) each, views: "master" in FP32, then the optimizer's states
 
 
 # Writes the initial values of a parameter's block, flattened, from number `start` on, into FP32 (n,).
@@ -27,45 +27,71 @@ Fill = Callable[[ParamSpec, int, Tensor], None]
 
 
 class MasterShard:
-    """Per bucket: `master[k]` FP32 (shard_numel,), and `states[k]`, one such tensor per optimizer state, zeros at the
-    start. `collectives[k]`: among the owners of bucket k, each of which has a shard of it.
-
-    `runs[k]`: the pieces of bucket k's shard that belong to one optimizer group each, counted from the shard's start.
+    """Per bucket: `master[k]` FP32 (shard_numel,). `runs[k]`: the pieces of bucket k's shard that belong to one
+    optimizer group each, counted from the shard's start; `states[k]`: for each of these the states of its group, as
+    long as the run and in their own dtypes, zeros at the start. `collectives[k]`: among the owners of bucket k, each of
+    which has a shard of it.
     """
 
-    def __init__(self, layout: FlatLayout, collectives: Sequence[Collectives], num_states: int, device: torch.device):
+    def __init__(
+        self, layout: FlatLayout, collectives: Sequence[Collectives], groups: Sequence[UpdateGroup],
+        device: torch.device,
+    ):  # fmt: skip
         self._layout, self._collectives = layout, collectives
-        shard_numels = [bucket.shard_numel for bucket in layout.buckets]
-        self.master = [torch.zeros(numel, device=device) for numel in shard_numels]
-        self.states = [tuple(torch.zeros(numel, device=device) for _ in range(num_states)) for numel in shard_numels]
+        self.master = [torch.zeros(bucket.shard_numel, device=device) for bucket in layout.buckets]
         self.runs = [
             bucket.shard_runs(among.axis.rank) for bucket, among in zip(layout.buckets, collectives, strict=True)
+        ]
+        self.states = [
+            [groups[run.group].new_states(run.end - run.start, device) for run in runs] for runs in self.runs
         ]
 
     def take(self, bucket: int, full: Tensor) -> None:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
         self.master[bucket].copy_(self._collectives[bucket].own_part(full))
 
+    def states_of(self, bucket: int, start: int, end: int) -> States:
+        """Return the states of the elements [start, end) of a bucket's shard, which lie in one run: views."""
+        number = next(number for number, run in enumerate(self.runs[bucket]) if start < run.end)
+        first = self.runs[bucket][number].start
+        return {name: state[start - first : end - first] for name, state in self.states[bucket][number].items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of all states that this rank holds."""
+        return sum(state.nbytes for by_run in self.states for states in by_run for state in states.values())
+
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Yield every element of a parameter that this rank owns, without the padding."""
         for index, bucket in enumerate(self._layout.buckets):
-            tensors = (self.master[index], *self.states[index])
             for piece in bucket.shard_pieces(self._collectives[index].axis.rank):
                 if piece.numel:
-                    yield OwnedRange(piece.spec, piece.first, tuple(tensor[piece.elements] for tensor in tensors))
+                    states = self.states_of(index, piece.start, piece.start + piece.numel)
+                    yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[index][piece.elements], **states})
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's shards and optimizer states of all buckets."""
         return {
             "master": [master.clone() for master in self.master],
-            "states": [tuple(state.clone() for state in states) for states in self.states],
+            "states": [tuple(map(torch.cat, parts)) for parts in self._parts_by_name()],
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Copy back what `state_dict` gave."""
-        mine = [*self.master, *chain(*self.states)]
-        for own, other in zip(mine, [*saved["master"], *chain(*saved["states"])], strict=True):
+        for own, other in zip(self.master, saved["master"], strict=True):
             own.copy_(other)
+        for parts, wholes in zip(self._parts_by_name(), saved["states"], strict=True):
+            for own_parts, whole in zip(parts, wholes, strict=True):
+                for own, other in zip(own_parts, whole.split([own.numel() for own in own_parts]), strict=True):
+                    own.copy_(other)
+
+    def _parts_by_name(self) -> list[list[list[Tensor]]]:
+        """Per bucket, per name of a state: that state of all runs that have it."""
+        found = []
+        for by_run in self.states:
+            names = dict.fromkeys(name for states in by_run for name in states)
+            found.append([[states[name] for states in by_run if name in states] for name in names])
+        return found
 
     def gather(self, bucket: int) -> Tensor:
         """Return a whole bucket's master weights, from its owners: FP32 (padded_numel,). All of them must call it."""
@@ -126,7 +152,7 @@ def take_over(
     """
     if fill is not None:
         for owned in master_shard.owned_ranges():
-            fill(owned.spec, owned.start, owned.tensors[0])
+            fill(owned.spec, owned.start, owned.tensors[MASTER])
     for bucket, among in enumerate(collectives):
         if fill is None:
             full = half_params.full_precision(bucket)

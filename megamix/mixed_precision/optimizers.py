@@ -1,6 +1,8 @@
 """The optimizers: what one is made of, and its equation as a pure elementwise function in FP32.
 
 An optimizer is settings and formulas; its states live in the master shard and its equation runs in the fused update.
+One of your own is a frozen dataclass under `Optimizer` with `states` and `equation`, and `coefficients` where the
+equation needs the update's number.
 """
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from __future__ import annotations
 import fnmatch
 import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, NamedTuple
@@ -20,7 +23,11 @@ from megamix import tuned
 
 log = logging.getLogger("megamix")
 
+MASTER = "master"  # the name of the weights themselves among a parameter's states
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 Tensors = tuple[Tensor, ...]
+States = dict[str, Tensor]  # by name
 
 
 def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
@@ -47,6 +54,10 @@ class UpdateGroup(NamedTuple):
 
     lr_factor: float
     weight_decay: float
+    states: tuple[tuple[str, torch.dtype], ...]
+
+    def new_states(self, numel: int, device: torch.device) -> States:
+        return {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in self.states}
 
 
 class UpdateScalars(NamedTuple):
@@ -80,7 +91,7 @@ def _require_finite(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What AdamW and NAG share.
+    """What every optimizer has.
 
     `lr`: a number, or one per update; past the end the last one holds. `groups`: the first pattern that matches a
     parameter wins; weight decay is 0 for parameters of fewer than two dims (norms, biases) unless a group says
@@ -103,9 +114,12 @@ class Optimizer:
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
         _require_finite("weight_decay", self.weight_decay)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Name the states, FP32 (shard_numel,) each, zeros at the start. Equal names mean interchangeable contents."""
+    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        """Return names and dtypes (FP32, BF16 or FP16) of one parameter's states, zeros at the start; none is fine.
+
+        `shape`: of the whole parameter, whatever ranks divide it. Equal names and dtypes mean interchangeable contents.
+        A half state is widened for the equation, and what the equation returns of it is rounded to nearest.
+        """
         raise NotImplementedError
 
     def lr_table(self) -> list[float]:
@@ -117,13 +131,24 @@ class Optimizer:
         except (TypeError, ValueError):
             return []
 
-    def group_of(self, name: str, num_dims: int) -> UpdateGroup:
-        """Return what one parameter shares with its group."""
-        default_decay = self.weight_decay if num_dims > 1 else 0.0
+    def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
+        """Return what one parameter shares with its group. `shape`: as for `states`.
+
+        Raises: ValueError naming a state that cannot be.
+        """
+        states = tuple(self.states(name, shape).items())
+        for state, dtype in states:
+            if not re.fullmatch(r"\w{1,100}", state) or state == MASTER or dtype not in STATE_DTYPES:
+                raise ValueError(
+                    f"{type(self).__name__}.states of {name} has {state!r}: {dtype}; a state has a Python name other "
+                    f"than {MASTER!r} and is torch.float32, torch.bfloat16 or torch.float16"
+                )
+        default_decay = self.weight_decay if len(shape) > 1 else 0.0
         for group in self.groups:
             if fnmatch.fnmatchcase(name, group.pattern):
-                return UpdateGroup(group.lr_factor, default_decay if group.weight_decay is None else group.weight_decay)
-        return UpdateGroup(1.0, default_decay)
+                decay = default_decay if group.weight_decay is None else group.weight_decay
+                return UpdateGroup(group.lr_factor, decay, states)
+        return UpdateGroup(1.0, default_decay, states)
 
     def warn_of_idle_groups(self, names: Sequence[str]) -> None:
         """Log the patterns that match none of a model's parameters: misspelt, or meant for another one."""
@@ -135,33 +160,37 @@ class Optimizer:
         """Return what the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
         return ()
 
-    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
-        """Return the new master and states. Shapes: grad, master and each state FP32 (n,)."""
+    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+        """Return the new master and states, element by element, out of place; zeros must stay zeros where the gradient
+        is zero, as padding's is. `states`: those of a run of parameters that share them.
+        Shapes: grad, master and each state FP32 (n,).
+        """
         raise NotImplementedError
 
     def gated_equation(
-        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, found_inf: Tensor
-    ) -> tuple[Tensor, Tensors]:
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, found_inf: Tensor
+    ) -> tuple[Tensor, States]:
         """Return `equation`'s, or master and states as they were where `found_inf` is set."""
         new_master, new_states = self.equation(grad, master, states, at)
         # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
-        return torch.where(found_inf, master, new_master), tuple(
-            torch.where(found_inf, state, new_state) for state, new_state in zip(states, new_states, strict=True)
-        )
+        return torch.where(found_inf, master, new_master), {
+            name: torch.where(found_inf, state, new_states[name]) for name, state in states.items()
+        }
 
     def library_update_(
-        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
     ) -> None:
         """Do the same in place, for machines without a compiler: one operation of torch's after the other, unless torch
         has a fused kernel of this equation. `update` FP32 (): its number, 1 for the first.
         """
-        pieces = zip(*(torch.split(tensor, tuned.EQUATION_PIECE) for tensor in (grad, master, *states)), strict=True)
+        tensors = (grad, master, *states.values())
+        pieces = zip(*(torch.split(tensor, tuned.EQUATION_PIECE) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
-            piece_states = tuple(rest)
+            piece_states = dict(zip(states, rest, strict=True))
             new_master, new_states = self.gated_equation(piece_grad, piece_master, piece_states, at, found_inf)
             piece_master.copy_(new_master)
-            for state, new_state in zip(piece_states, new_states, strict=True):
-                state.copy_(new_state)
+            for name, state in piece_states.items():
+                state.copy_(new_states[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +211,8 @@ class AdamW(Optimizer):
                 "as padding's are, the step is 0 / (0 + eps); use 1e-8"
             )
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
+    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
     def coefficients(self, update: Tensor) -> Tensors:
         # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
@@ -192,21 +220,23 @@ class AdamW(Optimizer):
         correction1, correction2 = (1 - beta**update for beta in self.betas)
         return correction1.reciprocal().float(), correction2.rsqrt().float()
 
-    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
-        (exp_avg, exp_avg_sq), (debias1, debias2) = states, at.coefficients
-        exp_avg = torch.lerp(exp_avg, grad, 1 - self.betas[0])
-        exp_avg_sq = torch.lerp(exp_avg_sq, grad.square(), 1 - self.betas[1])
+    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+        debias1, debias2 = at.coefficients
+        exp_avg = torch.lerp(states["exp_avg"], grad, 1 - self.betas[0])
+        exp_avg_sq = torch.lerp(states["exp_avg_sq"], grad.square(), 1 - self.betas[1])
         denom = exp_avg_sq.sqrt() * debias2 + self.eps
         master = master - at.lr * at.weight_decay * master
         master = master - at.lr * debias1 * (exp_avg / denom)
-        return master, (exp_avg, exp_avg_sq)
+        return master, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def library_update_(
-        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
     ) -> None:
-        exp_avg, exp_avg_sq = states
+        if type(self).equation is not AdamW.equation:
+            super(AdamW, self).library_update_(grad, master, states, at, update, found_inf)
+            return
         torch._fused_adamw_(
-            [master], [grad], [exp_avg], [exp_avg_sq], [], [update],
+            [master], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [update],
             lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=float(at.weight_decay), eps=self.eps,
             amsgrad=False, maximize=False, found_inf=found_inf.float(),
         )  # fmt: skip
@@ -233,33 +263,33 @@ class NAG(Optimizer):
         if self.momentum_form not in ("gradient", "velocity"):
             raise ValueError(f'momentum_form must be "gradient" or "velocity", got {self.momentum_form!r}')
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
+    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         if not self.momentum:
-            return ()
-        return ("velocity",) if self.momentum_form == "velocity" else ("momentum_buffer",)
+            return {}
+        return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": torch.float32}
 
-    def equation(self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars) -> tuple[Tensor, Tensors]:
+    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         if self.decoupled_weight_decay:
             master = master - at.lr * at.weight_decay * master
         else:
             grad = grad + at.weight_decay * master
         if not self.momentum:
-            return master - at.lr * grad, ()
+            return master - at.lr * grad, {}
         if self.momentum_form == "velocity":
-            velocity = self.momentum * states[0] - at.lr * grad
-            return master + self.momentum * velocity - at.lr * grad, (velocity,)
-        momentum_buffer = self.momentum * states[0] + grad
-        return master - at.lr * (grad + self.momentum * momentum_buffer), (momentum_buffer,)
+            velocity = self.momentum * states["velocity"] - at.lr * grad
+            return master + self.momentum * velocity - at.lr * grad, {"velocity": velocity}
+        momentum_buffer = self.momentum * states["momentum_buffer"] + grad
+        return master - at.lr * (grad + self.momentum * momentum_buffer), {"momentum_buffer": momentum_buffer}
 
     def library_update_(
-        self, grad: Tensor, master: Tensor, states: Tensors, at: UpdateScalars, update: Tensor, found_inf: Tensor
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
     ) -> None:
-        if self.decoupled_weight_decay or self.momentum_form == "velocity":
+        own_equation = type(self).equation is not NAG.equation
+        if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
             super(NAG, self).library_update_(grad, master, states, at, update, found_inf)
             return
         torch._fused_sgd_(
-            [master], [grad], [*states],
+            [master], [grad], [*states.values()],
             weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
             nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=found_inf.float(),
         )  # fmt: skip

@@ -7,12 +7,14 @@ loss scale, learning rate of the step) are left out.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout
+from megamix.mixed_precision.optimizers import UpdateGroup
 from megamix.mixed_precision.settings import Precision
 
 _FP32 = 4
@@ -35,10 +37,11 @@ class EngineMemory:
 
 
 def engine_memory(
-    layout: FlatLayout, precision: Precision, *,
-    num_ranks: int, num_states: int, num_updates: int, on_gpu: bool, compiled: bool,
+    layout: FlatLayout, precision: Precision, groups: Sequence[UpdateGroup], *,
+    num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool, shards: Sequence[int] | None = None,
 ) -> EngineMemory:  # fmt: skip
-    """Count for the rank with the most pieces: all ranks hold the same, but for the tables. `num_updates`: entries of
+    """Count for the rank with the most pieces: all ranks hold the same, but for the tables and for states that not all
+    parameters have. Of these the most are counted, or those of a rank's own shards, by axis. `num_updates`: entries of
     the learning rate's table; `compiled`: the update is.
     """
     half, grad, sum_dtype = precision.dtype.itemsize, precision.own_grad_dtype, precision.sum_dtype(num_ranks)
@@ -54,13 +57,17 @@ def engine_memory(
     by_torch, copies = not compiled, 1 if sum_dtype == torch.float32 else 2
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
-    trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 * (1 + num_states))
+    by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
+    state_bytes = layout.state_bytes(by_group, shards)
+    trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
+    # Of a piece: its gradient and its half states, in FP32.
+    wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
         held={
             "half parameters": layout.padded_numel * half,
             "half gradients": layout.padded_numel * grad.itemsize,
             "FP32 masters": owned * _FP32,
-            "optimizer states": owned * _FP32 * num_states,
+            "optimizer states": state_bytes,
             "exchange scratch": sum(scratch.values()) * grad.itemsize,  # where other ranks' parts of a bucket arrive
         },
         tables=_INT64 * borders + _FP32 * num_updates,
@@ -69,7 +76,7 @@ def engine_memory(
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
         statistics=rows + by_torch * copies * _FP32 * min(tuned.STATS_PIECE, largest_shard),
-        update=by_torch * _FP32 * min(tuned.UPDATE_PIECE, largest_shard),
+        update=by_torch * wide * _FP32 * min(tuned.UPDATE_PIECE, largest_shard),
     )
 
 

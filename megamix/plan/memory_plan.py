@@ -106,7 +106,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are not looked at.
     Nothing is asked of other ranks: one alone may call it while they train.
     """
-    part = _plan_part(config, dp_size, rank, machine)
+    part = _plan_part(config, dp_size, rank, machine, own_states=True)
     return part.held, _host(config, part)
 
 
@@ -121,23 +121,24 @@ class _RankPart(NamedTuple):
     pipeline: PipelineRank | None
 
 
-def _plan_part(config: Config, dp_size: int, rank: int, machine: Machine) -> _RankPart:
+def _plan_part(config: Config, dp_size: int, rank: int, machine: Machine, *, own_states: bool = False) -> _RankPart:
     section, training = config.parallelism, config.training
     topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
     stages = plan_pipeline(config)
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, _, axes, _ = describe_params(module, optimizer, topology, placements)
+    specs, groups, axes, _ = describe_params(module, optimizer, topology, placements)
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     engine = engine_memory(
         layout,
         precision,
+        groups,
         num_ranks=topology.world.size,
-        num_states=len(optimizer.state_names),
         num_updates=training.steps,
         on_gpu=machine == "gpu",
         compiled=config.optimizer.compile,
+        shards=[axis.rank for axis in axes] if own_states else None,
     )
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held | {"model buffers": buffers, "tables": engine.tables}

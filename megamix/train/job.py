@@ -263,7 +263,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     numel = parameter_count(config.model)
     resident = engine.layout.resident_bytes(
-        engine.half_params.dtype.itemsize, engine.half_grads.flat[0].dtype.itemsize, len(engine.optimizer.state_names)
+        engine.half_params.dtype.itemsize, engine.half_grads.flat[0].dtype.itemsize, engine.master_shard.state_bytes
     )
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megamix.checkpoint.snapshot import DTYPE_NAMES
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
 from megamix.config import Config
 from megamix.data.tokenizer import TextTokenizer, open_tokenizer
@@ -63,14 +64,17 @@ def write_results(
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    """Write FP32 weights as safetensors, each tensor once under its first name; whole or not there."""
+    """Write FP32 weights, and buffers as they are, as safetensors, each tensor once under its first name; whole or not
+    there.
+    """
     once: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():
         once.setdefault(id(tensor), (name, tensor))
     tensors = dict(once.values())
     # safetensors' save_file would make a file that only its owner may read, whatever the umask.
     with written_aside(path) as file:
-        file.write(safetensors_header({name: tensor.shape for name, tensor in tensors.items()}, "F32", 4))
+        kinds = {name: (DTYPE_NAMES[str(tensor.dtype)], tensor.shape) for name, tensor in tensors.items()}
+        file.write(safetensors_header(kinds))
         for tensor in tensors.values():
             for chunk in tensor_chunks(tensor.reshape(-1)):
                 file.write(chunk)

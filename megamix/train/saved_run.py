@@ -16,7 +16,8 @@ from typing import Any, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
-from megamix.checkpoint.manifest import Count, Manifest
+from megamix.checkpoint.manifest import BUFFER, Count, Manifest, states_text
+from megamix.checkpoint.snapshot import state_set
 from megamix.config import Config, DecoderConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
@@ -51,8 +52,12 @@ def check_run(manifest: Manifest) -> None:
     config = _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
     check_params(manifest, config.model)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
-    if manifest.states[1:] != optimizer.state_names:
-        raise ValueError(f"states: {manifest.states[1:]}, but {config.optimizer.name} has {optimizer.state_names}")
+    for param in manifest.params:
+        held, needed = manifest.states[param.states], state_set(optimizer, param.name, param.shape)
+        if held != needed and BUFFER not in held:
+            raise ValueError(
+                f"states: {param.name} has {states_text(held)}, but {config.optimizer.name} has {states_text(needed)}"
+            )
     layout = manifest.layout
     if (ranks := layout.dp_size * layout.tp_size * layout.pp_size) != len(manifest.files):
         raise ValueError(f"layout: {ranks} ranks, but {len(manifest.files)} files")
@@ -89,6 +94,8 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
         raise ValueError(f"{unlike}: {error}") from None
     aliases = {TABLE: {HEAD}} if model.tie_embeddings else {}
     for saved in manifest.params:
+        if BUFFER in manifest.states[saved.states]:
+            continue  # loading compares it with the model's
         if saved.shape != shapes.pop(saved.name, None) or not aliases.get(saved.name, set()).issuperset(saved.aliases):
             raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")
     if shapes:

@@ -26,7 +26,7 @@ from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 
-GRADIENT, MASTER = "gradient", "master"
+GRADIENT = "gradient"
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
 _BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size
 
@@ -127,7 +127,7 @@ def _scalars(engine: ShardedEngine, result: StepResult) -> dict[str, float]:
 
 def _states(engine: ShardedEngine) -> Iterator[Fragment]:
     for owned in engine.owned_ranges():
-        for state, values in zip((MASTER, *engine.optimizer.state_names), owned.tensors, strict=True):
+        for state, values in owned.tensors.items():
             yield _fragment(owned.spec, state, owned.start, values)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megamix.config import Config
-from megamix.mixed_precision.optimizers import Optimizer, UpdateScalars
+from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
@@ -86,15 +86,15 @@ class Reference:
 
 
 def exact_update(
-    optimizer: Optimizer, name: str, grad: Tensor, before: Sequence[Tensor], lr: float, update: int
-) -> list[Tensor]:
-    """Return master and states after the optimizer's equation in FP64.
+    optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], lr: float, update: int
+) -> Tensors:
+    """Return master and states after the optimizer's equation in FP64, by name as `before` has them.
 
-    Shapes: grad FP64 and each of `before`, the master and the states, like the parameter.
+    Shapes: grad FP64 and each of `before` like the parameter.
     """
-    lr_factor, weight_decay = optimizer.group_of(name, grad.dim())
+    group = optimizer.group_of(name, tuple(grad.shape))
     coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
-    at = UpdateScalars(torch.tensor(lr * lr_factor, dtype=torch.float64), weight_decay, coefficients)
-    master, *states = (tensor.double() for tensor in before)
-    new_master, new_states = optimizer.equation(grad, master, tuple(states), at)
-    return [new_master, *new_states]
+    at = UpdateScalars(torch.tensor(lr * group.lr_factor, dtype=torch.float64), group.weight_decay, coefficients)
+    states = {state: tensor.double() for state, tensor in before.items()}
+    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
+    return {MASTER: new_master, **new_states}

@@ -10,7 +10,7 @@ from typing import Any
 
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import (
-    MASTER,
+    UNTRAINED,
     FileRecord,
     LayoutRecord,
     Manifest,
@@ -48,7 +48,7 @@ def write_sealed(path: Path, content: bytes, params: Sequence[ParamRecord]) -> N
     """A checkpoint of weights alone, of one file."""
     (path / SHARD).write_bytes(content)
     manifest = Manifest(
-        applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(), states=(MASTER,), params=tuple(params),
+        applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(), states=(UNTRAINED,), params=tuple(params),
         layout=LayoutRecord(dp_size=1, buckets=()),
         files=(FileRecord(name=SHARD, size=len(content), crc32=zlib.crc32(content)),),
     )  # fmt: skip

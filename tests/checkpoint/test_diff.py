@@ -108,13 +108,16 @@ def test_of_another_model_or_optimizer_what_both_have_is_compared(tmp_path: Path
     new = _saved(tmp_path / "new", _set("0.weight", "master", {0: 100.0}), other)
     lines = _lines(old, new)
     told = {
-        "states: ('master', 'exp_avg', 'exp_avg_sq') -> ('master', 'momentum_buffer')",
+        "states.0.weight: master, exp_avg, exp_avg_sq -> master, momentum_buffer",
+        "states.0.bias: master, exp_avg, exp_avg_sq -> (none)",
+        "states.1.weight: master, exp_avg, exp_avg_sq -> master, momentum_buffer",
+        "states.1.bias: master, exp_avg, exp_avg_sq -> master, momentum_buffer",
         "shape.0.bias: (3,) -> (none)",
         "shape.1.weight: (3,) -> (5,)",
         "shape.1.bias: (3,) -> (5,)",
     }
-    assert told == set(lines[:4])
-    (line,) = lines[4:]
+    assert told == set(lines[:7])
+    (line,) = lines[7:]
     assert line.startswith("master of 0.weight: 1 of 12 elements (8.33%), by at most ")
 
 

@@ -134,8 +134,8 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "a shape that overflows": (_header("w|master|0,0", [HUGE, HUGE], 0, 64), SHARD),
     "a place beyond the file": (_header("w|master|0", [16], HUGE, HUGE + 64), SHARD),
     "elements out of step": (_out_of_step, f"{SHARD}: .*no multiple of 4"),
-    "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, every state is F32"),
-    "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, every state is F32"),
+    "integers": (_added("norm.bias|master|0", torch.zeros(24).int()), "I32, the manifest has F32"),
+    "halves": (_added("norm.bias|master|0", torch.zeros(24).half()), "F16, the manifest has F32"),
     "a key that is none": (_added("x"), f"{SHARD}: 'x'"),
     "an offset without end": (_added("w|master|" + "9" * 9999), f"{SHARD}: 'w"),
     "an offset of other dims": (_added("w|master|0,0"), f"{SHARD}: .* 2 dims"),
@@ -150,7 +150,35 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "a number as text": (_fields(applied_updates="2"), f"{MANIFEST}: applied_updates"),
     "a field nobody knows": (_fields(extra=1), f"{MANIFEST}: extra"),
     "a file twice": (lambda path: edit(path, lambda fields: fields["files"].append(fields["files"][0])), "twice"),
-    "another version": (_fields(version=2), f"{MANIFEST}: version"),
+    "a set that no parameter has": (
+        lambda path: edit(path, lambda fields: fields["states"].append({"master": "F32"})),
+        f"{MANIFEST}: states",
+    ),
+    "a parameter of no set": (
+        lambda path: edit(path, lambda fields: fields["params"][0].update(states=1)),
+        f"{MANIFEST}: states",
+    ),
+    "a set without the weights": (_fields(states=[{"exp_avg": "F32", "exp_avg_sq": "F32"}]), "has no master in F32"),
+    "weights in half": (_fields(states=[{"master": "BF16"}]), "has no master in F32"),
+    "a dtype nobody knows": (_fields(states=[{"master": "F32", "exp_avg": "C64"}]), f"{MANIFEST}: states.0.exp_avg"),
+    "a state with a path for a name": (_fields(states=[{"master": "F32", "../x": "F32"}]), f"{MANIFEST}: states.0"),
+    "a state of another dtype": (
+        _fields(states=[{"master": "F32", "exp_avg": "BF16", "exp_avg_sq": "F32"}]),
+        "is F32, the manifest has BF16",
+    ),
+    "states of version 1": (_fields(states=["master", "exp_avg", "exp_avg_sq"]), f"{MANIFEST}: states.0"),
+    "states of version 2 in version 1": (_fields(version=1), f"{MANIFEST}: states.0"),
+    "a buffer without bytes": (
+        lambda path: edit(
+            path,
+            lambda fields: (
+                fields["states"].append({"buffer": "I64"}),
+                fields["params"].append({"name": "seen", "shape": [], "aliases": [], "states": 1}),
+            ),
+        ),
+        "buffer of seen: 0 of 1 elements",
+    ),
+    "another version": (_fields(version=3), f"{MANIFEST}: version"),
 }
 
 

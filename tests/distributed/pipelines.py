@@ -115,7 +115,7 @@ def by_name(engine: ShardedEngine, shards: list[Tensor]) -> dict[str, Tensor]:
 def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
     """Master and moments, by name; and the half parameters as this rank has them."""
     shards = engine.master_shard
-    kinds = [shards.master, *(list(kind) for kind in zip(*shards.states, strict=True))]
+    kinds = [shards.master, *(list(kind) for kind in zip(*shards.state_dict()["states"], strict=True))]
     parts = [by_name(engine, kind) for kind in kinds]
     half = {name: param.detach().float().flatten() for name, param in engine.half_params.params.items()}
     return {name: [*(part[name] for part in parts), half[name]] for name in parts[0]}

@@ -74,14 +74,15 @@ def train_reference(
         result.losses.append(losses)
         result.grad_norms.append(float(grad_norm.float()))
     for name, master in masters.items():
-        result.states[name] = tuple(torch_optimizer.state[master][state] for state in optimizer.state_names)
+        states = optimizer.states(name, tuple(params[name].shape))
+        result.states[name] = tuple(torch_optimizer.state[master][state] for state in states)
     return result
 
 
 def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], masters: dict[str, Tensor]) -> Any:
     groups = []
     for name, param in params.items():
-        lr_factor, weight_decay = optimizer.group_of(name, param.dim())
+        lr_factor, weight_decay, _ = optimizer.group_of(name, tuple(param.shape))
         lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
         groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
     if isinstance(optimizer, NAG):

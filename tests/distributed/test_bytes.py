@@ -13,7 +13,7 @@ from megamix.live_storage import LiveStorage
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
-def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, int, float]:
+def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, int, float]:
     """(live bytes counted, bytes by the layout, scratch bytes, live bytes without scratch per parameter)."""
     dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     with LiveStorage() as tracker:
@@ -38,7 +38,7 @@ def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, 
     scalars += [engine.under_way.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
     named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
     grad_bytes = grad_dtype.itemsize
-    resident = engine.layout.resident_bytes(2, grad_bytes, len(optimizer.state_names))
+    resident = engine.layout.resident_bytes(2, grad_bytes, engine.layout.state_bytes([4 * num_states] * 2, [rank]))
     scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
     padding = engine.layout.padded_numel - num_params
     per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
@@ -46,21 +46,21 @@ def _bytes(optimizer, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, 
 
 
 CASES = [
-    (AdamW(lr=0.01), torch.float16, "half", lambda dp_size: 4 + 12 / dp_size),
-    (AdamW(lr=0.01), torch.float16, "half_fp32_sum", lambda dp_size: 4 + 12 / dp_size),
-    (NAG(lr=0.01), torch.float16, "half", lambda dp_size: 4 + 8 / dp_size),
-    (NAG(lr=0.01, momentum=0.0), torch.float16, "half", lambda dp_size: 4 + 4 / dp_size),
-    (AdamW(lr=0.01), torch.float32, "fp32", lambda dp_size: 6 + 12 / dp_size),
+    (AdamW(lr=0.01), 2, torch.float16, "half", lambda dp_size: 4 + 12 / dp_size),
+    (AdamW(lr=0.01), 2, torch.float16, "half_fp32_sum", lambda dp_size: 4 + 12 / dp_size),
+    (NAG(lr=0.01), 1, torch.float16, "half", lambda dp_size: 4 + 8 / dp_size),
+    (NAG(lr=0.01, momentum=0.0), 0, torch.float16, "half", lambda dp_size: 4 + 4 / dp_size),
+    (AdamW(lr=0.01), 2, torch.float32, "fp32", lambda dp_size: 6 + 12 / dp_size),
 ]
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize(("optimizer", "grad_dtype", "reduce_dtype", "formula"), CASES)
+@pytest.mark.parametrize(("optimizer", "num_states", "grad_dtype", "reduce_dtype", "formula"), CASES)
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_live_bytes_equal_the_formula(
-    run_ranks, optimizer, grad_dtype, reduce_dtype: str, formula, dp_size: int
+    run_ranks, optimizer, num_states: int, grad_dtype, reduce_dtype: str, formula, dp_size: int
 ) -> None:
-    args = (optimizer, grad_dtype, reduce_dtype)
+    args = (optimizer, num_states, grad_dtype, reduce_dtype)
     ranks = [_bytes(*args)] if dp_size == 1 else run_ranks(_bytes, dp_size, *args)
     for live, resident, scratch, per_param in ranks:
         assert live == resident + scratch
@@ -75,7 +75,11 @@ def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
     precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
     engine = ShardedEngine(model, AdamW(lr=0.01), precision, Sharding(bucket_size=10**9), compile_update=False)
     rank = dist.get_rank()
-    kept = (engine.master_shard.master[0], *engine.master_shard.states[0], engine.half_grads.flat[0])
+    kept = (
+        engine.master_shard.master[0],
+        *(state for run in engine.master_shard.states[0] for state in run.values()),
+        engine.half_grads.flat[0],
+    )
     own = {tensor.data_ptr() for tensor in kept}
     shard_numel = engine.master_shard.master[0].numel()
 

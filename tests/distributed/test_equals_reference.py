@@ -147,7 +147,10 @@ def differences(
     wrong = []
     for index, bucket in enumerate(engine.layout.buckets):
         kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}
-        own = {"master": (engine.master_shard.master[index],), "state": engine.master_shard.states[index]}
+        own = {
+            "master": (engine.master_shard.master[index],),
+            "state": engine.master_shard.state_dict()["states"][index],
+        }
         for kind, values in kinds.items():
             for number, mine in enumerate(own[kind]):
                 full = torch.zeros(bucket.padded_numel)

@@ -220,7 +220,9 @@ def _state_at_the_start(config: Any) -> tuple[dict[str, Tensor], float, int]:
 
     def look(engine: ShardedEngine) -> None:
         publish(engine)
-        states = [float(tensor.abs().max()) for owned in engine.owned_ranges() for tensor in owned.tensors[1:]]
+        states = [
+            float(tensor.abs().max()) for owned in engine.owned_ranges() for tensor in [*owned.tensors.values()][1:]
+        ]
         weights = {name: value.clone() for name, value in engine.full_weights().items()}
         seen.append((weights, max(states), int(engine.applied_updates)))
 

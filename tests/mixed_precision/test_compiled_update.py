@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,13 +28,17 @@ from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
 from megamix.mixed_precision.settings import Placement
 
 EPS = 2.0**-23
-GROUPS = [UpdateGroup(1.0, 0.1), UpdateGroup(0.5, 0.0)]
 KINDS = {
     "adamw-fp16": (AdamW(lr=0.01), torch.float16),
     "nag-bf16": (NAG(lr=0.1), torch.bfloat16),
     "velocity-fp32": (NAG(lr=0.1, momentum_form="velocity", decoupled_weight_decay=True), torch.float32),
 }
 ROWS = 4096 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
+
+
+def _groups(optimizer) -> list[UpdateGroup]:
+    states = tuple(optimizer.states("weight", (64, 64)).items())
+    return [UpdateGroup(1.0, 0.1, states), UpdateGroup(0.5, 0.0, states)]
 
 
 @pytest.fixture(scope="module", params=KINDS.keys())
@@ -43,19 +48,19 @@ def kind(request):
     zeros = torch.zeros(64, dtype=dtype)
     torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
     before = counters["stats"]["unique_graphs"]
-    update, stats = choose_update(optimizer, GROUPS, zeros, [dtype], Collectives(Axis()), try_compiler=True)
+    update, stats = choose_update(optimizer, _groups(optimizer), zeros, [dtype], Collectives(Axis()), try_compiler=True)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
     )  # else nothing was compiled, and these tests would prove nothing
     return optimizer, dtype, update, stats
 
 
-def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(seed)
     numel = ROWS * 64
     grad = (torch.randn(numel, generator=generator) * 100).to(dtype)
     master = torch.randn(numel, generator=generator)
-    states = tuple(torch.rand(numel, generator=generator) for _ in optimizer.state_names)
+    states = {name: torch.rand(numel, generator=generator) for name in optimizer.states("weight", (64, 64))}
     return grad, master, states, master.to(dtype)
 
 
@@ -72,16 +77,19 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
         grad, *ours = _tensors(optimizer, dtype)
         _, *theirs = _tensors(optimizer, dtype)
         update(grad, *ours, group, step)
-        LibraryUpdate(optimizer, GROUPS)(grad, *theirs, group, step)
+        LibraryUpdate(optimizer, _groups(optimizer))(grad, *theirs, group, step)
         # Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So
         # each result is off by at most a few roundings of the largest term in its sums, and terms here are bounded
         # by these magnitudes.
         unscaled = grad.float().abs() * step.multiplier
         _, master, states, _ = _tensors(optimizer, dtype)
-        state_terms = [state.abs() + (1 + weight) * unscaled.clamp(min=1) ** 2 for weight, state in enumerate(states)]
+        state_terms = [
+            state.abs() + (1 + weight) * unscaled.clamp(min=1) ** 2 for weight, state in enumerate(states.values())
+        ]
         if isinstance(optimizer, NAG):
-            state_terms = [states[0] + unscaled + 0.1 * master.abs()]
-        for mine, other, terms in zip(ours[1], theirs[1], state_terms, strict=True):
+            (momentum,) = states.values()
+            state_terms = [momentum + unscaled + 0.1 * master.abs()]
+        for mine, other, terms in zip(ours[1].values(), theirs[1].values(), state_terms, strict=True):
             assert ((mine - other).abs() <= 4 * EPS * terms).all()
         moved = (ours[0] - master).abs()
         assert ((ours[0] - theirs[0]).abs() <= 4 * EPS * (master.abs() + moved) + 8 * EPS * moved).all()
@@ -101,9 +109,16 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
         borders = sorted({0, ROWS, *(rng.randrange(1, ROWS) for _ in range(5)), 1, ROWS - 1})
         for start, end in zip(borders, borders[1:], strict=False):
             part = slice(64 * start, 64 * end)
-            update(grad[part], cut_master[part], tuple(s[part] for s in cut_states), cut_half[part], 0, step)
+            update(
+                grad[part],
+                cut_master[part],
+                {name: state[part] for name, state in cut_states.items()},
+                cut_half[part],
+                0,
+                step,
+            )
         assert torch.equal(cut_master, master)
-        assert all(map(torch.equal, cut_states, states))
+        assert all(map(torch.equal, cut_states.values(), states.values()))
         assert torch.equal(cut_half, half)
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -115,7 +130,7 @@ def test_compiled_gate_leaves_every_bit(kind) -> None:
     grad[::7], grad[3::11] = float("inf"), float("nan")
     update(grad, *after, 0, _step(optimizer, found_inf=True, multiplier=float("nan")))
     assert torch.equal(before[0], after[0])
-    assert all(map(torch.equal, before[1], after[1]))
+    assert all(map(torch.equal, before[1].values(), after[1].values()))
     assert torch.equal(before[2], after[2])
 
 
@@ -152,12 +167,15 @@ def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
     _, *theirs = _tensors(optimizer, dtype)
     at = UpdateScalars(step.lr, torch.tensor(0.1), step.coefficients)
     gated_update(optimizer)(grad, *ours, step.multiplier, step.found_inf, at)
-    LibraryUpdate(optimizer, GROUPS)(grad, *theirs, 0, step)
+    LibraryUpdate(optimizer, _groups(optimizer))(grad, *theirs, 0, step)
     assert torch.allclose(ours[0], theirs[0], rtol=4 * EPS, atol=8 * EPS)
-    assert all(torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS) for a, b in zip(ours[1], theirs[1], strict=True))
-    before = [ours[0].clone(), *(state.clone() for state in ours[1])]
+    assert all(
+        torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS)
+        for a, b in zip(ours[1].values(), theirs[1].values(), strict=True)
+    )
+    before = [ours[0].clone(), *(state.clone() for state in ours[1].values())]
     gated_update(optimizer)(grad * float("inf"), *ours, step.multiplier, torch.tensor(True), at)
-    assert all(map(torch.equal, before, (ours[0], *ours[1])))
+    assert all(map(torch.equal, before, (ours[0], *ours[1].values())))
 
 
 def _choose(fails_on: int | None) -> tuple[str, list[str]]:
@@ -176,7 +194,9 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     try:
         zeros = torch.zeros(64, dtype=torch.float16)
         collectives = make_collectives(Topology.current().world, 64, torch.float16, zeros.device)
-        update, _ = choose_update(AdamW(lr=0.1), GROUPS, zeros, [zeros.dtype], collectives, try_compiler=True)
+        update, _ = choose_update(
+            AdamW(lr=0.1), _groups(AdamW(lr=0.1)), zeros, [zeros.dtype], collectives, try_compiler=True
+        )
     finally:
         fused_update._try_out = kept
         logging.getLogger("megamix").removeHandler(handler)
@@ -188,7 +208,9 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     zeros = torch.zeros(64, dtype=torch.float16)
     plain_sgd = NAG(lr=0.1, momentum=0.0)
-    update, _ = choose_update(plain_sgd, GROUPS, zeros, [zeros.dtype], Collectives(Axis()), try_compiler=True)
+    update, _ = choose_update(
+        plain_sgd, _groups(plain_sgd), zeros, [zeros.dtype], Collectives(Axis()), try_compiler=True
+    )
     assert isinstance(update, CompiledUpdate)
 
 
@@ -200,7 +222,8 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
     monkeypatch.setattr(tuned, "TRIAL", 64)
     half, alone = torch.zeros(64, dtype=torch.float16), Collectives(Axis())
     for number in range(10):
-        update, _ = choose_update(NAG(lr=0.1, momentum=0.05 * number), GROUPS, half, [half.dtype], alone, True)
+        optimizer = NAG(lr=0.1, momentum=0.05 * number)
+        update, _ = choose_update(optimizer, _groups(optimizer), half, [half.dtype], alone, True)
         assert isinstance(update, CompiledUpdate)
 
 
@@ -214,8 +237,8 @@ def _tried_dtypes() -> set[torch.dtype]:
     }
     tried = set()
 
-    def try_out(optimizer: object, update: object, stats: object, half: Tensor, grad: Tensor) -> None:
-        tried.add(grad.dtype)
+    def try_out(*arguments: Any) -> None:
+        tried.add(arguments[-1].dtype)
 
     with mock.patch.object(fused_update, "_try_out", try_out):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

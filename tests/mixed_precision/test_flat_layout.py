@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -98,8 +99,36 @@ def test_bytes_by_hand() -> None:
     layout = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2], bucket_size=None)
     padded = 10_112  # 10,000 rounded up to a multiple of 128
     assert layout.padded_numel == layout.largest_bucket == padded
-    assert layout.resident_bytes(half_bytes=2, grad_bytes=2, num_states=2) == padded * (4 + 12 // 2)
-    assert layout.resident_bytes(half_bytes=2, grad_bytes=4, num_states=1) == padded * (6 + 8 // 2)
+    assert layout.resident_bytes(2, 2, layout.state_bytes([8])) == padded * (4 + 12 // 2)
+    assert layout.resident_bytes(2, 4, layout.state_bytes([4])) == padded * (6 + 8 // 2)
+
+
+def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
+    specs = [ParamSpec.whole(name="w", shape=(64, 6), group=0), ParamSpec.whole(name="b", shape=(128,), group=1)]
+    layout = build_layout(specs, [2])
+    assert layout.padded_numel == 512  # the first shard has 256 elements of w, the second the other 128 and b
+    assert [layout.state_bytes([2, 8], [shard]) for shard in (0, 1)] == [2 * 256, 2 * 128 + 8 * 128]
+    assert layout.state_bytes([2, 8]) == 2 * 128 + 8 * 128
+    assert layout.state_bytes([0, 0]) == 0
+
+
+def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_ranks_share_is_last() -> None:
+    def spec(name: str, axis: int) -> ParamSpec:
+        return replace(ParamSpec.whole(name=name, shape=(64,), group=0), axis=axis)
+
+    # Data-parallel ranks 4; experts have 2 owners; norms 8, a tied table 16.
+    specs = [spec("table", 3), spec("norm0", 2), spec("dense0", 0), spec("experts0", 1)]
+    specs += [spec("norm1", 2), spec("dense1", 0), spec("experts1", 1)]
+
+    def order(bucket_size: int) -> list[list[str]]:
+        layout = build_layout(specs, [4, 2, 8, 16], bucket_size)
+        assert all(len({slot.spec.axis for slot in bucket.slots}) == 1 for bucket in layout.buckets)
+        return [[slot.spec.name for slot in bucket.slots] for bucket in layout.buckets]
+
+    shared = [["norm1"], ["norm0"], ["table"]]
+    assert order(1) == [["experts1"], ["dense1"], ["experts0"], ["dense0"], *shared]
+    # A bucket of two is full with its last parameter.
+    assert order(128) == [["experts1", "experts0"], ["dense1", "dense0"], ["norm1", "norm0"], ["table"]]
 
 
 def test_nothing_to_train_and_a_wrong_bucket_size_are_refused() -> None:

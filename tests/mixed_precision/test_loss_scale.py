@@ -103,7 +103,7 @@ def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
     assert scales == [8, 8, 16, 16, 32]
     assert norms == [3.0] * 5
     # exp_avg, too, must have seen 3 at every step: 3 * (1 - 0.9**5).
-    exp_avg = float(engine.master_shard.states[0][0][0])
+    exp_avg = float(engine.master_shard.states[0][0]["exp_avg"][0])
     assert exp_avg == pytest.approx(3 * (1 - 0.9**5), rel=1e-6)
 
 

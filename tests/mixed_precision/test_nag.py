@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megamix import NAG, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars
-from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
+from megamix.mixed_precision.optimizers import UpdateScalars
 
 U = 2.0**-24  # half a unit in the last place of FP32, relative
 
@@ -122,7 +122,9 @@ def _grad(step: int, dtype: torch.dtype) -> Tensor:
 
 def _own(engine: ShardedEngine) -> list[Tensor]:
     """The engine's master and states (one rank, one parameter without padding)."""
-    return [tensor.view(48, 64) for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0])]
+    return [
+        tensor.view(48, 64) for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0][0].values())
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -172,11 +174,12 @@ def test_the_gradient_rule_is_torch_sgds(momentum: float) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_every_bit(form: str) -> None:
     optimizer = FORMS[form][0]
-    update_ = LibraryUpdate(optimizer, [UpdateGroup(1.0, 0.1)])
+    update_ = LibraryUpdate(optimizer, [optimizer.group_of("weight", (48, 64))._replace(weight_decay=0.1)])
     numel = (1 << 20) + 3 * 64  # more than one piece
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(numel, generator=generator).half()
-    start = torch.randn(1 + len(optimizer.state_names), numel, generator=generator)
+    names = optimizer.states("weight", (48, 64))
+    start = torch.randn(1 + len(names), numel, generator=generator)
 
     def run(borders: list[int], found_inf: bool) -> Tensor:
         """Master and states after one update in parts."""
@@ -184,7 +187,7 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
         after, half = start.clone(), start[0].half()
         for first, last in zip(borders, borders[1:], strict=False):
             master, *states = after[:, first:last]
-            update_(grad[first:last], master, tuple(states), half[first:last], 0, step)
+            update_(grad[first:last], master, dict(zip(names, states, strict=True)), half[first:last], 0, step)
         assert torch.equal(half, after[0].half())
         return after
 
@@ -212,7 +215,7 @@ def _descend(form: str, schedule: str, updates: int) -> Tensor:
     """The weights that the engine's own equation reaches in FP64, from 1, on a quadratic with these curvatures."""
     optimizer = NAG(lr=0.01, momentum_form=form)
     weights = torch.ones_like(CURVATURES)
-    states = (torch.zeros_like(weights),)
+    states = {name: torch.zeros_like(weights) for name in optimizer.states("weight", (16,))}
     for update in range(updates):
         over = (update + schedule.startswith("warm-up")) / updates  # a warm-up starts with its first step, not with 0
         lr = torch.tensor(0.01 * SCHEDULES[schedule](over), dtype=torch.float64)

@@ -137,11 +137,11 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
 
 def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
     """Masters and moments."""
-    names = ("master", *engine.optimizer.state_names)
-    return {
-        name: [Owned(owned.spec, owned.start, owned.tensors[index].clone()) for owned in engine.owned_ranges()]
-        for index, name in enumerate(names)
-    }
+    found: dict[str, list[Owned]] = {}
+    for owned in engine.owned_ranges():
+        for name, values in owned.tensors.items():
+            found.setdefault(name, []).append(Owned(owned.spec, owned.start, values.clone()))
+    return found
 
 
 def contents(engine: ShardedEngine) -> list[Tensor]:

@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a model beyond counting": (_in_config("num_layers = 1\n", f"num_layers = {10**30}\n"), "parameters"),
     "a wrong kind": (_in_config("num_layers = 1\n", "num_layers = '1'\n"), r"model\.num_layers"),
     "a missing key": (_in_config("num_layers = 1\n", ""), r"model\.num_layers"),
-    "states": (lambda fields: fields["states"].reverse(), "states"),
+    "states": (_in_config('name = "adamw"', 'name = "nag"'), "has master, exp_avg, exp_avg_sq, but nag has"),
     "an alias": (lambda fields: fields["params"][0].update(aliases=["x"]), "params"),
     "an empty parameter": (
         lambda fields: fields["params"].append({"name": "x", "shape": [0], "aliases": []}), "params",

@@ -1,0 +1,104 @@
+"""Persistent buffers of a module are saved once and loaded on every rank, in their own dtypes, on any layout; one that
+a checkpoint has not stays as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamix import AdamW, Precision, ShardedEngine
+from megamix.checkpoint.commands import diff
+from megamix.checkpoint.load import load, newest_checkpoint
+from megamix.checkpoint.manifest import RunRecord
+from megamix.checkpoint.save import save
+from megamix.checkpoint.snapshot import HostCopy, take_snapshot
+from tests.checkpoint.state import together_of
+
+
+class Counting(nn.Module):
+    """A layer that counts: in FP32, in whole numbers, by row, and what nobody saves."""
+
+    def __init__(self, tallies: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        if tallies:
+            self.register_buffer("tally", torch.zeros(7))
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("flags", torch.zeros(3, dtype=torch.bool))
+            self.register_buffer("rows", torch.zeros(2, 3, dtype=torch.bfloat16).T)
+            self.register_buffer("none", torch.zeros(0, 4, dtype=torch.float64))
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _engine(tallies: bool = True) -> ShardedEngine:
+    torch.manual_seed(0)
+    return ShardedEngine(Counting(tallies), AdamW(lr=0.1), Precision(torch.bfloat16), compile_update=False)
+
+
+def _fill(engine: ShardedEngine, rank: int) -> None:
+    held = dict(engine.module.named_buffers())
+    held["tally"].copy_(torch.arange(7.0) / 3 + rank)
+    held["seen"].fill_(2**40 + 1 + rank)
+    held["flags"].copy_(torch.tensor([True, False, True]) if rank == 0 else torch.ones(3))
+    held["rows"].copy_(torch.arange(6.0).view(3, 2) + rank)
+    held["scratch"].fill_(9.0)
+
+
+def _saved(folder: Path, copied: bool) -> None:
+    engine = _engine()
+    _fill(engine, engine.topology.dp.rank)
+    snapshot = take_snapshot(engine, RunRecord())
+    save(folder, HostCopy().take(snapshot) if copied else snapshot, together_of(engine))
+
+
+def _loaded(folder: Path) -> dict[str, Tensor]:
+    engine = _engine()
+    checkpoint = newest_checkpoint(folder, together_of(engine))
+    assert checkpoint is not None
+    load(checkpoint, engine, together_of(engine))
+    return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_first_ranks_buffers_are_loaded_on_all(run_ranks, tmp_path: Path, copied: bool) -> None:
+    run_ranks(_saved, 2, tmp_path, copied)
+    first = _engine()
+    _fill(first, 0)
+    want = dict(first.module.named_buffers()) | {"scratch": torch.zeros(2)}
+    for held in (*run_ranks(_loaded, 3, tmp_path), _loaded(tmp_path)):
+        assert held.keys() == want.keys()
+        assert all(torch.equal(held[name], want[name]) for name in want)
+
+
+def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    without, engine = _engine(tallies=False), _engine()
+    together = together_of(engine)
+    save(tmp_path / "without", take_snapshot(without, RunRecord()), together)
+    _fill(engine, 0)
+    save(tmp_path / "with", take_snapshot(engine, RunRecord()), together)
+    checkpoint = newest_checkpoint(tmp_path / "without", together)
+    assert checkpoint is not None
+    load(checkpoint, engine, together)
+    assert int(engine.module.get_buffer("seen")) == 2**40 + 1
+    checkpoint = newest_checkpoint(tmp_path / "with", together)
+    assert checkpoint is not None
+    with pytest.raises(ValueError, match="unknown tally; unknown seen"):
+        load(checkpoint, without, together)
+
+
+def test_a_difference_of_a_buffer_is_told(tmp_path: Path) -> None:
+    engine = _engine()
+    paths = []
+    for rank in (0, 1):
+        _fill(engine, rank)
+        paths.append(save(tmp_path, take_snapshot(engine, RunRecord()), together_of(engine)))
+    assert {line.split(":")[0] for line in diff(*paths)} == {
+        f"buffer of {name}" for name in ("tally", "seen", "flags", "rows")
+    }
