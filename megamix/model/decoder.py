@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,8 +21,9 @@ TABLE, HEAD = "embedding.weight", "head.weight"  # one parameter, if it is tied
 
 
 class Branch(nn.Module):
-    """What adds to the residual stream, with layers that begin with columns and end with rows. Called with all
-    positions first, whatever ranks divide outside of it.
+    """What a block adds to the residual stream: column-parallel layers first, a row-parallel one at the end.
+
+    Its first argument is hidden states of all positions, also where ranks divide these between branches.
     """
 
 
@@ -51,16 +51,13 @@ class Costs:
     last: Cost  # norm and head
     tied_params: int  # that first and last share
 
-    @cached_property
+    @property
     def params(self) -> int:
-        return sum(part.params for part in self._parts()) - self.tied_params
+        return sum(part.params for part in (self.first, *self.blocks, self.last)) - self.tied_params
 
-    @cached_property
+    @property
     def flops(self) -> int:
-        return sum(part.flops for part in self._parts())
-
-    def _parts(self) -> Iterator[Cost]:
-        yield from (self.first, *self.blocks, self.last)
+        return sum(part.flops for part in (self.first, *self.blocks, self.last))
 
 
 class Decoder(nn.Module):

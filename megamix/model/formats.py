@@ -26,7 +26,7 @@ Factor = tuple[str, int, tuple[str, ...]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Format:
-    """One `model_type`, of a family whose config.json holds its sizes alone. Another one overrides what it reads."""
+    """One `model_type`. Where config.json holds more than sizes, a subclass says how it is read and written."""
 
     model_type: str
     architecture: str
