@@ -109,7 +109,8 @@ def _made(
     if len(bases) == 1 and not tables:
         return bases[0]
     fields: dict[str, Any] = {
-        name: (kind | None, None) if optional else (kind, left_out(kind.__doc__)) for name, kind in tables
+        name: (kind | None, Field(None, description=kind.__doc__)) if optional else (kind, left_out(kind.__doc__))
+        for name, kind in tables
     }
     return create_model(bases[0].__name__, __base__=bases, __doc__=bases[0].__doc__, **fields)
 
