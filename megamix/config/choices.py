@@ -41,16 +41,19 @@ class OneOf:
         return {"enum": self.names(), "type": "string"}
 
 
-class LookedUp:
-    """Annotation of a table whose class is looked up."""
+class Extended:
+    """Annotation of a table whose class is looked up: it may have one beneath for each thing that is registered."""
+
+    def __init__(self, door: Door, base: type[Section]):
+        self._door, self._base = door, base
 
     def section(self, table: object, beside: Mapping[str, Any]) -> type[Section]:
-        """Return its class; `beside`: what is known of the table around it."""
-        raise NotImplementedError
+        """Return the class of a table; `beside`: what is known of the table around it."""
+        return self.sections()[""]
 
     def sections(self) -> dict[str, type[Section]]:
         """Return all classes that it may have, by what chooses them."""
-        raise NotImplementedError
+        return {"": _made((self._base,), tuple(self._door.sections.items()), optional=True)}
 
     def _validate(self, value: object, info: core_schema.ValidationInfo) -> Section:
         return self.section(value, info.data or {}).model_validate(value)
@@ -65,24 +68,12 @@ class LookedUp:
         return tables[0] if len(tables) == 1 else {"anyOf": tables}
 
 
-class Extended(LookedUp):
-    """One that may have a table more for each thing that is registered."""
-
-    def __init__(self, door: Door, base: type[Section]):
-        self._door, self._base = door, base
-
-    def section(self, table: object, beside: Mapping[str, Any]) -> type[Section]:
-        return self.sections()[""]
-
-    def sections(self) -> dict[str, type[Section]]:
-        return {"": _made((self._base,), tuple(self._door.sections.items()), optional=True)}
-
-
-class Chosen(LookedUp):
+class Chosen(Extended):
     """One in which `key` names which others there are: beside it, or in a table beneath that has the same name."""
 
     def __init__(self, door: Door, base: type[Section], key: str, *, beneath: bool = False):
-        self._door, self._base, self.key, self._beneath = door, base, key, beneath
+        super().__init__(door, base)
+        self.key, self._beneath = key, beneath
 
     def choice(self, table: object, beside: Mapping[str, Any]) -> str:
         """Name what is chosen, by default where the name is none."""
@@ -130,7 +121,7 @@ def section_at(section: type[Section] | None, path: Sequence[int | str], table: 
 
 def _section_in(parts: Sequence[Any], table: object, beside: Mapping[str, Any]) -> type[Section] | None:
     for part in parts:
-        if isinstance(part, LookedUp):
+        if isinstance(part, Extended):
             return part.section(table, beside)
         if isinstance(part, type) and issubclass(part, Section):
             return part

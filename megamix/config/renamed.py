@@ -1,6 +1,7 @@
 """Keys that had another name or place: what was saved is read by the new one, a user is told it."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 from megamix.config.choices import Tree
@@ -22,27 +23,20 @@ def by_new_names(tree: Mapping[str, Any]) -> tuple[Tree, list[tuple[str, object,
     """Return a configuration with the names that its keys have now, and of those that had others the old name, the
     value and what says the same now.
     """
-    renamed, moved = dict(tree), []
+    renamed, moved = copy.deepcopy(dict(tree)), []
     for key, new in MOVED.items():
         section, name = key.split(".")
         table = renamed.get(section)
         if not isinstance(table, dict) or name not in table or isinstance(table[name], dict):
             continue  # precision.loss_scale is a table now
-        value = table[name]
+        value = table.pop(name)
         now: Tree = {new: value}
         if key == "precision.loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
             now = {new: "static", "precision.loss_scale.init_scale": value}
-        renamed[section] = {other: kept for other, kept in table.items() if other != name}
         for place, said in now.items():
-            renamed = _put(renamed, place.split("."), said)
+            *inner, last = place.split(".")[1:]
+            home = table.setdefault(inner[0], {}) if inner else table
+            if isinstance(home, dict):  # else it is no table, and a mistake that is told elsewhere
+                home.setdefault(last, said)
         moved.append((key, value, now))
     return renamed, moved
-
-
-def _put(tree: Tree, path: Sequence[str], value: object) -> Tree:
-    """With a value, unless there is one; where a table should be and is none, that is a mistake to be told of."""
-    name, *inner = path
-    if not inner:
-        return {name: value} | tree
-    below = tree.get(name, {})
-    return {**tree, name: _put(below, inner, value)} if isinstance(below, dict) else tree
