@@ -62,7 +62,7 @@ class UpdateRank:
         choose = partial(choose_update, self._optimizer, self._groups, self._half[0], [dtype], alone)
         compiled, stats = choose(try_compiler)
         library, library_stats = choose(False)
-        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu)
+        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu, counts=True)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)

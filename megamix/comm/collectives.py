@@ -10,6 +10,7 @@ import datetime
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -261,3 +262,11 @@ def make_collectives(
     if axis.group._get_backend(device).name() == "nccl":  # pragma: CUDA only
         return NcclCollectives(axis, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
     return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
+
+
+class MakeCollectives(Protocol):
+    """`make_collectives`, or what takes its place for the owners of parameters."""
+
+    def __call__(
+        self, axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
+    ) -> Collectives: ...

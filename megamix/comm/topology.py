@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ class Axis:
     where this process is alone.
     """
 
-    ranks: Sequence[int] = range(1)  # their numbers in the world, ascending
+    ranks: Sequence[int] = (0,)  # their numbers in the world, ascending
     rank: int = 0  # this one's place among them
     group: dist.ProcessGroup | None = field(default=None, compare=False)
 
@@ -27,31 +30,108 @@ class Axis:
         return len(self.ranks)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Topology:
-    """The mesh of pipeline stages, data-parallel copies and tensor-parallel parts, as seen by one rank.
+    """A mesh of named axes, as seen by one rank. Neighbours in it differ in the last axis first, so the axis that talks
+    most, tp, stays within a machine.
 
-    Neighbours in the world are tensor-parallel, then data-parallel, then stages:
-    rank = (pp.rank * dp.size + dp.rank) * tp.size + tp.rank. So the axis that talks most stays within a machine.
+    pp: pipeline stages of one copy of the model. dp: ranks that hold the same part of it. tp: ranks that divide each
+    layer of one stage, and read the same data. Any other axis is for whoever adds it; of those not named there is one
+    rank.
     """
 
-    world: Axis = Axis()
-    pp: Axis = Axis()  # pipeline stages of one copy of the model
-    dp: Axis = Axis()  # ranks that hold the same part of the model and read other data
-    tp: Axis = Axis()  # ranks that divide each layer of one stage, and read the same data
-    stage: Axis = Axis()  # dp x tp: all ranks of this pipeline stage
-    ends: Axis = Axis()  # on the first and the last pipeline rank: dp of both, which hold one table if it is tied
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"pp": 1, "dp": 1, "tp": 1})
+    place_in_mesh: int = 0
+    reads: Sequence[str] = ("dp",)  # the axes along which ranks read other data
+    owns: Sequence[str] = ("dp",)  # those along which ranks that hold the same part of the model divide its FP32 truth
+    ranks: Sequence[int] | None = None  # the mesh's, by their numbers in the world; None: the same
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup | None] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
-        sizes = (
-            f" (pp {self.pp.size} x dp {self.dp.size} x tp {self.tp.size})" if self.dp.size < self.world.size else ""
-        )
-        return f"{self.world.size} rank(s){sizes}"
+        sizes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return f"{self.world.size} rank(s)" + (f" ({sizes})" if self.dp.size < self.world.size else "")
+
+    def along(self, *names: str) -> Axis:
+        """Return the ranks that differ from this one in these axes alone, connected if that was asked for.
+
+        Raises: ValueError if there is no such axis.
+        """
+        for name in names:
+            if name not in (*self.sizes, "pp", "dp", "tp"):
+                raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(self.sizes)}")
+        strides = self._strides()
+        chosen = [name for name in self.sizes if name in names]
+        first = self.place_in_mesh - sum(self._place(name) * strides[name] for name in chosen)
+        steps = (range(0, self.sizes[name] * strides[name], strides[name]) for name in chosen)
+        return self._axis([first + sum(moves) for moves in itertools.product(*steps)])
+
+    @cached_property
+    def world(self) -> Axis:
+        """All ranks of the mesh."""
+        return self.along(*self.sizes)
+
+    @cached_property
+    def pp(self) -> Axis:
+        return self.along("pp")
+
+    @cached_property
+    def dp(self) -> Axis:
+        return self.along("dp")
+
+    @cached_property
+    def tp(self) -> Axis:
+        return self.along("tp")
+
+    @cached_property
+    def stage(self) -> Axis:
+        """All ranks of this pipeline stage."""
+        return self.along(*(name for name in self.sizes if name != "pp"))
+
+    @cached_property
+    def data(self) -> Axis:
+        """Ranks that read other data for the same part of the model."""
+        return self.along(*self.reads)
+
+    @cached_property
+    def owners(self) -> Axis:
+        """Ranks that own a share each of what all of them hold whole."""
+        return self.along(*self.owns)
+
+    @cached_property
+    def ends(self) -> Axis:
+        """The owners on the first and the last pipeline rank, which hold a tied table; between these, this rank."""
+        if 0 < self.pp.rank < self.pp.size - 1:
+            return self._axis([self.place_in_mesh])
+        stride = self._strides().get("pp", 0)
+        own = {place - self.pp.rank * stride for place in self._places(self.owners)}
+        return self._axis(sorted(own | {place + (self.pp.size - 1) * stride for place in own}))
 
     @property
     def tells_loss(self) -> bool:
         """Of the ranks that compute one loss together, one counts it: the first of the last stage, if each has one."""
-        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+        return self._is_first_of("pp", *self.reads) and self.pp.rank == self.pp.size - 1
+
+    @property
+    def tells_owned(self) -> bool:
+        """Of the ranks that own the same share, one counts and saves it."""
+        return self._is_first_of("pp", "tp", *self.owns)
+
+    def _is_first_of(self, *others: str) -> bool:
+        return all(self._place(name) == 0 for name in self.sizes if name not in others)
+
+    def _place(self, name: str) -> int:
+        return self.place_in_mesh // self._strides()[name] % self.sizes[name]
+
+    def _strides(self) -> dict[str, int]:
+        sizes = [*self.sizes.values()]
+        return {name: math.prod(sizes[number + 1 :]) for number, name in enumerate(self.sizes)}
+
+    def _axis(self, places: Sequence[int]) -> Axis:
+        ranks = tuple(places if self.ranks is None else (self.ranks[place] for place in places))
+        return Axis(ranks, places.index(self.place_in_mesh), self.groups.get(ranks))
+
+    def _places(self, axis: Axis) -> Sequence[int]:
+        return axis.ranks if self.ranks is None else [self.ranks.index(rank) for rank in axis.ranks]
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:
@@ -63,8 +143,9 @@ class Topology:
                 return Topology()
             group = dist.group.WORLD
             assert group is not None
-        axis = Axis(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
-        return Topology(world=axis, dp=axis, stage=axis)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        sizes = {"pp": 1, "dp": len(ranks), "tp": 1}
+        return Topology(sizes, dist.get_rank(group), ranks=ranks, groups={ranks: group})
 
     @staticmethod
     def place(rank: int, *, pp_size: int = 1, dp_size: int = 1, tp_size: int = 1) -> Topology:
@@ -72,24 +153,11 @@ class Topology:
 
         Raises: ValueError if there is no such rank.
         """
-        stage_size = dp_size * tp_size
-        world_size = pp_size * stage_size
+        world_size = pp_size * dp_size * tp_size
         if not 0 <= rank < world_size:
             sizes = f"pp_size {pp_size} * dp_size {dp_size} * tp_size {tp_size} = {world_size}"
             raise ValueError(f"rank {rank} is none of a mesh of {sizes} ranks; give one from 0 to {world_size - 1}")
-        pp_rank, within = divmod(rank, stage_size)
-        dp_rank, tp_rank = divmod(within, tp_size)
-        first = rank - within  # of this stage
-        last = world_size - stage_size  # of the last one
-        ends = sorted({start + part for start in (0, last) for part in range(tp_rank, stage_size, tp_size)})
-        return Topology(
-            world=Axis(range(world_size), rank),
-            pp=Axis(range(within, world_size, stage_size), pp_rank),
-            dp=Axis(range(first + tp_rank, first + stage_size, tp_size), dp_rank),
-            tp=Axis(range(rank - tp_rank, rank - tp_rank + tp_size), tp_rank),
-            stage=Axis(range(first, first + stage_size), within),
-            ends=Axis(tuple(ends), ends.index(rank)) if first in (0, last) else Axis((rank,)),
-        )
+        return Topology({"pp": pp_size, "dp": dp_size, "tp": tp_size}, rank)
 
     @staticmethod
     def connect(*, pp_size: int = 1, tp_size: int = 1, timeout_s: float | None = None) -> Topology:
@@ -105,26 +173,35 @@ class Topology:
                 f"pp_size {pp_size} * tp_size {tp_size} = {model_size} must divide the number of ranks, which is "
                 f"{world_size}; start a multiple of {model_size}"
             )
-        here = Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=world_size // model_size, tp_size=tp_size)
-        groups = {tuple(here.world.ranks): dist.group.WORLD}
+        dp_size = world_size // model_size
+        return Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=dp_size, tp_size=tp_size).connected(timeout_s)
+
+    def connected(self, timeout_s: float | None = None, products: Sequence[Sequence[str]] = ()) -> Topology:
+        """Return it with its axes connected, and these `products` of axes. Every rank of the world must call it, and be
+        in the mesh.
+        """
+        groups = {tuple(self.world.ranks): dist.group.WORLD}
         # The same order on every rank: those of a group meet in its creation. With NCCL each of these calls splits the
         # world, so every rank must be in one group of each axis, as it is.
-        names = ("world", "tp", "dp", "stage", "pp")
-        axes = {name: _connected(getattr(here, name), groups, timeout_s) for name in names}
-        if 0 < here.pp.rank < here.pp.size - 1:
+        shared = self.along(*self.owns, "tp")
+        more = (self.along(*names) for names in products)
+        for axis in (self.tp, self.owners, shared, self.data, self.stage, self.pp, *more):
+            _connect(axis, groups, timeout_s)
+        if 0 < self.pp.rank < self.pp.size - 1:
             # Between the ends, one of its own: torch names these groups by their ranks and by how many this rank has,
             # so that one which has fewer would find no peer for any later group.
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return Topology(**axes, ends=_connected(here.ends, groups, timeout_s))
+        else:
+            _connect(self.ends, groups, timeout_s)
+        return replace(self, groups=groups)
 
 
-def _connected(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None], timeout_s: float | None) -> Axis:
-    """With a group, unless it is of one rank. `groups`: those there are; a new one is added."""
+def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None], timeout_s: float | None) -> None:
+    """Add its group to those there are, unless it is of one rank."""
     ranks = tuple(axis.ranks)
     if len(ranks) > 1 and ranks not in groups:
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
         groups[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
-    return replace(axis, group=groups[ranks]) if len(ranks) > 1 else axis
 
 
 def local_device() -> torch.device:

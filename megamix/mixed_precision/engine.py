@@ -71,7 +71,7 @@ class ShardedEngine:
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
         self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
-        by_axis = connect_axes(layout, axes, precision, device)
+        by_axis = connect_axes(layout, axes, precision, device, sharding.collectives)
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock = Clock(device)
         self.loss_scale = precision.loss_scale or StaticLossScale()
@@ -98,7 +98,7 @@ class ShardedEngine:
         self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
         self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
-        self.piece_stats = PieceStats(layout, [owners.axis.rank for owners in among], device)
+        self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.tells_owned)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._lr_table = put_lr_table(optimizer.lr_table(), device)

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, Pending, make_collectives, sum_in_rank_order
+from megamix.comm.collectives import Collectives, MakeCollectives, Pending, sum_in_rank_order
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.settings import Precision
 
 
 def connect_axes(
-    layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device
+    layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device, make: MakeCollectives
 ) -> list[Collectives]:
     """Return the collectives of each axis of owners, with scratch for the largest of its buckets."""
     found = []
     for number, axis in enumerate(axes):
         largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.axis == number), default=0)
         exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
-        found.append(make_collectives(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
+        found.append(make(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
     return found
 
 

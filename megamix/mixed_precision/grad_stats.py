@@ -42,8 +42,9 @@ class PieceStats:
     `pieces`: the parts of parameters that this rank owns, bucket after bucket; `by_bucket` the same, bucket by bucket.
     """
 
-    def __init__(self, layout: FlatLayout, shards: Sequence[int], device: torch.device):
-        """`shards`: which one of each bucket is this rank's."""
+    def __init__(self, layout: FlatLayout, shards: Sequence[int], device: torch.device, counts: bool):
+        """`shards`: which one of each bucket is this rank's. `counts`: False where another rank tells the same sums."""
+        self._counts = counts
         self.by_bucket = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
         self.pieces: list[Piece] = [piece for pieces in self.by_bucket for piece in pieces]
         self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in self.by_bucket]
@@ -65,7 +66,8 @@ class PieceStats:
                 for piece in torch.split(bucket_rows[1], counts)
             ]
         )
-        return torch.stack([torch.cat(sums), torch.stack(peaks).double()])
+        total = torch.cat(sums)
+        return torch.stack([total if self._counts else torch.zeros_like(total), torch.stack(peaks).double()])
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def describe_params(
                 "the parts of a frozen one; give it a group with lr_factor=0, or let every rank hold the model"
             )
     groups: dict[UpdateGroup, int] = {}
-    axes = {topology.dp: 0}
+    axes = {topology.owners: 0}
     specs = []
     for param, (name, *aliases) in names.items():
         if not param.is_floating_point():

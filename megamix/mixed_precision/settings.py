@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from megamix.comm.collectives import Collectives
+from megamix.comm.collectives import Collectives, MakeCollectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.loss_scale import LossScale
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
@@ -66,10 +66,6 @@ class Placement:
     owners: Axis  # the ranks that hold this same block
     counts: bool = True  # False: another owner's gradient is this same one, and is taken alone; True: they add up
 
-    def block(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return what this rank's block, which has that shape, is of the full parameter."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, shape, strict=True))
-
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
@@ -79,6 +75,8 @@ class Sharding:
     units: Sequence[nn.Module] = ()
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
+    # For the owners of parameters: who adds an axis says how their sums travel over it.
+    collectives: MakeCollectives = make_collectives
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
     # By name of the parameters that are trained; what is not named is whole on every data-parallel rank.
     placements: Mapping[str, Placement] = field(default_factory=dict)

@@ -51,9 +51,9 @@ def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence
         # With whole activations every rank computes the same gradient; with a part of the positions, or of the heads,
         # a part of it.
         counts = sequence_parallel or tp.rank == 0 or rule.within_heads
-        return Placement(shape, (0,) * len(shape), topology.stage, counts)
+        return Placement(shape, (0,) * len(shape), topology.along(*topology.owns, "tp"), counts)
     start = shape[rule.divided] // tp.size * tp.rank
-    return Placement(shape, tuple(start if dim == rule.divided else 0 for dim in range(len(shape))), topology.dp)
+    return Placement(shape, tuple(start if dim == rule.divided else 0 for dim in range(len(shape))), topology.owners)
 
 
 @dataclass(frozen=True, kw_only=True)

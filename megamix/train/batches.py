@@ -18,7 +18,7 @@ class RankBatches:
     """Cuts global batches into this rank's micro-batches, and reads those."""
 
     def __init__(self, loader: BatchLoader, topology: Topology, micro_batch_size: int):
-        self.loader, self._dp, self._micro_batch_size = loader, topology.dp, micro_batch_size
+        self.loader, self._dp, self._micro_batch_size = loader, topology.data, micro_batch_size
 
     def micro_batches(self, batch: Samples) -> list[Samples]:
         size, dp = self._micro_batch_size, self._dp

@@ -209,7 +209,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
     model, placements = build_model(
         config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
-    accumulation = grad_accum_steps(config, topology.dp.size)
+    accumulation = grad_accum_steps(config, topology.data.size)
     assert job.start is not None
     fill = drawn(model, config.training.seed) if job.start.checkpoint is None else undrawn
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)

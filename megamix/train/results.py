@@ -50,7 +50,7 @@ def write_results(
             model = family_of(config.model)(config.model)
             model.load_state_dict(weights)
             model.to(engine.half_params.dtype)
-        if first or (topology.pp.size == 1 and topology.dp.rank == 0):  # those that divide layers compute together
+        if first or (topology.pp.size == 1 and topology.data.rank == 0):  # those that divide layers compute together
             assert isinstance(model, Decoder)
             model.eval()  # else units would drop out
             sampling = Sampling(max_new_tokens=128, seed=config.training.seed)

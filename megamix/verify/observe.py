@@ -60,7 +60,7 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> list[Obser
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
-    accumulation = grad_accum_steps(config, topology.dp.size)
+    accumulation = grad_accum_steps(config, topology.data.size)
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
@@ -68,7 +68,7 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> list[Obser
     run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
-        micro_batches = batches(config, attempt, topology.dp.rank)
+        micro_batches = batches(config, attempt, topology.data.rank)
         loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
         passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()

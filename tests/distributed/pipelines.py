@@ -80,7 +80,7 @@ def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tup
 def make_whole(case: Case, topology: Topology) -> ShardedEngine:
     """The whole model on each of this stage's data-parallel ranks."""
     torch.manual_seed(5)
-    alone = Topology(world=topology.dp, dp=topology.dp, stage=topology.dp)
+    alone = Topology() if topology.dp.group is None else Topology.current(topology.dp.group)
     return make_engine(case, Transformer(case.config()), alone)
 
 

@@ -230,7 +230,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
 def _tried_dtypes() -> set[torch.dtype]:
     """In which sums of gradients come to the trial where one layer is divided and the other has two owners."""
     world = Topology.current().world
-    topology = Topology(world=world, dp=Axis((world.rank,)), tp=world, stage=world)
+    topology = Topology.connect(tp_size=world.size)
     placements = {
         "0.weight": Placement((8, 8), (0, 0), topology.stage),
         "1.weight": Placement((16, 8), (8 * topology.tp.rank, 0), topology.dp),
