@@ -28,11 +28,12 @@ SETTINGS = (
 )  # fmt: skip
 SMALL = (
     "model.vocab_size=300", "model.seq_len=32", "training.micro_batch_size=4", "training.global_batch_size=4",
-    "training.steps=24", "training.eval_batches=4", "lr_schedule.warmup_steps=4", "precision.growth_interval=4",
+    "training.steps=24", "training.eval_batches=4", "lr_schedule.warmup_steps=4",
+    "precision.loss_scale.growth_interval=4",
 )  # fmt: skip
 FULL = (
     "model.seq_len=128", "training.micro_batch_size=8", "training.global_batch_size=8",
-    "training.steps=150", "training.eval_batches=16", "precision.growth_interval=10",
+    "training.steps=150", "training.eval_batches=16", "precision.loss_scale.growth_interval=10",
 )  # fmt: skip
 
 

@@ -162,6 +162,9 @@ class _Version1(Manifest):
     states: tuple[_Name, ...]  # type: ignore[assignment]  # likewise
 
     def as_manifest(self) -> Manifest:
+        """Raises: ValueError for a state that is there twice."""
+        if len(set(self.states)) != len(self.states):
+            raise ValueError("states: a name is there twice")
         return Manifest(**dict(self) | {"version": 2, "states": (dict.fromkeys(self.states, "F32"),)})
 
 

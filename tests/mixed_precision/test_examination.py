@@ -75,9 +75,9 @@ def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recomp
         for micro_batch in range(ACCUM):
             loss = loss_of(model, make_batch(step, dist.get_rank(), micro_batch), flavour=dist.get_rank())
             engine.backward(loss * float("inf") if step == 1 else loss)
-        *result, examination = engine.step()
+        *result, recorded, examination = engine.step()
         assert (examination is not None) == examined
-        said += result
+        said += [*result, recorded.table]
     state = engine.state_dict()
     return [
         *said,
