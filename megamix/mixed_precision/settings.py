@@ -75,11 +75,11 @@ class Sharding:
     units: Sequence[nn.Module] = ()
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
-    # For the owners of parameters: who adds an axis says how their sums travel over it.
-    collectives: MakeCollectives = make_collectives
     overlap: bool = True  # False: every collective is awaited at once (slower, same result)
     # By name of the parameters that are trained; what is not named is whole on every data-parallel rank.
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    # For the owners of parameters: who adds an axis says how their sums travel over it.
+    collectives: MakeCollectives = make_collectives
 
 
 def check_loss(loss: Tensor, weight: float) -> None:

@@ -65,9 +65,8 @@ def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | No
                     early = error
                 early = trainer.save_last(early)
                 job.console.close()
-                if early is None or isinstance(
-                    early, GaveUpError
-                ):  # who was asked to leave has no time, and comes back
+                # Who was asked to leave has no time, and comes back.
+                if early is None or isinstance(early, GaveUpError):
                     write_results(config, trainer.engine, job.console, early, trainer.writer)
             if early is not None:
                 raise early

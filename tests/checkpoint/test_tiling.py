@@ -202,7 +202,9 @@ def test_a_file_of_many_boxes_is_verified_in_its_own_time(tmp_path: Path, params
 
 def test_more_tensors_than_can_be_read_soon_are_refused(tmp_path: Path) -> None:
     length = (8 << 20) + 8
-    write_sealed(tmp_path, length.to_bytes(8, "little") + b"{}".ljust(length), [])
+    write_sealed(
+        tmp_path, length.to_bytes(8, "little") + b"{}".ljust(length), [ParamRecord(name="p", shape=(1,), aliases=())]
+    )
     with pytest.raises(ValueError, match=f"rank_00000.safetensors: header too large: {length} bytes"):
         verify_checkpoint(tmp_path)
 
