@@ -92,7 +92,7 @@ class PrecisionConfig(Section):
     """Number formats, and what becomes of an overflow."""
 
     dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
-    """Format of parameters, activations and gradients; master weights and optimizer state are always FP32."""
+    """Format of parameters, activations and gradients; master weights are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
     """Format in which a step's gradients are added up: half is dtype's own, fp32 costs two more bytes a parameter."""
     reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None

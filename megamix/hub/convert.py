@@ -110,7 +110,7 @@ def export_model(
 
     `tokenizer`: a file that goes with it in place of the model's own.
 
-    Raises: ValueError if there is something at `output`, no family has such a model, or a weight is not finite
+    Raises: ValueError if there is something at `output`, no format has such a model, or a weight is not finite
     or beyond `dtype`;
     OSError.
     """

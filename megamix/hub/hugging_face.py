@@ -34,7 +34,7 @@ _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_
 
 
 class HuggingFaceWeights:
-    """A folder whose tensors are those of a family, each with its shape. Reading takes a piece at a time.
+    """A folder whose tensors are those of a format, each with its shape. Reading takes a piece at a time.
 
     Nothing is built by config.json's sizes before the tensors have confirmed them.
     Raises: ValueError naming what is missing, unknown or of another shape; OSError.
@@ -186,7 +186,7 @@ _USUAL_TABLES = 1 << 27
 def contradictions(form: Format, base: str, config: DecoderConfig, shapes: Shapes) -> list[str]:
     """Return what the tensors say otherwise. Takes as long as there are tensors, whatever the sizes in `config` are.
 
-    `base`: what their names lack of the family's.
+    `base`: what their names lack of the format's.
     """
     names = {module: place.name.removeprefix(base) for module, place in form.places.items()}
     values, keys = family_of(config).effective(config), form.size_keys

@@ -64,8 +64,8 @@ class ShardedEngine:
 
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
-        self.buffers = describe_buffers(model, topology)  # likewise
         self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
+        self.buffers = describe_buffers(model, topology)  # likewise
         if topology.world.rank == 0:
             optimizer.warn_of_idle_groups(self.param_names)
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)

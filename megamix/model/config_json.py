@@ -1,4 +1,4 @@
-"""config.json and ModelConfig, for each family. Defaults and rules are those of transformers' configuration_*.py.
+"""config.json and ModelConfig, for each format. Defaults and rules are those of transformers' configuration_*.py.
 
 What our transformer does not compute is refused; keys that change neither weights nor logits, such as `use_cache`, are
 not read. Dropout is not taken over: it belongs to a training, not to a model.
@@ -43,7 +43,7 @@ def write_config(model_type: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def allowed(model_type: str, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values that a family has, by key of the section [model]."""
+    """Return the values that a format has, by key of the section [model]."""
     if model_type == "gpt2":
         return {
             "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),

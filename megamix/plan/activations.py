@@ -2,7 +2,7 @@
 on tensors that have a shape and a dtype and no memory.
 
 No formula to fall behind the code: what an operation keeps, what recompute drops, and every tensor that lives in
-between is seen as it happens. Only one and two blocks are run, since every block is alike.
+between is seen as it happens. Of each kind of block one and two are run, since all of a kind are alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What an engine holds and what each stage needs on top, in bytes, from the layout alone: before there is an engine.
 
-Here and not where memory is planned, for the numbers are those of the stages' own buffers. A few scalars (counters,
+The numbers are those of the stages' own buffers. A few scalars (counters,
 loss scale, learning rate of the step) are left out.
 """
 
