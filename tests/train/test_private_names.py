@@ -37,6 +37,7 @@ builtins.__import__ = watched
 statuses = [main(["train", sys.argv[1]])]
 builtins.__import__ = real
 print("refused:", sorted(refused))
+print("symbolic shapes:", "torch.fx.experimental.symbolic_shapes" in sys.modules)
 statuses.append(main(["train", sys.argv[2]]))
 print("compiler:", "torch._dynamo" in sys.modules)
 sys.exit(any(statuses))
@@ -58,4 +59,5 @@ def test_a_job_on_one_rank_starts_without_torchs_private_modules_and_without_the
     assert "_python_dispatch" in next(line for line in run.stdout.splitlines() if line.startswith("refused: "))
     assert real.startswith("memory | held between steps: planned")
     assert run.stdout.count("step 3/3 | loss") == 2
+    assert "symbolic shapes: False" in run.stdout.splitlines()  # a part of the compiler that takes 0.6 s by itself
     assert run.stdout.splitlines()[-1] == "compiler: False"
