@@ -24,6 +24,8 @@ from megamix import tuned
 log = logging.getLogger("megamix")
 
 MASTER = "master"  # the name of the weights themselves among a parameter's states
+# What stands beside states in checkpoints, in their export and in `megamix verify`.
+TAKEN_NAMES = (MASTER, "buffer", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Tensors = tuple[Tensor, ...]
@@ -138,10 +140,10 @@ class Optimizer:
         """
         states = tuple(self.states(name, shape).items())
         for state, dtype in states:
-            if not re.fullmatch(r"\w{1,100}", state) or state == MASTER or dtype not in STATE_DTYPES:
+            if not re.fullmatch(r"\w{1,100}", state) or state in TAKEN_NAMES or dtype not in STATE_DTYPES:
                 raise ValueError(
                     f"{type(self).__name__}.states of {name} has {state!r}: {dtype}; a state has a Python name other "
-                    f"than {MASTER!r} and is torch.float32, torch.bfloat16 or torch.float16"
+                    f"than {', '.join(TAKEN_NAMES)} and is torch.float32, torch.bfloat16 or torch.float16"
                 )
         default_decay = self.weight_decay if len(shape) > 1 else 0.0
         for group in self.groups:

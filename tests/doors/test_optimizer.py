@@ -300,7 +300,8 @@ class _Wrong(Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("state", "dtype"), [("master", torch.float32), ("a b", torch.float32), ("sum", torch.float64)]
+    ("state", "dtype"),
+    [(name, torch.float32) for name in ("master", "buffer", "gradient", "step", "a b")] + [("sum", torch.float64)],
 )
 def test_a_state_that_cannot_be_is_refused_with_the_parameter(state: str, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=rf"_Wrong.states of weight has '{state}': {dtype}; a state has a Python name"):
