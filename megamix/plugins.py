@@ -73,6 +73,7 @@ def register_source(name: str, section: type[Section], build: Callable[..., Any]
 
     `build(**keys, seq_len=, vocab_size=, seed=)` returns a `megamix.data.source.SampleSource`, whose `fingerprint` is a
     text that another one has only if all of its samples are the same. What is wrong with the keys is a ValueError.
+    `seed`: from 0 to 2**64 - 1; validation's is never training's. Such a source takes no data.split.
     """
     SOURCES.register(name, section, build)
 

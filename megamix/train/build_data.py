@@ -23,7 +23,7 @@ _Names = tuple[str | int, ...]
 
 class _Seeds(NamedTuple):
     order: int  # of files' windows
-    made_up: int  # of a chain's samples
+    made_up: int  # of a chain's samples, and of a plugin's source
 
     def of(self, number: int) -> _Seeds:
         """Return those of a mixture's source of that number. By one seed, files of one length would be read in one
@@ -69,7 +69,7 @@ def data_fingerprints(config: Config) -> dict[str, str]:
     """Fingerprint every file of data and the tokenizer, by the key that names it. Reads up to 64 MiB of each file."""
     found = {field: token_file_fingerprint(Path(prefix)) for field, prefix in token_prefixes(config).items()}
     for field, source in _entries(config):
-        if made := _registered(config, source, _VALIDATION_SEEDS.order):
+        if (made := _registered(config, source, _VALIDATION_SEEDS.order)) is not None:
             found[field] = hashlib.sha256(made.fingerprint.encode()).hexdigest()
     if config.data.tokenizer is not None:
         found["data.tokenizer"] = file_fingerprint(Path(config.data.tokenizer))
@@ -147,9 +147,15 @@ def _markov_problems(config: Config) -> Iterator[str]:
 def _registered_problems(config: Config) -> Iterator[str]:
     for field, source in _entries(config):
         try:
-            _registered(config, source, _VALIDATION_SEEDS.order)
+            made = _registered(config, source, _VALIDATION_SEEDS.order)
         except ValueError as error:
             yield f"{field}: {error}"
+            continue
+        if made is not None and config.data.split is not None:
+            yield (
+                f"data.split: divides token files by their documents, and {field} is a source of its own; leave split "
+                "out, and write what to validate on as data.valid"
+            )
 
 
 def _stage_problems(config: Config) -> Iterator[str]:
@@ -199,7 +205,7 @@ def _registered(config: Config, source: DataSource, seed: int) -> Any:
 
 def _source(config: Config, entry: Sources, seeds: _Seeds, part: int) -> SampleSource:
     seq_len = config.model.seq_len
-    if made := _registered(config, entry[0], seeds.order):
+    if (made := _registered(config, entry[0], seeds.made_up)) is not None:
         return cast(SampleSource, made)
     if entry[0].markov is not None:
         return MarkovSource(

@@ -17,7 +17,7 @@ import pytest
 from megamix.config import Config
 from megamix.data.prepare.corpus import input_corpus, make_plan, read_piece
 from megamix.data.token_file import TokenFile
-from megamix.train.build_data import data_problems
+from megamix.train.build_data import data_fingerprints, data_problems, training_source, validation_source
 from tests.data.prepare_job import prepare
 from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import TIMELESS, end_of
@@ -131,6 +131,28 @@ def test_a_source_refuses_its_keys_before_a_job_starts(tmp_path: Path) -> None:
         tmp_path, plugins=PLUGINS, data={"train": [{"counting": {"stride": 64}}], "valid": [{"counting": {}}]}
     )
     assert data_problems(config) == ["data.train: counting.stride must be below model.vocab_size = 64, got 64"]
+
+
+def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_length(
+    tmp_path: Path, monkeypatch
+) -> None:
+    counting = sys.modules["tests.doors.source_plugin"].Counting
+    monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
+    data = {"train": [{"counting": {}}], "valid": [{"counting": {}}]}
+    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, training={"seed": 0})
+    source, held_out = training_source(config), validation_source(config)
+    assert isinstance(source, counting)
+    assert held_out is not None
+    assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
+    assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
+
+
+def test_a_source_that_is_no_file_is_not_split(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, plugins=PLUGINS, data={"train": [{"counting": {}}], "valid": None, "split": [9, 1]})
+    assert data_problems(config) == [
+        "data.split: divides token files by their documents, and data.train is a source of its own; leave split out, "
+        "and write what to validate on as data.valid"
+    ]
 
 
 def test_a_reader_gives_its_documents_in_order(tmp_path: Path) -> None:
