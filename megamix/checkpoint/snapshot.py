@@ -15,13 +15,11 @@ from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import BUFFER, MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.half_params import BufferSpec
+from megamix.mixed_precision.half_params import SAVED_DTYPES, BufferSpec
 from megamix.mixed_precision.optimizers import Optimizer
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+_NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+DTYPES = dict(zip(_NAMES, SAVED_DTYPES, strict=True))
 DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # each of a Literal type
 
 

@@ -18,6 +18,10 @@ from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.mixed_precision.settings import Placement
 
+SAVED_DTYPES = (  # what a checkpoint holds
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -78,13 +82,19 @@ class BufferSpec:
 
 
 def describe_buffers(model: nn.Module, topology: Topology) -> list[BufferSpec]:
-    """Return those of the whole model. Every rank must call it."""
+    """Return those of the whole model. Every rank must call it. Raises: ValueError naming one that cannot be saved."""
     persistent, stage = model.state_dict().keys(), topology.pp.rank
     own = [
         BufferSpec(name=name, full_shape=tuple(buffer.shape), dtype=str(buffer.dtype), stage=stage)
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if name in persistent and buffer.numel()
     ]
+    for spec in own:
+        if spec.dtype not in map(str, SAVED_DTYPES):
+            raise ValueError(
+                f"buffer {spec.name} is {spec.dtype}, which no checkpoint holds; keep it out of the state_dict by "
+                "module.register_buffer(..., persistent=False)"
+            )
     return _all_stages(BufferSpec, own, topology.pp, model)
 
 

@@ -93,6 +93,16 @@ def test_a_buffer_that_was_not_saved_stays_and_one_that_is_unknown_is_refused(tm
         load(checkpoint, without, together)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype: torch.dtype) -> None:
+    model = Counting()
+    model.register_buffer("turns", torch.ones(2).to(dtype))
+    with pytest.raises(ValueError, match=rf"buffer turns is {dtype}, .*register_buffer\(..., persistent=False\)"):
+        ShardedEngine(model, AdamW(lr=0.1), compile_update=False)
+    model.register_buffer("turns", model.turns, persistent=False)
+    assert "turns" not in [spec.name for spec in ShardedEngine(model, AdamW(lr=0.1), compile_update=False).buffers]
+
+
 def test_a_difference_of_a_buffer_is_told(tmp_path: Path) -> None:
     engine = _engine()
     paths = []
