@@ -41,6 +41,11 @@ def build_model(
                     f"module {name} has buffers, and nothing says how they are filled: give it an `_apply` that does, "
                     "as megamix.model.layers.RotaryTable has"
                 )
+            if kept := module._buffers.keys() - module._non_persistent_buffers_set:
+                raise ValueError(
+                    f"module {name} has persistent buffers {', '.join(sorted(kept))}, which no weights of a family "
+                    "hold: register them with persistent=False, and let its `_apply` fill them"
+                )
             # Not to_empty(): of a tensor on meta that imports the compiler, 0.6 s.
             module._apply(lambda table: torch.empty(table.shape, dtype=table.dtype, device=device), recurse=False)
     return model, placements

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from megamix.cli import main
+from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
 from megamix.model.family import family_of, parameter_count
+from megamix.parallel.build import build_model
 from megamix.parallel.stages import plan_stages
 from megamix.plan.activations import TracedWork, trace_stage
 from megamix.plugins import FAMILIES
@@ -96,6 +99,21 @@ def test_it_goes_out_and_comes_back(folder: Path, capsys: pytest.CaptureFixture[
         assert main(["generate", str(folder / model), *sample]) == 0
     texts = capsys.readouterr().out.splitlines()
     assert len({*texts}) * 3 == len(texts)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("tally", torch.zeros(3))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        return super()._apply(fn, recurse)
+
+
+def test_a_buffer_that_would_be_saved_is_refused_by_name(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toy.Toy, "last_norm", lambda self: _Counting())
+    with pytest.raises(ValueError, match="has persistent buffers tally, .* with persistent=False"):
+        build_model(toy.ToyConfig(**MODEL), Topology(), torch.device("cpu"), sequence_parallel=False)
 
 
 def test_its_blocks_cost_what_they_are_and_stages_are_cut_by_it(toy: ModuleType) -> None:
