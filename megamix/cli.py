@@ -160,6 +160,7 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
     )
+    _check_plugins(arguments, config)
     from megamix.train.run_folder import check
 
     check(config)  # before the seconds that importing torch takes
@@ -167,6 +168,14 @@ def _train(arguments: argparse.Namespace) -> None:
         from megamix.train.job import run_job
 
         run_job(config, _memory_line)
+
+
+def _check_plugins(arguments: argparse.Namespace, config: Config) -> None:
+    """Refuse those of `--plugins` that neither what is saved nor the processes that are started would know of."""
+    names = arguments.plugins.split(",") if arguments.plugins else []
+    if unknown := [name for name in names if name not in config.plugins]:
+        fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
+        raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
@@ -188,6 +197,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
+    _check_plugins(arguments, config)
     from megamix.verify.command import verify_lines
 
     failed: list[str] = []

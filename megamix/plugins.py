@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -30,9 +30,15 @@ class Door:
         self.kind = kind
         self.sections: dict[str, type[Section]] = {}
         self.registered: dict[str, Any] = {}  # a function that builds one, or a family
+        self.beside: Container[str] = ()  # keys of the table in which the names are keys, too
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
         """Raises: ValueError if the name is taken."""
+        if name in self.beside:
+            raise ValueError(
+                f"{self.kind} {name!r} of {thing.__module__}: the table in which it stands has a key {name}; "
+                "give it another name"
+            )
         if taken := self.registered.get(name) or self.sections.get(name):
             raise ValueError(
                 f"{self.kind} {name!r} of {thing.__module__}: {taken.__module__} has registered one of that name; "
@@ -47,6 +53,16 @@ FAMILIES = Door("model family")
 SOURCES = Door("data source")
 READERS = Door("reader")
 TRACKERS = Door("tracker")
+# What is read of a corpus file, by the end of its name, without a plugin. Everything else is text, one document a file.
+FILE_KINDS = {
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".jsonl.zst": "jsonl",
+    ".json.gz": "jsonl",
+    ".json.zst": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 
 
 def register_optimizer(name: str, section: type[Section], build: Callable[..., Any]) -> None:
@@ -84,6 +100,10 @@ def register_reader(suffix: str, read: Callable[..., Any]) -> None:
     `read(path)` yields the texts of a file's documents, in the same order each time; a function at the top of its
     module, which workers import.
     """
+    if suffix in FILE_KINDS or not suffix.startswith("."):
+        raise ValueError(
+            f"reader {suffix!r} of {read.__module__}: must be an ending as .xyz, and none of {', '.join(FILE_KINDS)}"
+        )
     READERS.register(suffix, Section, read)
 
 
@@ -107,10 +127,10 @@ def require_plugins(names: Iterable[str]) -> None:
 
 def import_plugins(names: Iterable[str]) -> None:
     """Import modules that are installed or lie in the working folder. Raises: PluginError naming the one that fails."""
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
     for name in names:
         try:
+            if os.getcwd() not in sys.path:
+                sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
             importlib.import_module(name)
         except Exception as error:
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == name

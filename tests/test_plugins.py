@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megamix import AdamW
-from megamix.checkpoint.manifest import read_manifest
+from megamix.checkpoint.manifest import RunRecord, read_manifest
 from megamix.cli import main
-from megamix.config import config_from_dict, config_schema, config_to_toml, effective_tables, load_config
+from megamix.config import (
+    ConfigError,
+    ModelConfig,
+    config_from_dict,
+    config_schema,
+    config_to_toml,
+    effective_tables,
+    load_config,
+)
+from megamix.model.family import family_of
+from megamix.model.transformer import Transformer
 from megamix.plugins import (
     OPTIMIZERS,
     READERS,
     PluginError,
     Section,
     import_plugins,
+    register_family,
     register_optimizer,
     register_reader,
+    register_source,
+    register_tracker,
 )
 from megamix.train.build import build_optimizer
+from megamix.train.resume import changes
 from megamix.train.same_job import RankGroup, differences, started_with
 from tests.checkpoint.seal import edit
 from tests.test_config_errors import GOOD, Tree, changed, problems_of
@@ -102,6 +121,108 @@ def test_a_name_that_is_taken_is_refused_with_both_modules(here: Path) -> None:
         register_reader(".xyz", print)
     assert OPTIMIZERS.sections.keys() == {"adamw", "nag", "lion"}
     assert READERS.registered[".xyz"] is print
+
+
+@pytest.mark.parametrize(
+    ("register", "name"), [(register_optimizer, "lr"), (register_source, "path"), (register_tracker, "log_interval")]
+)
+def test_a_name_that_is_a_key_of_its_table_is_refused(register: Callable[..., None], name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' of builtins: the table in which it stands has a key {name}; give"):
+        register(name, Section, print)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json.zst", "text"])
+def test_a_reader_of_a_built_in_ending_or_of_none_is_refused(ending: str) -> None:
+    with pytest.raises(ValueError, match=rf"reader '{ending}' of builtins: must be an ending as .xyz, and none of .j"):
+        register_reader(ending, print)
+
+
+def test_nothing_in_the_working_folder_is_imported_without_plugins(here: Path) -> None:
+    import_plugins([])
+    assert str(here) not in sys.path
+    import_plugins(["toy_plugin"])
+    assert sys.path[-1] == str(here)
+
+
+def test_a_working_folder_that_is_gone_is_no_mistake_without_plugins(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(here / "..")
+    (here / "gone").mkdir()
+    monkeypatch.chdir(here / "gone")
+    os.rmdir(here / "gone")
+    assert main(["config", "--schema"]) == 0
+    assert main(["config", "--schema", "--plugins", "toy_plugin"]) == 2
+    assert "plugins: toy_plugin cannot be imported: FileNotFoundError" in capsys.readouterr().err
+
+
+class Routing(Section):
+    """A table of its own."""
+
+    experts: int
+    """Required."""
+
+
+class RoutedConfig(ModelConfig):
+    """A family's that begins with another one's keys."""
+
+    routing: Routing
+
+
+def _families(*kinds: tuple[str, type[ModelConfig]]) -> list[Any]:
+    made = [type(name.title(), (Transformer,), {"name": name, "section": section}) for name, section in kinds]
+    for family in made:
+        register_family(family)
+    return made
+
+
+def test_a_family_is_found_by_its_name_and_one_made_by_hand_by_its_section() -> None:
+    child, parent, same = _families(
+        ("child", RoutedConfig), ("parent", type("ParentConfig", (ModelConfig,), {})), ("same", ModelConfig)
+    )
+    routing = {"routing": {"experts": 2}}
+    families = {"transformer": Transformer, "child": child, "parent": parent, "same": same}
+    for name, family in families.items():
+        config = config_from_dict(changed(model={"family": name} | (routing if name == "child" else {})))
+        assert family_of(config.model) is family, name
+    sizes = {"vocab_size": 8, "seq_len": 4, "hidden_size": 4, "num_layers": 1, "num_heads": 1}
+    assert family_of(RoutedConfig(**sizes, routing=Routing(experts=1))) is child
+    assert family_of(ModelConfig(**sizes)) is Transformer
+
+
+def test_a_table_of_a_family_is_compared_as_a_whole() -> None:
+    _families(("routed", RoutedConfig))
+
+    def record(experts: int) -> RunRecord:
+        config = config_from_dict(changed(model={"family": "routed", "routing": {"experts": experts}}))
+        return RunRecord(config=config_to_toml(config), fingerprints={}, rng_rule="")
+
+    saved: Any = SimpleNamespace(path="x", manifest=SimpleNamespace(run=record(2), weights_only=False))
+    assert changes(saved, record(2), 0) == []
+    with pytest.raises(ConfigError, match=r"model.routing: the checkpoint has \{ experts = 2 \}, the configuration"):
+        changes(saved, record(3), 0)
+
+
+def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here: Path) -> None:
+    shown = config_to_toml(config_from_dict(changed(precision={"dtype": "fp16"})))
+    rule = 'rule = "steady"\ninit_scale = 16777216.0\n'  # dynamic's default, and not this rule's
+    saved = re.sub(r"(?<=\[precision.loss_scale\]\n)(.+\n)*", rule, shown)
+    base = _write(here, "config.toml", saved.replace("plugins = []", 'plugins = ["toy_plugin"]'))
+    config = load_config(_write(here, "job.toml", f'plugins = ["toy_plugin"]\nbase = "{base.name}"\n'))
+    assert dict(config.precision.loss_scale) == {"rule": "steady", "init_scale": 2.0**24, "calm": 3}
+
+
+@pytest.mark.parametrize("verb", [["train", "--check"], ["verify"]])
+def test_a_plugin_that_the_flag_alone_names_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    own = config_to_toml(config_from_dict(changed())).replace(": not set", "")
+    job = _write(here, "job.toml", own)
+    assert main([verb[0], str(job), *verb[1:], "--plugins", "toy_plugin", "precision.loss_scale.rule=steady"]) == 2
+    assert (
+        'plugins: toy_plugin named by --plugins alone; write plugins = ["toy_plugin"] on top of'
+        in capsys.readouterr().err
+    )
 
 
 def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here: Path) -> None:

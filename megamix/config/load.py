@@ -130,6 +130,7 @@ def config_schema() -> dict[str, Any]:
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
     tree: Tree = {}
+    unimported = _import_plugins(layers)  # first, for they know the defaults of what was saved
     for number, layer in enumerate(layers):
         said, moved = by_new_names(layer.tree)
         if layer.is_saved:
@@ -140,8 +141,8 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
         # Where a section is no table, that is a mistake which must not vanish under one.
         wrong = {name for name in SECTIONS if not isinstance(tree.get(name, {}), dict)}
         tree = _over(tree, {name: keys for name, keys in said.items() if name not in wrong})
-    if line := _import_plugins(tree.get("plugins"), layers):
-        raise ConfigError([*problems, line], source)  # the names that it would have registered are no mistakes
+    if unimported:
+        raise ConfigError([*problems, unimported], source)  # the names that it would have registered are no mistakes
     config: Config | None = None
     bad: list[tuple[int | str, ...]] = []
     try:
@@ -168,8 +169,9 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     return config
 
 
-def _import_plugins(names: object, layers: Sequence[Layer]) -> str:
+def _import_plugins(layers: Sequence[Layer]) -> str:
     """What is wrong with them, if something is. What a run has saved imports nothing: others may have written it."""
+    names = next((layer.tree["plugins"] for layer in reversed(layers) if "plugins" in layer.tree), None)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return ""  # or no list of names, which is told as any wrong value
     own = [layer.tree.get("plugins") for layer in layers if not layer.is_saved]

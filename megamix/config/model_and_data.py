@@ -162,6 +162,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(weight / unit) for weight in exact)
 
 
+SOURCES.beside = DataSource.model_fields
 _SOURCE = Extended(SOURCES, DataSource)
 _Source = Annotated[DataSource, _SOURCE]
 

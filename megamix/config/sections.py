@@ -72,6 +72,7 @@ class OptimizerConfig(Section):
     are used."""
 
 
+OPTIMIZERS.beside = OptimizerConfig.model_fields
 OPTIMIZER = Chosen(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
 
 
@@ -199,6 +200,7 @@ class WandbConfig(Section):
 
 
 TRACKERS.sections |= {"wandb": WandbConfig}
+TRACKERS.beside = MetricsConfig.model_fields
 
 
 class ProfilingConfig(Section):

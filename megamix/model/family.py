@@ -20,7 +20,9 @@ def families() -> list[type[Decoder]]:
 
 def family_of(config: DecoderConfig) -> type[Decoder]:
     """Return the family whose section it is: called with the configuration, it builds the model."""
-    return next(family for family in reversed(families()) if isinstance(config, family.section))
+    found = [family for family in families() if isinstance(config, family.section)]
+    # A section may inherit another family's: its own is the longest. Of families that share one, the name tells.
+    return max(found, key=lambda family: (len(family.section.__mro__), family.name == config.family))
 
 
 def section_of(table: Mapping[str, Any]) -> type[DecoderConfig]:

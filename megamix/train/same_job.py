@@ -175,7 +175,7 @@ def flat(config: str) -> dict[str, Any]:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and name != "model.rope_scaling":  # which means something as a whole
+    if isinstance(value, dict) and not name.startswith("model."):  # a table there means something as a whole
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}".lstrip("."), inner)
     else:
@@ -201,7 +201,10 @@ def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
         return [_without_paths(item, numbers) for item in value]
     if not isinstance(value, dict):
         return value
-    named = {key: _without_paths(item, numbers) for key, item in value.items()}
+    # What is a plugin's own in it is compared as it is.
+    named: dict[str, Any] = {
+        key: item if isinstance(item, dict) else _without_paths(item, numbers) for key, item in value.items()
+    }
     if "path" in named:
         name = DataSource(path=named.pop("path")).name
         named = {"file": numbers.setdefault(name, len(numbers) + 1)} | named
@@ -255,8 +258,9 @@ def differences(groups: Sequence[RankGroup]) -> list[str]:
     lines = []
     for key in sorted({key for group in groups for key in group.started_with}):
         ranks_of: dict[str, list[int]] = defaultdict(list)
+        missing = _UNSET if key.startswith("content of ") else NOT_READ  # of another choice
         for group in groups:
-            ranks_of[group.started_with.get(key, NOT_READ)] += group.ranks  # of another choice
+            ranks_of[group.started_with.get(key, missing)] += group.ranks
         ranks_of.pop(NOT_READ, None)
         if len(ranks_of) > 1:
             lines.append(_line(key, ranks_of))

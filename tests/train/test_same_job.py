@@ -25,11 +25,13 @@ import torch.distributed as dist
 
 from megamix.config import Config, ConfigError, config_to_toml
 from megamix.data.token_file import bin_path
+from megamix.plugins import SOURCES, Section
 from megamix.ranks import DEADLINE_S
 from megamix.supervise import liveness
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.train import same_job
+from megamix.train.build_data import data_fingerprints
 from megamix.train.same_job import RankGroup, check_same_job, differences
 from tests.conftest import FULL
 from tests.programs import with_settings
@@ -77,6 +79,12 @@ def _job(folder: Path, data: Path, *overrides: Overrides) -> Config:
 def _in_other(name: str) -> Callable[[Path], Overrides]:
     key, file = ("tokenizer", "tokenizer.json") if name == "tokenizer" else (name, name)
     return lambda data: {"data": {key: str(data / "other" / file)}}
+
+
+class Paths(Section):
+    """A source's."""
+
+    path: list[str]
 
 
 # What all ranks have; what rank 1 has beside it; what is said of it.
@@ -186,6 +194,22 @@ def test_a_source_that_comes_again_is_one_by_its_path_whatever_that_is(data) -> 
     assert again["data.stages"] != a_copy["data.stages"]  # the first goes on where it was, the other begins anew
     assert not any(str(data) in value for value in again.values())
     assert set(same_job.MAY_DIFFER) & set(again) == set()
+
+
+def test_a_tokenizer_on_some_ranks_alone_is_told(data) -> None:
+    with_one, without = _job(data, data), _job(data, data, {"data": {"tokenizer": None}})
+    groups = [
+        RankGroup([n], same_job.started_with(it, data_fingerprints(it))) for n, it in enumerate((with_one, without))
+    ]
+    (line,) = differences(groups)
+    assert line.startswith("content of data.tokenizer (SHA-256): ")
+    assert line.endswith(" on rank 0; not set on rank 1; give all ranks the same files")
+
+
+def test_a_source_s_own_path_may_be_a_list(data) -> None:
+    with mock.patch.dict(SOURCES.sections, toy=Paths):
+        config = _job(data, data, {"data": {"train": [{"toy": {"path": ["a", "b"]}}]}})
+        assert '"a", "b"' in same_job.started_with(config, {})["data.train"]
 
 
 def _count_reads(config: Config) -> int:

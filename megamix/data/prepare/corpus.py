@@ -29,23 +29,13 @@ from megamix.data.prepare.records import (
     read_text,
 )
 from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
-from megamix.plugins import READERS
+from megamix.plugins import FILE_KINDS, READERS
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
 _HUB = "hf:"
-# The first ending that fits; everything else is text, one document a file.
-_KINDS = {
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl",
-    ".jsonl.zst": "jsonl",
-    ".json.gz": "jsonl",
-    ".json.zst": "jsonl",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +132,8 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 
 
 def _kind_of(name: str) -> str:
-    kinds = _KINDS | {suffix: suffix for suffix in READERS.registered}
+    """By the first ending that fits."""
+    kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
     return next((kind for ending, kind in kinds.items() if name.endswith(ending)), "text")
 
 
