@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,27 +65,33 @@ def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collect
     Raises: ValueError on every rank if two that compute the same part of the model recorded other names.
     """
     rows = zip(recorded.names, recorded.table.tolist(), strict=True)
-    mine = json.dumps([(*key, *row) for key, row in rows if row[1]])
-    by_rank = [json.loads(text) for text in gather_texts(collectives, mine, recorded.table.device)]
-    return combine(by_rank, topology.stage.size, topology.tp.size)
+    mine = FromRank(topology.pp.rank, topology.tells_sums, [(*key, *row) for key, row in rows if row[1]])
+    texts = gather_texts(collectives, json.dumps(mine), recorded.table.device)
+    return combine([FromRank(*json.loads(text)) for text in texts])
 
 
-def combine(by_rank: list[list[tuple[str, Reduce, float, float]]], stage_size: int, tp_size: int) -> dict[str, float]:
-    """Return the values of all ranks, each of which gives a name, its reduce, and its row of `Recorded.table`.
+class FromRank(NamedTuple):
+    """What one rank has recorded in a step, and where it stands."""
 
-    Raises: ValueError, as `gather_recorded`.
-    """
+    stage: int
+    tells_sums: bool
+    rows: list[tuple[str, Reduce, float, float]]  # a name, its reduce, and its row of `Recorded.table`
+
+
+def combine(by_rank: list[FromRank]) -> dict[str, float]:
+    """Return the values of all ranks. Raises: ValueError, as `gather_recorded`."""
     found: dict[tuple[str, Reduce], list[tuple[float, float]]] = {}
+    of_stage: dict[int, tuple[int, set[tuple[str, Reduce]]]] = {}  # its first rank, and what that one recorded
     for rank, mine in enumerate(by_rank):
-        first = rank - rank % stage_size
-        names, others = ({(name, reduce) for name, reduce, *_ in by_rank[number]} for number in (rank, first))
+        names = {(name, reduce) for name, reduce, *_ in mine.rows}
+        first, others = of_stage.setdefault(mine.stage, (rank, names))
         if names != others:
             raise ValueError(
                 f"record: rank {first} recorded {_listed(others - names)} where rank {rank} recorded "
                 f"{_listed(names - others)}; record the same names, with the same reduce, on every rank"
             )
-        for name, reduce, so_far, count in mine:
-            if reduce != "sum" or rank % tp_size == 0:
+        for name, reduce, so_far, count in mine.rows:
+            if reduce != "sum" or mine.tells_sums:
                 found.setdefault((name, reduce), []).append((so_far, count))
     values = {}
     for (name, reduce), rows in found.items():

@@ -4,7 +4,6 @@ is discarded do not count; over ranks it is combined as it says, and other names
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 
 import megamix
 from megamix import AdamW, HeadroomLossScale, Precision, ShardedEngine, record
+from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
-from megamix.mixed_precision.records import combine, gather_recorded
+from megamix.mixed_precision.records import FromRank, combine, gather_recorded
 from megamix.model.transformer import Transformer
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.mixed_precision.test_no_host_read import no_host_read
@@ -220,10 +220,15 @@ def test_other_names_on_another_rank_are_an_error_on_all(run_ranks) -> None:
 def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum() -> None:
     first = [("in", "mean", 6.0, 2), ("all", "max", 3.0, 1), ("tokens", "sum", 5.0, 1)]
     last = [("out", "min", 1.0, 1), ("all", "max", 4.0, 1)]
-    by_rank = json.loads(json.dumps([first, first, last, last]))  # pp2 tp2
-    assert combine(by_rank, stage_size=2, tp_size=2) == {"in": 3.0, "all": 4.0, "tokens": 5.0, "out": 1.0}
-    assert combine(by_rank, stage_size=2, tp_size=1)["tokens"] == 10.0
+
+    def of(sizes: dict[str, int], reads: tuple[str, ...] = ("dp",)) -> dict[str, float]:
+        ranks = (Topology(sizes, place, reads=reads) for place in range(4))
+        return combine([FromRank(here.pp.rank, here.tells_sums, [first, last][here.pp.rank]) for here in ranks])
+
+    want = {"in": 3.0, "all": 4.0, "tokens": 5.0, "out": 1.0}
+    assert of({"pp": 2, "dp": 1, "tp": 2}) == of({"pp": 2, "cp": 2}) == of({"tp": 2, "pp": 2}) == want
+    assert of({"pp": 2, "dp": 2}) == of({"x": 2, "pp": 2}, ("x", "dp")) == want | {"tokens": 10.0}
     with pytest.raises(
         ValueError, match=r"rank 0 recorded 'in' \(mean\), 'tokens' \(sum\) where rank 2 recorded 'out'"
     ):
-        combine([first, first, last, last], stage_size=4, tp_size=1)
+        combine([FromRank(0, True, rows) for rows in (first, first, last, last)])
