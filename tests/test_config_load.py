@@ -113,6 +113,17 @@ def test_number_of_thousands_of_digits_is_refused_in_words(tmp_path: Path) -> No
     assert "..., must be a number; write for example lr = 0.0003" in problem
     (problem,) = problems_of(write(tmp_path, "b.toml", f"[model]\nnum_layers = {digits}\n"))
     assert "b.toml, is no TOML" in problem
+    # Python reads these in no time, and then refuses to print them.
+    hexadecimal = "0x" + "f" * 6000
+    (problem,) = problems_of(write(tmp_path, "a.toml", MINIMAL), f"optimizer.lr={hexadecimal}")
+    assert "..., must be a number; write for example lr = 0.0003" in problem
+    (problem,) = problems_of(write(tmp_path, "b.toml", f"[model]\nnum_layers = {hexadecimal}\n"))
+    assert "0xffffffffffffffffff... is a number of more than 64 bits" in problem
+
+
+def test_a_size_beyond_all_is_answered_at_once(tmp_path: Path) -> None:
+    (problem, *_) = problems_of(write(tmp_path, "a.toml", MINIMAL), f"parallelism.tp_size={10**12}")
+    assert problem.startswith(f"parallelism.tp_size: got {10**12}, must divide model.num_heads")
 
 
 @pytest.mark.parametrize("text", ["optimizer.lr", "lr=3", "=3", ".lr=3", "optimizer.=3"])

@@ -366,3 +366,13 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
     for junk in ("[3]", '"hostile"', '["a\\nb"]'):
         with pytest.raises(ValueError, match="holds plugins that are no names of modules"):
             effective_tables(f"plugins = {junk}\n")
+
+
+def test_a_missing_key_without_an_example_is_told_by_its_description() -> None:
+    class Needs(Section):
+        beta: float
+        """Decay rate of the momentum."""
+
+    register_optimizer("needs", Needs, AdamW)
+    (problem,) = problems_of(changed(optimizer={"name": "needs"}))
+    assert problem == "optimizer.needs.beta: missing; write beta: Decay rate of the momentum."

@@ -7,6 +7,7 @@ JSON is checked when read: no unknown field, no other type, no number that anoth
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ class ParamRecord(Record):
     """One parameter or persistent buffer, whole, under its first registered name."""
 
     name: str
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
     aliases: tuple[str, ...]
     states: Count = 0  # the place of its set in `Manifest.states`
 
@@ -205,6 +206,9 @@ def read_manifest(path: Path) -> Manifest:
     ):
         if len(set(names)) != len(names):
             raise ValueError(f"{path}: {field}: a name is there twice")
+    for param in manifest.params:
+        if math.prod(param.shape) >= 2**63:
+            raise ValueError(f"{path}: params: {printable(param.name)} has more elements than a tensor can have")
     if {param.states for param in manifest.params} != {*range(len(manifest.states))}:
         raise ValueError(f"{path}: states: a parameter's set is not there, or a set is no parameter's")
     if not all(states.get(MASTER) == "F32" or [*states] == [BUFFER] for states in manifest.states):

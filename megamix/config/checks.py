@@ -1,5 +1,6 @@
 """Checks over more than one field. Each proposes values that pass."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -20,9 +21,11 @@ def check_draft(tree: Tree, bad: Collection[tuple[int | str, ...]]) -> list[str]
 
 def _draft(section: type[Section], table: Tree, bad: Collection[tuple[int | str, ...]]) -> SimpleNamespace:
     """A table without its unusable keys."""
-    draft = SimpleNamespace()
+    draft, within = SimpleNamespace(), defaultdict(list)
+    for first, *rest in bad:  # once: there may be thousands
+        within[first].append(tuple(rest))
     for name, value in ({name: field.default for name, field in section.model_fields.items()} | table).items():
-        inside = [path[1:] for path in bad if path[0] == name]
+        inside = within[name]
         if isinstance(value, dict) and () not in inside and (inner := section_at(section, [name], table)):
             setattr(draft, name, _draft(inner, value, inside))
         elif not inside:

@@ -66,7 +66,7 @@ def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
 def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
     """The largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
     common = math.gcd(world_size, *(size for _, size, _ in _divided(config)))
-    return max(size for size in range(1, tp_size + 1) if common % size == 0)
+    return next(size for size in range(min(tp_size, common), 0, -1) if common % size == 0)
 
 
 def stages_per_rank(section: ParallelismConfig) -> int:

@@ -175,6 +175,8 @@ def _fix(key: str, field: FieldInfo, value: object) -> str:
     if repaired is not None:
         return f"write {key} = {value_text(repaired)}"
     usual = [*(field.examples or []), *([] if field.is_required() else [field.default])]
+    if not usual:
+        return f"write {key}: {field.description or 'what its plugin asks for'}"
     if usual[0] is None:
         return f"leave {key} out to get its default"
     return f"write for example {key} = {value_text(usual[0])}"

@@ -14,6 +14,8 @@ MOST_LEVELS = 8
 _TEXT_OR_COMMENT = re.compile(  # a text of lines may end in quotes of its own
     r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
 )
+# Of TOML's 64 bits: Python refuses to print, or to turn to a float, what hexadecimal digits can spell.
+_LONG_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:0x[\da-fA-F_]{17,}|0o[0-7_]{23,}|0b[01_]{65,}|\d[\d_]{19,}(?![\d_.eE]))")
 _LONG_KEY = re.compile(rf"(?:\.[^.=,\n\[\]{{}}]*){{{MOST_LEVELS}}}")
 
 
@@ -34,6 +36,8 @@ def parse_toml(text: str) -> dict[str, Any]:
             raise TooDeepError(f"holds values within more than {MOST_LEVELS} others")
     if _LONG_KEY.search(bare):
         raise TooDeepError(f"holds a key of more than {MOST_LEVELS} parts")
+    if found := _LONG_NUMBER.search(bare):
+        raise ValueError(f"{found[0][:20]}... is a number of more than 64 bits")
     return tomllib.loads(text)
 
 

@@ -143,7 +143,14 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
     "elements twice": (_tensors(_twice), "norm.bias: .*overlap"),
     "elements missing": (_tensors(lambda held: held.popitem()), "elements are there"),
     "an unknown parameter": (_added("w|master|0"), f"{SHARD}: .*no state"),
-    "a parameter without end": (_fields(params=[{"name": "w", "shape": [HUGE] * 2, "aliases": []}]), "no state"),
+    "a parameter without end": (
+        _fields(params=[{"name": "w", "shape": [HUGE] * 2, "aliases": []}]),
+        f"{MANIFEST}: params: w has more elements",
+    ),
+    "dims without end": (
+        _fields(params=[{"name": "w", "shape": [2] * 30_000, "aliases": []}]),
+        f"{MANIFEST}: params.0.shape",
+    ),
     "a count beyond all": (_fields(applied_updates=2**64), f"{MANIFEST}: applied_updates"),
     "digits without end": (_replaced(b'"applied_updates": 2', b'"applied_updates": ' + b"9" * 10**5), MANIFEST),
     "brackets without end": (_replaced(b'"params": [', b'"params": [' + b"[" * 10**5), f"{MANIFEST}: the text"),
