@@ -98,6 +98,11 @@ class Topology:
         return self.along(*self.owns)
 
     @cached_property
+    def replicas(self) -> Axis:
+        """Ranks that own the same share, each a copy of it."""
+        return self.along(*(name for name in self.sizes if name not in ("pp", "tp", *self.owns)))
+
+    @cached_property
     def ends(self) -> Axis:
         """The owners on the first and the last pipeline rank, which hold a tied table; between these, this rank."""
         if 0 < self.pp.rank < self.pp.size - 1:
@@ -190,7 +195,7 @@ class Topology:
         # world, so every rank must be in one group of each axis, as it is.
         shared = self.along(*self.owns, "tp")
         more = (self.along(*names) for names in products)
-        for axis in (self.tp, self.owners, shared, self.data, self.stage, self.pp, *more):
+        for axis in (self.tp, self.owners, shared, self.data, self.replicas, self.stage, self.pp, *more):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
             # Between the ends, one of its own: torch names these groups by their ranks and by how many this rank has,

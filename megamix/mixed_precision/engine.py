@@ -85,7 +85,7 @@ class ShardedEngine:
         self.half_params = HalfParams(model, layout, precision.dtype, device)
         half = self.half_params.flat
         self.master_shard = MasterShard(layout, among, groups, device)
-        take_over(model, self.half_params, self.master_shard, among, by_axis[0], fill)
+        take_over(model, self.half_params, self.master_shard, among, by_axis[0], topology, fill)
         self.loss_scale.to(device)
         grads = self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
         self.param_gather = ParamGather(model, sharding.units, layout, half, among, sharding.overlap, self.clock)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import Collectives
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.optimizers import MASTER, States, UpdateGroup
@@ -144,12 +145,13 @@ def _whole(block: Tensor, spec: ParamSpec, tp: Collectives) -> Tensor:
 
 def take_over(
     model: nn.Module, half_params: HalfParams, master_shard: MasterShard, collectives: Sequence[Collectives],
-    dp: Collectives, fill: Fill | None,
+    dp: Collectives, topology: Topology, fill: Fill | None,
 ) -> None:  # fmt: skip
     """Take the module's weights, those of each bucket's first owner, into masters and half parameters; with `fill` each
     owner has its masters written, and the half parameters are their casts. What no bucket holds is the first
-    data-parallel rank's, frozen parameters in half, buffers as they are.
+    data-parallel rank's, frozen parameters in half, buffers as they are. Of replicas it is all the first one's.
     """
+    replicas = make_collectives(topology.replicas, 0, half_params.dtype, master_shard.master[0].device)
     if fill is not None:
         for owned in master_shard.owned_ranges():
             fill(owned.spec, owned.start, owned.tensors[MASTER])
@@ -157,6 +159,7 @@ def take_over(
         if fill is None:
             full = half_params.full_precision(bucket)
             among.broadcast(full)
+            replicas.broadcast(full)
             master_shard.take(bucket, full)
         else:
             full = among.gather(master_shard.master[bucket].to(half_params.dtype)).view(-1)
@@ -168,8 +171,10 @@ def take_over(
             if param.is_floating_point():
                 param.data = param.data.to(half_params.dtype)
             dp.broadcast(param.data)
+            replicas.broadcast(param.data)
     for buffer in model.buffers():
         dp.broadcast(buffer)
+        replicas.broadcast(buffer)
 
 
 def load_weights(

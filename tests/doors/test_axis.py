@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.checkpoint.load import load, newest_checkpoint
@@ -89,6 +90,28 @@ def test_replicas_over_dp_train_as_one_process_and_resume(run_ranks, tmp_path: P
         for step, (found, norm) in enumerate(seen):
             assert norm == norms[step]
             assert all(torch.equal(found[name], weight) for name, weight in weights[step].items()), step
+
+
+class _Own(nn.Linear):
+    """On each rank other weights, frozen and not, and another buffer."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(dist.get_rank())
+        super().__init__(3, 2)
+        self.bias.requires_grad_(False)
+        self.register_buffer("tally", torch.rand(2))
+
+
+def _start_on_two_replicas() -> list[Tensor]:
+    sharding = Sharding(topology=connect_replicas(2))
+    engine = ShardedEngine(_Own(), AdamW(lr=0.01), Precision(torch.float32), sharding, compile_update=False)
+    return [tensor.clone() for tensor in engine.full_weights().values()]
+
+
+def test_replicas_that_were_built_from_other_seeds_start_as_the_first(run_ranks) -> None:
+    first, second = run_ranks(_start_on_two_replicas, 2)
+    assert len(first) == 3
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_an_axis_that_is_not_there_is_named() -> None:
