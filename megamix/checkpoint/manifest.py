@@ -73,7 +73,8 @@ _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a
 _Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
 StateSet = dict[_Name, _Dtype]  # by state
 
-MASTER = "master"  # the state name of the weights themselves; the others are the optimizer's
+# The state name of the weights themselves, as optimizers.MASTER, which needs torch; the others are the optimizer's.
+MASTER = "master"
 BUFFER = "buffer"  # that of a persistent buffer, which has no other
 UNTRAINED: StateSet = {MASTER: "F32"}  # of a model that nobody has trained yet
 

@@ -186,16 +186,13 @@ class Topology:
         dp_size = world_size // model_size
         return Topology.place(dist.get_rank(), pp_size=pp_size, dp_size=dp_size, tp_size=tp_size).connected(timeout_s)
 
-    def connected(self, timeout_s: float | None = None, products: Sequence[Sequence[str]] = ()) -> Topology:
-        """Return it with its axes connected, and these `products` of axes. Every rank of the world must call it, and be
-        in the mesh.
-        """
+    def connected(self, timeout_s: float | None = None) -> Topology:
+        """Return it with its axes connected. Every rank of the world must call it, and be in the mesh."""
         groups = {tuple(self.world.ranks): dist.group.WORLD}
         # The same order on every rank: those of a group meet in its creation. With NCCL each of these calls splits the
         # world, so every rank must be in one group of each axis, as it is.
         shared = self.along(*self.owns, "tp")
-        more = (self.along(*names) for names in products)
-        for axis in (self.tp, self.owners, shared, self.data, self.replicas, self.stage, self.pp, *more):
+        for axis in (self.tp, self.owners, shared, self.data, self.replicas, self.stage, self.pp):
             _connect(axis, groups, timeout_s)
         if 0 < self.pp.rank < self.pp.size - 1:
             # Between the ends, one of its own: torch names these groups by their ranks and by how many this rank has,

@@ -16,7 +16,7 @@ def connect_replicas(num_replicas: int) -> Topology:
     """Neighbours divide the truth, so what travels most stays near."""
     sizes = {"x": num_replicas, "dp": dist.get_world_size() // num_replicas}
     here = Topology(sizes, dist.get_rank(), reads=("x", "dp"), owns=("dp",))
-    return here.connected(products=[("x",)])
+    return here.connected()
 
 
 class ReplicaCollectives(GlooCollectives):
