@@ -1,0 +1,70 @@
+"""The site of docs/ is built without a network, every page is in it, and a dead link or an unknown name of the API ends
+the build.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def pages(nav: list[Any]) -> list[str]:
+    """Return the pages of a navigation, depth first."""
+    found = []
+    for entry in nav:
+        for held in entry.values():
+            found += [held] if isinstance(held, str) else pages(held)
+    return found
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
+    assert sorted(pages(nav)) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    return subprocess.run(command, cwd=folder, env=os.environ | nowhere, capture_output=True, text=True, check=False)
+
+
+def test_the_site_is_built_without_a_network(tmp_path: Path) -> None:
+    pytest.importorskip("zensical")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "zensical.toml", tmp_path)
+    (tmp_path / "megamix").symlink_to(ROOT / "megamix")
+    built = build(tmp_path)
+    assert built.returncode == 0, built.stdout + built.stderr
+    api = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
+    assert 'id="megamix.ShardedEngine.step"' in api
+    assert "<link href=http" not in api.replace('"', "")
+
+
+@pytest.mark.parametrize(
+    ("dead", "told"),
+    [
+        ("[x](nowhere.md)", "page does not exist"),
+        ("[x](#nowhere)", "anchor does not exist"),
+        ("::: megamix.Nothing", "Could not collect 'megamix.Nothing'"),
+    ],
+)
+def test_a_dead_link_or_name_ends_the_build(tmp_path: Path, dead: str, told: str) -> None:
+    pytest.importorskip("zensical")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/index.md").write_text(f"# A page\n\n{dead}\n", encoding="utf-8")
+    whole = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    nav = whole[whole.index("nav = [") : whole.index("\n]\n") + 3]
+    (tmp_path / "zensical.toml").write_text(whole.replace(nav, ""), encoding="utf-8")
+    (tmp_path / "megamix").symlink_to(ROOT / "megamix")
+    failed = build(tmp_path)
+    assert failed.returncode != 0
+    assert told in failed.stdout + failed.stderr
