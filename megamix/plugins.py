@@ -23,7 +23,7 @@ class Section(BaseModel):
     )
 
 
-class Door:
+class Registry:
     """The things of one kind, by name: the keys of each, and what was registered under it."""
 
     def __init__(self, kind: str):
@@ -47,12 +47,12 @@ class Door:
         self.sections[name], self.registered[name] = section, thing
 
 
-OPTIMIZERS = Door("optimizer")
-LOSS_SCALES = Door("loss scale rule")
-FAMILIES = Door("model family")
-SOURCES = Door("data source")
-READERS = Door("reader")
-TRACKERS = Door("tracker")
+OPTIMIZERS = Registry("optimizer")
+LOSS_SCALES = Registry("loss scale rule")
+FAMILIES = Registry("model family")
+SOURCES = Registry("data source")
+READERS = Registry("reader")
+TRACKERS = Registry("tracker")
 # What is read of a corpus file, by the end of its name, without a plugin. Everything else is text, one document a file.
 FILE_KINDS = {
     ".jsonl": "jsonl",

@@ -63,13 +63,13 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[None]:
     """What a test's plugins register is forgotten after it, and they are imported anew."""
-    all_doors = [value for value in vars(plugins).values() if isinstance(value, plugins.Door)]
-    before = [(door, dict(door.sections), dict(door.registered)) for door in all_doors]
+    registries = [value for value in vars(plugins).values() if isinstance(value, plugins.Registry)]
+    before = [(registry, dict(registry.sections), dict(registry.registered)) for registry in registries]
     path = list(sys.path)
     yield
     sys.path[:] = path
-    for door, sections, registered in before:
-        door.sections, door.registered = sections, registered
+    for registry, sections, registered in before:
+        registry.sections, registry.registered = sections, registered
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[name]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import Field, GetJsonSchemaHandler, create_model
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from megamix.plugins import Door, Section
+from megamix.plugins import Registry, Section
 
 Tree = dict[str, Any]
 
@@ -22,11 +22,11 @@ def left_out(description: str | None = None) -> Any:
 class OneOf:
     """Annotation of a key that names something registered."""
 
-    def __init__(self, door: Door, *others: str):
-        self._door, self._others = door, others
+    def __init__(self, registry: Registry, *others: str):
+        self._registry, self._others = registry, others
 
     def names(self) -> list[str]:
-        return [*self._others, *self._door.sections]
+        return [*self._others, *self._registry.sections]
 
     def _check(self, value: object) -> object:
         if value in self.names():
@@ -41,11 +41,11 @@ class OneOf:
         return {"enum": self.names(), "type": "string"}
 
 
-class Extended:
+class ExtendedTable:
     """Annotation of a table whose class is looked up: it may have one beneath for each thing that is registered."""
 
-    def __init__(self, door: Door, base: type[Section]):
-        self._door, self._base = door, base
+    def __init__(self, registry: Registry, base: type[Section]):
+        self._registry, self._base = registry, base
 
     def section(self, table: object, beside: Mapping[str, Any]) -> type[Section]:
         """Return the class of a table; `beside`: what is known of the table around it."""
@@ -53,7 +53,7 @@ class Extended:
 
     def sections(self) -> dict[str, type[Section]]:
         """Return all classes that it may have, by what chooses them."""
-        return {"": _made((self._base,), tuple(self._door.sections.items()), optional=True)}
+        return {"": _made((self._base,), tuple(self._registry.sections.items()), optional=True)}
 
     def _validate(self, value: object, info: core_schema.ValidationInfo) -> Section:
         return self.section(value, info.data or {}).model_validate(value)
@@ -68,24 +68,24 @@ class Extended:
         return tables[0] if len(tables) == 1 else {"anyOf": tables}
 
 
-class Chosen(Extended):
+class ChosenTable(ExtendedTable):
     """One in which `key` names which others there are: beside it, or in a table beneath that has the same name."""
 
-    def __init__(self, door: Door, base: type[Section], key: str, *, beneath: bool = False):
-        super().__init__(door, base)
+    def __init__(self, registry: Registry, base: type[Section], key: str, *, beneath: bool = False):
+        super().__init__(registry, base)
         self.key, self._beneath = key, beneath
 
     def choice(self, table: object, beside: Mapping[str, Any]) -> str:
         """Name what is chosen, by default where the name is none."""
         name = table.get(self.key) if isinstance(table, Mapping) else None
         default: str = self._base.model_fields[self.key].default
-        return name if isinstance(name, str) and name in self._door.sections else default
+        return name if isinstance(name, str) and name in self._registry.sections else default
 
     def section(self, table: object, beside: Mapping[str, Any]) -> type[Section]:
         return self.sections()[self.choice(table, beside)]
 
     def sections(self) -> dict[str, type[Section]]:
-        return {name: self._whole(name, section) for name, section in self._door.sections.items()}
+        return {name: self._whole(name, section) for name, section in self._registry.sections.items()}
 
     def _whole(self, name: str, section: type[Section]) -> type[Section]:
         if self._beneath:
@@ -121,7 +121,7 @@ def section_at(section: type[Section] | None, path: Sequence[int | str], table: 
 
 def _section_in(parts: Sequence[Any], table: object, beside: Mapping[str, Any]) -> type[Section] | None:
     for part in parts:
-        if isinstance(part, Extended):
+        if isinstance(part, ExtendedTable):
             return part.section(table, beside)
         if isinstance(part, type) and issubclass(part, Section):
             return part

@@ -23,10 +23,10 @@ from megamix.config.problems import (
     one_line,
     short,
 )
-from megamix.config.renamed import by_new_names
+from megamix.config.renamed import migrate_keys
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
-from megamix.config.unread import is_set, part_chosen, part_read, with_defaults, without_defaults
+from megamix.config.unread import drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
 from megamix.plugins import PluginError, import_plugins, require_plugins
 
 MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token files, and tomllib needs a second for them
@@ -97,7 +97,7 @@ def toml_tables(text: str) -> Tree:
     for name, keys in tables.items():
         if not isinstance(keys, dict) and name != "plugins":
             raise ValueError(f"holds {one_line(name)}, which is no table")
-    return by_new_names(tables)[0]
+    return migrate_keys(tables)[0]
 
 
 def effective_tables(text: str) -> Tree:
@@ -106,7 +106,7 @@ def effective_tables(text: str) -> Tree:
 
     Raises: ValueError, as `toml_tables`.
     """
-    read, _ = part_read(toml_tables(text))
+    read, _ = drop_unread(toml_tables(text))
     return with_defaults(Config, read)
 
 
@@ -132,7 +132,7 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     tree: Tree = {}
     unimported = _import_plugins(layers)  # first, for they know the defaults of what was saved
     for number, layer in enumerate(layers):
-        said, moved = by_new_names(layer.tree)
+        said, moved = migrate_keys(layer.tree)
         if layer.is_saved:
             said = without_defaults(Config, said)
         else:
@@ -146,12 +146,12 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     config: Config | None = None
     bad: list[tuple[int | str, ...]] = []
     try:
-        Config.model_validate(part_chosen(tree)[0])
+        Config.model_validate(drop_other_choices(tree)[0])
     except ValidationError as error:
         errors = error.errors(include_url=False)
         problems = [*problems, *explain(errors, tree)]
         bad = [item["loc"] for item in errors]
-    read, unread = part_read(tree, bad)
+    read, unread = drop_unread(tree, bad)
     unread = [item for item in unread if not item.is_default]
     for item in unread:
         origin = _origin(item.key, layers)

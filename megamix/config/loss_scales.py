@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
 
-from megamix.config.choices import Chosen, OneOf
+from megamix.config.choices import ChosenTable, OneOf
 from megamix.config.model_and_data import PowerOfTwo
 from megamix.plugins import LOSS_SCALES, Section
 
@@ -25,7 +25,7 @@ class LossScaleConfig(Section):
     or off."""
 
 
-class _Rule(Chosen):
+class _Rule(ChosenTable):
     def choice(self, table: object, beside: Mapping[str, Any]) -> str:
         return loss_scale_rule(super().choice(table, beside), beside.get("dtype"))
 

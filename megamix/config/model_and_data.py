@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 from pydantic_core.core_schema import ValidationInfo
 
-from megamix.config.choices import Chosen, Extended, OneOf
+from megamix.config.choices import ChosenTable, ExtendedTable, OneOf
 from megamix.plugins import FAMILIES, SOURCES, Section
 
 FFN_MULTIPLE = 64  # matrix units work in tiles; a ragged inner width would leave part of the last one idle
@@ -126,7 +126,7 @@ class ModelConfig(DecoderConfig):
 
 
 FAMILIES.sections |= {"transformer": ModelConfig}
-FAMILY = Chosen(FAMILIES, FamilyConfig, "family")
+FAMILY = ChosenTable(FAMILIES, FamilyConfig, "family")
 
 
 def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
@@ -163,7 +163,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 SOURCES.beside = DataSource.model_fields
-_SOURCE = Extended(SOURCES, DataSource)
+_SOURCE = ExtendedTable(SOURCES, DataSource)
 _Source = Annotated[DataSource, _SOURCE]
 
 

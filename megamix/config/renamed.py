@@ -19,7 +19,7 @@ MOVED = {
 }
 
 
-def by_new_names(tree: Mapping[str, Any]) -> tuple[Tree, list[tuple[str, object, Tree]]]:
+def migrate_keys(tree: Mapping[str, Any]) -> tuple[Tree, list[tuple[str, object, Tree]]]:
     """Return a configuration with the names that its keys have now, and of those that had others the old name, the
     value and what says the same now.
     """

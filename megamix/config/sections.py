@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamix.config.choices import Chosen, Extended, OneOf, left_out
+from megamix.config.choices import ChosenTable, ExtendedTable, OneOf, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
 from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Share, Text
 from megamix.plugins import OPTIMIZERS, TRACKERS, Section, import_plugins
@@ -73,7 +73,7 @@ class OptimizerConfig(Section):
 
 
 OPTIMIZERS.beside = OptimizerConfig.model_fields
-OPTIMIZER = Chosen(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
+OPTIMIZER = ChosenTable(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
 
 
 class LrScheduleConfig(Section):
@@ -225,7 +225,7 @@ class Config(Section):
     training: TrainingConfig = left_out()
     parallelism: ParallelismConfig = left_out()
     checkpoint: CheckpointConfig = left_out()
-    metrics: Annotated[MetricsConfig, Extended(TRACKERS, MetricsConfig)] = left_out()
+    metrics: Annotated[MetricsConfig, ExtendedTable(TRACKERS, MetricsConfig)] = left_out()
     profiling: ProfilingConfig = left_out()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -239,7 +239,7 @@ def _from_tree(tree: Mapping[str, Any]) -> Config:
 
 SECTIONS = [name for name, field in Config.model_fields.items() if field.default == {}]
 # The tables that choose, by their paths; auto of the loss scale by the dtype, too.
-CHOSEN: dict[tuple[str, ...], Chosen] = {
+CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("model",): FAMILY,
     ("optimizer",): OPTIMIZER,
     ("precision", "loss_scale"): LOSS_SCALE,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megamix.config.sections import Config
-from megamix.config.unread import part_read
+from megamix.config.unread import drop_unread
 
 # Deeper than any key lies. tomllib recurses into values, and takes 10 GB and minutes for a key of 50,000 parts.
 MOST_LEVELS = 8
@@ -80,7 +80,7 @@ def config_to_toml(config: Config) -> str:
 
 def tables_to_toml(tables: Mapping[str, Any]) -> str:
     """Return some tables of a configuration, or all, without the keys that others make unread."""
-    read, _ = part_read(tables)
+    read, _ = drop_unread(tables)
     return "\n".join(_lines(read, ""))
 
 

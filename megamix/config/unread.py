@@ -63,12 +63,12 @@ class Unread(NamedTuple):
     is_default: bool
 
 
-def part_read(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()) -> tuple[Tree, list[Unread]]:
+def drop_unread(tree: Mapping[str, Any], bad: Sequence[tuple[int | str, ...]] = ()) -> tuple[Tree, list[Unread]]:
     """Return a configuration without the keys that its other keys make unread, and those keys.
 
     `bad`: the paths of unusable values; what they would decide is taken for read.
     """
-    read, unread = part_chosen(tree)
+    read, unread = drop_other_choices(tree)
     for key, wheres in READ_WHERE.items():
         value, deciders = _found(read, key), tuple(where.key for where in wheres)
         if value is _MISSING or any(_holds(read, where) for where in wheres):
@@ -86,7 +86,7 @@ def _holds(tree: Mapping[str, Any], where: Where) -> bool:
     return where.holds(value) or (value is None and where.key.startswith("model."))
 
 
-def part_chosen(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
+def drop_other_choices(tree: Mapping[str, Any]) -> tuple[Tree, list[Unread]]:
     """Return a configuration without the keys that only other choices read, and those keys."""
     read, unread = dict(tree), []
     for path, chosen in CHOSEN.items():

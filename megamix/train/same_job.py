@@ -26,7 +26,7 @@ from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
 from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
 from megamix.config.toml_text import value_text
-from megamix.config.unread import part_read
+from megamix.config.unread import drop_unread
 from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
@@ -160,7 +160,7 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     tree = config.model_dump()
     found |= {key: _UNSET for key, value in _flat("", tree) if value is None and key not in MAY_DIFFER}
-    found |= {item.key: NOT_READ for item in part_read(tree)[1]}
+    found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
     sources = {"megamix": PACKAGE} | {name: _home(name) for name in config.plugins}

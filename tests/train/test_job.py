@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megamix.cli import main
 from megamix.config import RopeScaling, load_config
-from megamix.config.unread import READ_WHERE, part_read
+from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS
 from tests.conftest import FULL
@@ -69,7 +69,7 @@ def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
     for key in READ_WHERE:
         section, _, name = key.partition(".")
         tree[section][name] = CASES[key][0]
-    _, unread = part_read(tree)
+    _, unread = drop_unread(tree)
     assert {item.key for item in unread} == {key for key in READ_WHERE if "scaling." not in key}  # which go with it
     weights = []
     for name, items in (("plain", []), ("altered", unread)):
