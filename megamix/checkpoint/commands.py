@@ -45,7 +45,7 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     for found in _checkpoints(path):
         try:
             manifest = verify_checkpoint(found, check).manifest
-            counts = Counter(states_text(manifest.states[param.states]) for param in manifest.params)
+            counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
             held = "; ".join(f"{count} parameters, of each {states}" for states, count in counts.items())
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
         except DamagedCheckpoint as error:
@@ -156,7 +156,7 @@ def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     kept = {"applied_updates", "skipped_steps", "loss_scale", "loss_scale_rule"}
     counters = manifest.model_dump(include=kept, exclude_none=True)
     shapes = {param.name: param.shape for param in manifest.params}
-    states = {param.name: states_text(manifest.states[param.states]) for param in manifest.params}
+    states = {param.name: states_text(manifest.states[param.state_set]) for param in manifest.params}
     return {**run, **counters, "states": states, "shape": shapes}
 
 

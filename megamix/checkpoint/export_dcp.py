@@ -56,13 +56,13 @@ class _Planner(DefaultSavePlanner):
         manifest, reader = self._checkpoint.manifest, PieceReader(self._checkpoint)
         step = torch.tensor(float(manifest.applied_updates))
         for param in manifest.params:
-            for state in manifest.states[param.states]:
+            for state in manifest.states[param.state_set]:
                 for stored in self._checkpoint.stored[param.name, state]:
                     for piece in pieces(stored.box):
                         for path in _paths(param, state):
                             read = partial(reader.read, stored, piece)
                             self._add(path, param.shape, DTYPES[stored.dtype], piece, read)
-            if MASTER in manifest.states[param.states]:
+            if MASTER in manifest.states[param.state_set]:
                 self._add(("optimizer", "state", param.name, "step"), (), step.dtype, Box.whole(()), lambda: step)
         self.plan = SavePlan(self._items, planner_data=self._nesting)
         return self.plan

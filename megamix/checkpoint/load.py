@@ -139,7 +139,7 @@ def _agree_on(problems: list[list[str]]) -> None:
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     """Return why this checkpoint cannot become the engine's state; empty if it can."""
-    saved = {param.name: (param.shape, manifest.states[param.states]) for param in manifest.params}
+    saved = {param.name: (param.shape, manifest.states[param.state_set]) for param in manifest.params}
     own = {spec.name: (spec.full_shape, states) for spec, states in state_sets(engine)}
     both = [name for name in own if name in saved]
     # A buffer that was not saved stays as it is: older checkpoints have none, nor has a model that nobody has trained.

@@ -101,7 +101,7 @@ class ParamRecord(Record):
     name: str
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
     aliases: tuple[str, ...]
-    states: Count = 0  # the place of its set in `Manifest.states`
+    state_set: Count = Field(default=0, alias="states")  # the place of its set in `Manifest.states`
 
 
 class LayoutRecord(Record):
@@ -153,7 +153,7 @@ class Manifest(Record):
     def tensors(self) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
         """Yield all that the files hold: name of parameter or buffer, state, shape, dtype."""
         for param in self.params:
-            for state, dtype in self.states[param.states].items():
+            for state, dtype in self.states[param.state_set].items():
                 yield param.name, state, param.shape, dtype
 
 
@@ -172,7 +172,7 @@ class _Version1(Manifest):
 
 def manifest_text(manifest: Manifest) -> bytes:
     """Return the whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
-    body = manifest.model_dump_json(indent=1).removesuffix("\n}").encode()
+    body = manifest.model_dump_json(indent=1, by_alias=True).removesuffix("\n}").encode()
     text = body + (_CHECKSUM_LINE % zlib.crc32(body)).encode()
     if len(text) > LARGEST or text.count(b",") > _MOST_VALUES:
         raise ValueError(
@@ -210,7 +210,7 @@ def read_manifest(path: Path) -> Manifest:
     for param in manifest.params:
         if math.prod(param.shape) >= 2**63:
             raise ValueError(f"{path}: params: {printable(param.name)} has more elements than a tensor can have")
-    if {param.states for param in manifest.params} != {*range(len(manifest.states))}:
+    if {param.state_set for param in manifest.params} != {*range(len(manifest.states))}:
         raise ValueError(f"{path}: states: a parameter's set is not there, or a set is no parameter's")
     if not all(states.get(MASTER) == "F32" or [*states] == [BUFFER] for states in manifest.states):
         raise ValueError(f"{path}: states: a set has no {MASTER} in F32")

@@ -117,7 +117,7 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
             for spec, states in sets
         ),
     )
-    parts = owned_parts(engine) if engine.topology.tells_owned else []
+    parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
         first = {spec.name for spec in engine.buffers if spec.stage == engine.topology.pp.rank}
         own = (part for part in buffer_parts(engine) if part.param in first)

@@ -112,17 +112,17 @@ class Topology:
         return self._axis(sorted(own | {place + (self.pp.size - 1) * stride for place in own}))
 
     @property
-    def tells_sums(self) -> bool:
+    def counts_sums(self) -> bool:
         """Of the ranks of a stage that compute together on the same samples, the first one's sums count."""
         return self._is_first_of("pp", *self.reads)
 
     @property
-    def tells_loss(self) -> bool:
+    def counts_loss(self) -> bool:
         """Of the ranks that compute one loss together, one counts it: the first of the last stage, if each has one."""
-        return self.tells_sums and self.pp.rank == self.pp.size - 1
+        return self.counts_sums and self.pp.rank == self.pp.size - 1
 
     @property
-    def tells_owned(self) -> bool:
+    def saves_shard(self) -> bool:
         """Of the ranks that own the same share, one counts and saves it."""
         return self._is_first_of("pp", "tp", *self.owns)
 

@@ -22,11 +22,11 @@ from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_ch
 from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
-from megamix.hub.families import Link, format_of, links_of, their_shapes
 from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS, HuggingFaceWeights
+from megamix.hub.links import Link, format_of, links_of, their_shapes
 from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
-from megamix.model.decoder import HEAD, TABLE
+from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of
 
 T = TypeVar("T")
@@ -59,12 +59,12 @@ def import_model(folder: Path, output: Path, file_size: int = FILE_SIZE, *, allo
 def _write_checkpoint(folder: Path, model: DecoderConfig, weights: WatchedWeights, config: str, file_size: int) -> str:
     """Its name. Committed as a save of a run is."""
     shapes = family_of(model).shapes(model)
-    tied = (HEAD,) if model.tie_embeddings else ()
+    tied = (HEAD_WEIGHT,) if model.tie_embeddings else ()
     manifest = Manifest(
         applied_updates=0, skipped_steps=0, loss_scale={}, run=RunRecord(config=config),
         layout=LayoutRecord(dp_size=1, buckets=()), states=(UNTRAINED,),
         params=tuple(
-            ParamRecord(name=name, shape=shape, aliases=tied if name == TABLE else ())
+            ParamRecord(name=name, shape=shape, aliases=tied if name == EMBEDDING_WEIGHT else ())
             for name, shape in shapes.items()
         ),
     )  # fmt: skip

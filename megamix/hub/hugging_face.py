@@ -18,7 +18,7 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
 from megamix.config import DecoderConfig
-from megamix.hub.families import Link, formats, links_of, their_shapes
+from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.model.config_json import shown
 from megamix.model.family import family_of
 from megamix.model.formats import Format

@@ -98,7 +98,7 @@ class ShardedEngine:
         self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
         self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
-        self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.tells_owned)
+        self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
@@ -129,7 +129,7 @@ class ShardedEngine:
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1
         completes = self.half_grads.names if last else ()
         with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes):
-            self.under_way.scaled(loss, weight, counts=self.topology.tells_loss).backward()  # type: ignore[no-untyped-call]
+            self.under_way.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def accumulate(self, micro_batches: int = 1, last: bool = False) -> Iterator[None]:

@@ -65,7 +65,7 @@ def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collect
     Raises: ValueError on every rank if two that compute the same part of the model recorded other names.
     """
     rows = zip(recorded.names, recorded.table.tolist(), strict=True)
-    mine = FromRank(topology.pp.rank, topology.tells_sums, [(*key, *row) for key, row in rows if row[1]])
+    mine = FromRank(topology.pp.rank, topology.counts_sums, [(*key, *row) for key, row in rows if row[1]])
     texts = gather_texts(collectives, json.dumps(mine), recorded.table.device)
     return combine([FromRank(*json.loads(text)) for text in texts])
 
@@ -74,7 +74,7 @@ class FromRank(NamedTuple):
     """What one rank has recorded in a step, and where it stands."""
 
     stage: int
-    tells_sums: bool
+    counts_sums: bool
     rows: list[tuple[str, Reduce, float, float]]  # a name, its reduce, and its row of `Recorded.table`
 
 
@@ -91,7 +91,7 @@ def combine(by_rank: list[FromRank]) -> dict[str, float]:
                 f"{_listed(names - others)}; record the same names, with the same reduce, on every rank"
             )
         for name, reduce, so_far, count in mine.rows:
-            if reduce != "sum" or mine.tells_sums:
+            if reduce != "sum" or mine.counts_sums:
                 found.setdefault((name, reduce), []).append((so_far, count))
     values = {}
     for (name, reduce), rows in found.items():

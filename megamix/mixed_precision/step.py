@@ -69,7 +69,7 @@ class StepUnderWay:
     code holds on to them. `counts()`: whether what is recorded now does.
     """
 
-    latest: ClassVar[Callable[[], StepUnderWay | None]] = type(None)  # of the engine that was built or called last
+    latest: ClassVar[Callable[[], StepUnderWay | None]] = lambda: None  # of the engine that was built or called last
 
     def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool]):
         self.grad_accum_steps = grad_accum_steps

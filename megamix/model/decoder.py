@@ -17,7 +17,7 @@ from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops
 
-TABLE, HEAD = "embedding.weight", "head.weight"  # one parameter, if it is tied
+EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter, if it is tied
 
 
 class Branch(nn.Module):
@@ -164,7 +164,7 @@ class Decoder(nn.Module):
         """
         params = cls.sketch(config).named_parameters(remove_duplicate=False)
         shapes = {name: tuple(param.shape) for name, param in params}
-        return {name: shape for name, shape in shapes.items() if name != HEAD or not config.tie_embeddings}
+        return {name: shape for name, shape in shapes.items() if name != HEAD_WEIGHT or not config.tie_embeddings}
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:

@@ -15,7 +15,7 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.half_params import without_values
 from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.settings import Placement
-from megamix.model.decoder import TABLE, Decoder
+from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
 from megamix.model.family import family_of
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import StagePlan, keep_layers
@@ -61,7 +61,7 @@ def outline(
     if stages:
         keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:
-            placements[TABLE] = replace(placements[TABLE], owners=topology.ends)
+            placements[EMBEDDING_WEIGHT] = replace(placements[EMBEDDING_WEIGHT], owners=topology.ends)
     take_blocks(model, topology.tp.size)
     return model, placements
 

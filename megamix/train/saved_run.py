@@ -21,7 +21,7 @@ from megamix.checkpoint.snapshot import state_set
 from megamix.config import Config, DecoderConfig
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
-from megamix.model.decoder import HEAD, TABLE
+from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of, section_of
 from megamix.plugins import Section, require_plugins
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
@@ -53,7 +53,7 @@ def check_run(manifest: Manifest) -> None:
     check_params(manifest, config.model)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     for param in manifest.params:
-        held, needed = manifest.states[param.states], state_set(optimizer, param.name, param.shape)
+        held, needed = manifest.states[param.state_set], state_set(optimizer, param.name, param.shape)
         if held != needed and BUFFER not in held:
             raise ValueError(
                 f"states: {param.name} has {states_text(held)}, but {config.optimizer.name} has {states_text(needed)}"
@@ -92,9 +92,9 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
         shapes = family_of(model).shapes(model)
     except ValueError as error:
         raise ValueError(f"{unlike}: {error}") from None
-    aliases = {TABLE: {HEAD}} if model.tie_embeddings else {}
+    aliases = {EMBEDDING_WEIGHT: {HEAD_WEIGHT}} if model.tie_embeddings else {}
     for saved in manifest.params:
-        if BUFFER in manifest.states[saved.states]:
+        if BUFFER in manifest.states[saved.state_set]:
             continue  # loading compares it with the model's
         if saved.shape != shapes.pop(saved.name, None) or not aliases.get(saved.name, set()).issuperset(saved.aliases):
             raise ValueError(f"params: {saved.name} is no parameter of the model that its configuration names")

@@ -220,7 +220,7 @@ def test_it_holds_its_own_bytes_saves_them_loads_in_any_layout_and_goes_on_bitwi
         want = {"momentum": "F32"} if name == "lion" else {"momentum": "BF16"}
         if name == "by kind" and len(param.shape) == 1:
             want = {"mean": "F32", "square": "F32"}
-        assert manifest.states[param.states] == {"master": "F32"} | want, by_kind
+        assert manifest.states[param.state_set] == {"master": "F32"} | want, by_kind
     matrices = sum(torch.Size(param.shape).numel() for param in manifest.params if len(param.shape) == 2)
     others = sum(torch.Size(param.shape).numel() for param in manifest.params if len(param.shape) == 1)
     want_bytes = 4 * (matrices + others) if name == "lion" else 2 * matrices + 8 * others

@@ -223,7 +223,7 @@ def test_stages_have_names_of_their_own_and_tensor_parallel_ranks_one_sum() -> N
 
     def of(sizes: dict[str, int], reads: tuple[str, ...] = ("dp",)) -> dict[str, float]:
         ranks = (Topology(sizes, place, reads=reads) for place in range(4))
-        return combine([FromRank(here.pp.rank, here.tells_sums, [first, last][here.pp.rank]) for here in ranks])
+        return combine([FromRank(here.pp.rank, here.counts_sums, [first, last][here.pp.rank]) for here in ranks])
 
     want = {"in": 3.0, "all": 4.0, "tokens": 5.0, "out": 1.0}
     assert of({"pp": 2, "dp": 1, "tp": 2}) == of({"pp": 2, "cp": 2}) == of({"tp": 2, "pp": 2}) == want

@@ -110,7 +110,7 @@ BUGS: dict[str, tuple[Callable[[], object], bool, str]] = {  # what breaks it, s
     ),
     "norm counted by every rank": (_norm_counted_by_every_rank, True, "grad_norm of step 0"),
     "loss divided by the number of ranks": (
-        lambda: mock.patch.object(Topology, "tells_loss", True),
+        lambda: mock.patch.object(Topology, "counts_loss", True),
         True,
         "grad_norm of step 0",
     ),
