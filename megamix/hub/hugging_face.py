@@ -19,9 +19,8 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
 from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
-from megamix.model.config_json import shown
 from megamix.model.family import family_of
-from megamix.model.formats import Format
+from megamix.model.formats import Format, shown
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")

@@ -20,9 +20,9 @@ from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
 from megamix.hub.tokenizer_files import tokenizer_in
-from megamix.model.config_json import shown
 from megamix.model.decoder import Decoder
 from megamix.model.family import meta_model, section_of
+from megamix.model.formats import shown
 from megamix.train.saved_run import check_if_run, check_params
 
 log = logging.getLogger("megamix")

@@ -1,21 +1,20 @@
-"""config.json and ModelConfig, for each format. Defaults and rules are those of transformers' configuration_*.py.
+"""GPT-2, Llama, Qwen 2 and Qwen 3 as transformers has them: names of modeling_*.py, defaults and rules of
+configuration_*.py.
 
 What our transformer does not compute is refused; keys that change neither weights nor logits, such as `use_cache`, are
 not read. Dropout is not taken over: it belongs to a training, not to a model.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
-from megamix.config import DecoderConfig, ModelConfig, RopeScaling, model_problems
+from megamix.config import ModelConfig, RopeScaling, model_problems
+from megamix.model.formats import Factor, Format, Json, Location, first_problem, shown
 from megamix.model.sizes import effective
 
-Json = Mapping[str, Any]
-_Model = TypeVar("_Model", bound=DecoderConfig)
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_SHOWN = 80  # characters
 _UNSET_OR_ONE = (None, 1, 1.0)
 # The section's sizes that have a key of their own.
 GPT2_SIZES = {
@@ -27,100 +26,137 @@ ROTARY_SIZES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
 }  # fmt: skip
+_GPT2 = {
+    "embedding": Location("transformer.wte"),
+    "position_embedding": Location("transformer.wpe"),
+    "blocks.attention_norm": Location("transformer.h.{}.ln_1"),
+    "blocks.attention.query": Location("transformer.h.{}.attn.c_attn", 0, True),
+    "blocks.attention.key": Location("transformer.h.{}.attn.c_attn", 1, True),
+    "blocks.attention.value": Location("transformer.h.{}.attn.c_attn", 2, True),
+    "blocks.attention.out": Location("transformer.h.{}.attn.c_proj", 0, True),
+    "blocks.feed_forward_norm": Location("transformer.h.{}.ln_2"),
+    "blocks.feed_forward.up": Location("transformer.h.{}.mlp.c_fc", 0, True),
+    "blocks.feed_forward.down": Location("transformer.h.{}.mlp.c_proj", 0, True),
+    "norm": Location("transformer.ln_f"),
+    "head": Location("lm_head"),
+}
+_LLAMA = {
+    "embedding": Location("model.embed_tokens"),
+    "blocks.attention_norm": Location("model.layers.{}.input_layernorm"),
+    "blocks.attention.query": Location("model.layers.{}.self_attn.q_proj"),
+    "blocks.attention.key": Location("model.layers.{}.self_attn.k_proj"),
+    "blocks.attention.value": Location("model.layers.{}.self_attn.v_proj"),
+    "blocks.attention.query_norm": Location("model.layers.{}.self_attn.q_norm"),
+    "blocks.attention.key_norm": Location("model.layers.{}.self_attn.k_norm"),
+    "blocks.attention.out": Location("model.layers.{}.self_attn.o_proj"),
+    "blocks.feed_forward_norm": Location("model.layers.{}.post_attention_layernorm"),
+    "blocks.feed_forward.gate": Location("model.layers.{}.mlp.gate_proj"),
+    "blocks.feed_forward.up": Location("model.layers.{}.mlp.up_proj"),
+    "blocks.feed_forward.down": Location("model.layers.{}.mlp.down_proj"),
+    "norm": Location("model.norm"),
+    "head": Location("lm_head"),
+}
+# A bias is as long as its weight.
+_FACTORS: tuple[Factor, ...] = (
+    ("embedding", 0, ("vocab_size",)),
+    ("embedding", 1, ("hidden_size",)),
+    ("position_embedding", 0, ("seq_len",)),
+    ("blocks.attention.query_norm", 0, ("head_dim",)),
+    ("blocks.attention.query", 0, ("num_heads", "head_dim")),
+    ("blocks.attention.key", 0, ("num_kv_heads", "head_dim")),
+    ("blocks.feed_forward.up", 0, ("ffn_hidden_size",)),
+)
 
 
-def read_config(model_type: str, json: Json) -> ModelConfig:
-    """Read a config.json. Raises: ValueError naming what our transformer does not do, or the keys that are missing."""
-    model = _read_gpt2(json) if model_type == "gpt2" else _read_rotary(model_type, json)
-    for problem in model_problems(model):
-        raise ValueError(f"config.json: {problem}")
-    return model
+class GPT2Format(Format):
+    def read(self, json: Json) -> ModelConfig:
+        activation = json.get("activation_function", "gelu_new")
+        problems = _unlike(json, "scale_attn_weights", True, (True,))
+        problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
+        problems += _unlike(json, "add_cross_attention", False, (False,))
+        problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
+        _refuse(json, problems)
+        model = self.config_of(
+            json, {"n_inner": None}, norm="layernorm", position="learned",
+            norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
+        )  # fmt: skip
+        return _possible(model)
 
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
+        return {
+            **self.sizes_of(effective(config)),
+            "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
+            "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
+        }  # fmt: skip
 
-def write_config(model_type: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the keys that families write in different ways."""
-    return _write_gpt2(config) if model_type == "gpt2" else _write_rotary(model_type, config)
-
-
-def allowed(model_type: str, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values that a format has, by key of the section [model]."""
-    if model_type == "gpt2":
+    def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         return {
             "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
             "qkv_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
             "head_dim": (config.hidden_size // config.num_heads,),
         }  # fmt: skip
-    bias, qkv_bias, qk_norm = {
-        "llama": (config.bias, config.bias, False),
-        "qwen2": (False, True, False),
-        "qwen3": (False, False, True),
-    }[model_type]
-    return {
-        "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
-        "bias": (bias,), "qkv_bias": (qkv_bias,), "qk_norm": (qk_norm,),
-    }  # fmt: skip
 
 
-def _read_gpt2(json: Json) -> ModelConfig:
-    activation = json.get("activation_function", "gelu_new")
-    problems = _unlike(json, "scale_attn_weights", True, (True,))
-    problems += _unlike(json, "scale_attn_by_inverse_layer_idx", False, (False,))
-    problems += _unlike(json, "add_cross_attention", False, (False,))
-    problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
-    _refuse(json, problems)
-    return model_of(
-        ModelConfig, json, GPT2_SIZES, {"n_inner": None}, norm="layernorm", position="learned",
-        norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
-    )  # fmt: skip
+class RotaryFormat(Format):
+    """Llama's, and Qwen's, which differ from it in biases and norms."""
+
+    def read(self, json: Json) -> ModelConfig:
+        seq_len, given, problems = 32768, dict[str, Any](), list[str]()
+        match self.model_type:
+            case "llama":
+                seq_len, given["bias"] = 2048, json.get("attention_bias", False)
+                # Ours has a bias in all linear layers, in query, key and value alone, or in none.
+                problems = _unlike(json, "mlp_bias", False, (given["bias"],))
+            case "qwen2":
+                given["qkv_bias"], problems = True, _slides(json)
+            case "qwen3":
+                given["qk_norm"], problems = True, _slides(json) + _unlike(json, "attention_bias", False, (False,))
+                json = {"head_dim": 128, **json}
+        problems += _unlike(json, "hidden_act", "silu", ("silu", "swish"))
+        theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
+        _refuse(json, problems + rope_problems)
+        defaults = {"max_position_embeddings": seq_len, "num_key_value_heads": None, "head_dim": None}
+        model = self.config_of(
+            json, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
+            position="rotary", rope_theta=theta, rope_scaling=scaling, activation="swiglu",
+            tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
+        )  # fmt: skip
+        return _possible(model)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        scaling: dict[str, Any] | None = None
+        if config.rope_scaling is not None:
+            scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
+            if config.rope_scaling.rule == "llama3":
+                scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
+                scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
+                scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
+        biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
+        return {
+            **self.sizes_of(effective(config)), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
+            # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
+            "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
+            **(biases if self.model_type == "llama" else {"use_sliding_window": False}),
+        }  # fmt: skip
+
+    def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+        bias, qkv_bias, qk_norm = {
+            "llama": (config.bias, config.bias, False),
+            "qwen2": (False, True, False),
+            "qwen3": (False, False, True),
+        }[self.model_type]
+        return {
+            "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
+            "bias": (bias,), "qkv_bias": (qkv_bias,), "qk_norm": (qk_norm,),
+        }  # fmt: skip
 
 
-def _write_gpt2(config: ModelConfig) -> dict[str, Any]:
-    names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
-    return {
-        **sizes_of(effective(config), GPT2_SIZES),
-        "activation_function": names[config.activation], "layer_norm_epsilon": config.norm_eps,
-        "resid_pdrop": config.dropout, "embd_pdrop": config.dropout, "attn_pdrop": 0.0,
-    }  # fmt: skip
-
-
-def _read_rotary(model_type: str, json: Json) -> ModelConfig:
-    seq_len, given, problems = 32768, dict[str, Any](), list[str]()
-    match model_type:
-        case "llama":
-            seq_len, given["bias"] = 2048, json.get("attention_bias", False)
-            # Ours has a bias in all linear layers, in query, key and value alone, or in none.
-            problems = _unlike(json, "mlp_bias", False, (given["bias"],))
-        case "qwen2":
-            given["qkv_bias"], problems = True, _slides(json)
-        case "qwen3":
-            given["qk_norm"], problems = True, _slides(json) + _unlike(json, "attention_bias", False, (False,))
-            json = {"head_dim": 128, **json}
-    problems += _unlike(json, "hidden_act", "silu", ("silu", "swish"))
-    theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
-    _refuse(json, problems + rope_problems)
-    defaults = {"max_position_embeddings": seq_len, "num_key_value_heads": None, "head_dim": None}
-    return model_of(
-        ModelConfig, json, ROTARY_SIZES, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
-        position="rotary", rope_theta=theta, rope_scaling=scaling, activation="swiglu",
-        tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
-    )  # fmt: skip
-
-
-def _write_rotary(model_type: str, config: ModelConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
-    if config.rope_scaling is not None:
-        scaling = {"rope_type": config.rope_scaling.rule, "factor": config.rope_scaling.factor}
-        if config.rope_scaling.rule == "llama3":
-            scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
-            scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
-            scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
-    biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
-    return {
-        **sizes_of(effective(config), ROTARY_SIZES), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
-        # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
-        "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
-        **(biases if model_type == "llama" else {"use_sliding_window": False}),
-    }  # fmt: skip
+def _possible(model: ModelConfig) -> ModelConfig:
+    """Raises: ValueError naming a size that does not go with the others."""
+    for problem in model_problems(model):
+        raise ValueError(f"config.json: {problem}")
+    return model
 
 
 def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, list[str]]:
@@ -152,7 +188,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
     try:
         return theta, RopeScaling(rule=kind, **given), problems
     except ValidationError as error:
-        return theta, None, [f"rope_scaling: {_first(error, {})}"]
+        return theta, None, [f"rope_scaling: {first_problem(error, {})}"]
 
 
 def _slides(json: Json) -> list[str]:
@@ -180,46 +216,13 @@ def _refuse(json: Json, problems: list[str]) -> None:
         raise ValueError("config.json: our transformer does not do this: " + "; ".join(problems))
 
 
-def sizes_of(values: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return the section's sizes by config.json's names."""
-    return {theirs: values[ours] for ours, theirs in keys.items()}
-
-
-def model_of(section: type[_Model], json: Json, keys: Mapping[str, str], defaults: Json, **values: Any) -> _Model:
-    """Return the model of these values and of what config.json says. Raises: ValueError naming a key."""
-    values["init_std"] = json.get("initializer_range", 0.02)
-    values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))
-    for ours, theirs in keys.items():
-        if theirs not in json and theirs not in defaults:
-            raise ValueError(f"config.json has no {theirs}")
-        values[ours] = json.get(theirs, defaults.get(theirs))
-        if isinstance(values[ours], int) and values[ours] >= 2**63:
-            raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
-    try:
-        model = section(**values)
-    except ValidationError as error:
-        raise ValueError(f"config.json: {_first(error, keys)}") from None
-    return model
-
-
-def _first(error: ValidationError, keys: Mapping[str, str]) -> str:
-    """The first of pydantic's complaints, in one line, by config.json's name of the key."""
-    problem = error.errors()[0]
-    key = ".".join(keys.get(str(name), str(name)) for name in problem["loc"])
-    return f"{key}: got {shown(problem['input'])}: {problem['msg']}"
-
-
 def _first_set(*values: Any) -> Any:
     """The first that is not null: a key that is there with nothing in it is one that is not there."""
     return next(value for value in values if value is not None)
 
 
-def shown(value: Any) -> str:
-    """Return a value of somebody else's file in a message: one line, and no longer than one."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number of more digits than Python writes"
-    except RecursionError:
-        return "lists within lists"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+_ROTARY = (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"))
+FORMATS = (
+    GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
+    *(RotaryFormat(*names, "model.", _LLAMA, ROTARY_SIZES, ModelConfig, _FACTORS) for names in _ROTARY),
+)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from megamix.config import ModelConfig, model_problems
 from megamix.model import sizes
+from megamix.model.config_json import FORMATS
 from megamix.model.context import BlockCache, Documents
 from megamix.model.decoder import Branch, Decoder
-from megamix.model.formats import FORMATS
 from megamix.model.layers import Embedding, LayerNorm, Linear, RMSNorm, RotaryTable, RotaryTables
 from megamix.model.ops import Ops
 from megamix.model.recompute import recomputed
