@@ -40,7 +40,8 @@ class Format:
 
     def read(self, json: Json) -> DecoderConfig:
         """Read a config.json. Raises: ValueError naming what our model does not do, or the keys that are missing."""
-        return self.config_of(json, {})
+        config: DecoderConfig = self.config_of(json, {})
+        return config
 
     def write(self, config: Any) -> dict[str, Any]:
         """Return the keys of config.json that are not every model's."""
