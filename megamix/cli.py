@@ -81,9 +81,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add_verbs(verbs)
 
-    drawn = "a run's loss, loss scale and use of FP16's range"
+    drawn = "a run's curves, loss scale and use of FP16's range"
     plot = add_verb(verbs, "plot", lines_told(_plot), f"draw {drawn} as PNGs in its folder")
-    plot.add_argument("run_folder", metavar="RUN", type=Path, help="a run's checkpoint.folder, finished or not")
+    help = "a run's checkpoint.folder, finished or not; of several the curves are drawn in one picture, in the first"
+    plot.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=help)
 
     checkpoint_help = "look at a run's checkpoints, or hand one to torch"
     _add_checkpoint(add_verb(verbs, "checkpoint", lines_told(_checkpoint), checkpoint_help))
@@ -236,7 +237,7 @@ def _plot(arguments: argparse.Namespace) -> Iterator[str]:
         raise ValueError("matplotlib is not installed; run pip install 'megamix[plot]'")
     from megamix.train.plot import plot
 
-    return plot(arguments.run_folder)
+    return plot(arguments.runs)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Iterator[str]:

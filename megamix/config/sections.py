@@ -186,6 +186,8 @@ class MetricsConfig(Section):
 
     log_interval: PositiveInt = 10
     """Steps between console lines."""
+    sample_prompt: Text = "def "
+    """How the sample of text at the end of a run begins."""
     tensorboard: bool = True
     """Whether a TensorBoard event file is written."""
     precision_interval: NonNegativeInt = 100

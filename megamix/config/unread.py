@@ -49,6 +49,7 @@ READ_WHERE: dict[str, tuple[Where, ...]] = {
     "parallelism.sequence_parallel": _at_least("parallelism.tp_size", 2),
     "checkpoint.async_save": _at_least("checkpoint.save_interval", 1),
     "checkpoint.on_save_failure": _at_least("checkpoint.save_interval", 1),
+    "metrics.sample_prompt": (Where("data.tokenizer", bool, "runs/data/tokenizer.json"),),
     "profiling.start_step": _at_least("profiling.num_steps", 1),
 }
 

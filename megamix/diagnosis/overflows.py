@@ -16,7 +16,8 @@ from megamix.mixed_precision.step import Examination
 from megamix.supervise.console import format_scale
 from megamix.supervise.status import EndedEarlyError, State
 
-_MOST_NAMES = 4  # in a log, where the first says most
+_MOST_IN_LINE = 2  # parameters in a log, where the first says most
+_MOST_NAMES = 4  # of which it is told where they began
 _MOST_LINES = 12  # in a report
 
 
@@ -34,9 +35,9 @@ def overflow_words(loss: float, peaks: Sequence[ParamPeak]) -> str:
     if len(found) == len(peaks) and len({peak.fault for peak in found}) == 1:
         names = f"all {len(found)} parameters ({found[0].fault})"
     else:
-        names = ", ".join(f"{peak.name} ({peak.fault})" for peak in found[:_MOST_NAMES])
-        if len(found) > _MOST_NAMES:
-            names += f" and {len(found) - _MOST_NAMES} more of {len(peaks)} parameters"
+        names = ", ".join(f"{peak.name} ({peak.fault})" for peak in found[:_MOST_IN_LINE])
+        if len(found) > _MOST_IN_LINE:
+            names += f" and {len(found) - _MOST_IN_LINE} more of {len(peaks)} parameters"
     words = names if math.isfinite(loss) else f"the loss is {loss}: {names}"
     rest = [peak for peak in peaks if not peak.fault]
     return f"{words}; {_nearest(rest)}" if rest else words

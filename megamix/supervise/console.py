@@ -4,6 +4,7 @@ import io
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -67,9 +68,18 @@ class Console:
         except OSError as error:
             self.line(f"{path} NOT written: {error}")
 
-    def advance(self, steps: int = 1) -> None:
-        """Steps have ended."""
-        self._on_bar("update", steps)
+    def begin(self, steps: int) -> None:
+        """The bar begins behind these steps; how fast it gets on is judged from here."""
+        if self._bar is not None:
+            self._bar.initial = self._bar.n = self._bar.last_print_n = steps
+
+    def advance(self) -> None:
+        """A step has ended."""
+        self._on_bar("update")
+
+    def show(self, text: str) -> None:
+        """Have the bar say it until it is told otherwise."""
+        self._on_bar("set_postfix_str", text)
 
     def close(self) -> None:
         self._on_bar("close")
@@ -85,7 +95,17 @@ def _progress_bar(steps: int) -> Any:
         from tqdm import tqdm
     except ImportError:  # an extra; the lines say it all
         return None
-    return tqdm(total=steps, unit="step", leave=False)
+    return tqdm(total=steps, unit="step", leave=False, dynamic_ncols=True)
+
+
+COLUMNS = 100  # of a line on the console
+
+
+def folded(text: str) -> str:
+    """Return a text as indented lines of at most COLUMNS; a word, such as a parameter's name, stays whole."""
+    return textwrap.fill(
+        text, COLUMNS, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def format_scale(loss_scale: float | None) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, local_device, side_store, start_ranks
-from megamix.config import Config, ConfigError, grad_accum_steps
+from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
@@ -230,6 +230,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
             job.status.folder,
             tensorboard=config.metrics.tensorboard,
             applied=start.progress.applied,
+            config=config_to_toml(config),
             trackers=start_trackers(config),
         )
         files.enter_context(writer)
@@ -254,7 +255,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
 
 
 def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> str:
-    """One line that says what runs where, so that a log explains itself."""
+    """Return two lines that say what runs where, so that a log explains itself."""
     topology = engine.topology
     machine = "CPU, Gloo"
     if device.type == "cuda":  # pragma: CUDA only
@@ -266,7 +267,8 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
     )
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
+        f"update {engine.update_path}\n"
         f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {resident / 2**20:.1f} MiB a rank | "
         f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
-        f"accumulation {engine.grad_accum_steps} | update {engine.update_path}"
+        f"accumulation {engine.grad_accum_steps}"
     )

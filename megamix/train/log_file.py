@@ -151,7 +151,7 @@ def cut_log(path: Path, size: int, is_later: Callable[[bytes], bool]) -> None:
 
 
 class EventFile:
-    """Appends to a new event file of TensorBoard's in `folder`: each scalar and histogram as a record, framed by
+    """Appends to a new event file of TensorBoard's in `folder`: each scalar, histogram and text as a record, framed by
     TensorBoard's own code. torch's SummaryWriter would write them in a thread, which dies of a disk that is full for a
     moment, and would open its file by name again for each record.
 
@@ -184,6 +184,9 @@ class EventFile:
         points = [self._summary.scalar(tag, value) for tag, value in scalars.items()]
         points += [self._summary.histogram_raw(tag, **values) for tag, values in histograms.items()]
         self._log.append(self._records([{"step": step, "summary": point} for point in points]))
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        self._log.append(self._records([{"step": step, "summary": self._summary.text(tag, markdown)}]))
 
     def close(self) -> None:
         self._log.close()

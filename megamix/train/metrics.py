@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -82,7 +83,8 @@ class StepMetrics:
 
 
 # The one place that maps a name in the code to the tag in metrics.jsonl and TensorBoard.
-TAGS = {"valid_loss": "valid/loss"} | {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
+TAGS = {"valid_loss": "valid/loss", "tokens": "train/tokens", "time": "time/unix_s"}
+TAGS |= {known.name: str(known.metadata["tag"]) for known in fields(StepMetrics)}
 
 
 def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[str, float]:
@@ -93,22 +95,31 @@ def recorded_tags(recorded: Mapping[str, float], *, overflowed: bool) -> dict[st
     return {OVERFLOWED + name if overflowed else name: value for name, value in recorded.items()}
 
 
-def format_line(step: int, steps: int, metrics: StepMetrics) -> str:
-    """Return the console line: plain text that stays readable in a batch system's log."""
+DETAILED_EVERY = 10  # log lines, from one with details to the next
+
+
+def format_lines(step: int, steps: int, metrics: StepMetrics, *, detailed: bool) -> str:
+    """Return a step's line on the console: plain text that stays readable in a batch system's log, of 100 columns at
+    most while a run has fewer than a million steps. `detailed`: and two more, of what changes little between them.
+    """
+    here = f"step {step:>{len(str(steps))}}/{steps}"
+    line = (
+        f"{here} | loss {metrics.loss:.4f} | lr {metrics.lr:.2e} | grad_norm {metrics.grad_norm:.3f} | "
+        f"scale {format_scale(metrics.loss_scale)} | {metrics.tokens_per_s:,.0f} tokens/s"
+    )
+    if not detailed:
+        return line
     mfu = "n/a" if metrics.mfu is None else f"{metrics.mfu:.1%}"
-    # Reading runs beside the step: that it can be waited for at all is news.
-    data = f"data {metrics.data_share:.0%} " if metrics.data_share >= 0.01 else ""
+    rest = (
+        f"eta {_format_duration(metrics.eta_s)} | skipped {metrics.skipped_steps} | mfu {mfu} | "
+        f"memory {metrics.memory_gib:.2f} GiB"
+    )
     shares = (
-        f"{data}fwd+bwd {metrics.forward_backward_share:.0%} "
-        f"reduce-scatter {metrics.reduce_scatter_share:.0%} update {metrics.update_share:.0%} "
+        f"time: data {metrics.data_share:.0%}, fwd+bwd {metrics.forward_backward_share:.0%}, "
+        f"reduce-scatter {metrics.reduce_scatter_share:.0%}, update {metrics.update_share:.0%}, "
         f"all-gather {metrics.all_gather_share:.0%}"
     )
-    return (
-        f"step {step:>{len(str(steps))}}/{steps} | loss {metrics.loss:.4f} | lr {metrics.lr:.3e} | "
-        f"grad_norm {metrics.grad_norm:.3f} | loss_scale {format_scale(metrics.loss_scale)} | "
-        f"skipped {metrics.skipped_steps} | {metrics.tokens_per_s:,.0f} tokens/s | mfu {mfu} | "
-        f"memory {metrics.memory_gib:.2f} GiB | {shares} | eta {_format_duration(metrics.eta_s)}"
-    )
+    return f"{line}\n{here} | {rest}\n{here} | {shares}"
 
 
 class MetricsWriter:
@@ -117,24 +128,35 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, folder: Path, *, tensorboard: bool, applied: int = 0, trackers: Sequence[TrackerThread] = ()
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        applied: int = 0,
+        config: str = "",
+        trackers: Sequence[TrackerThread] = (),
     ) -> None:
         """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
-        forgets what it was told of later updates, but for what those lines say.
+        forgets what it was told of later updates, but for what those lines say. `config`: the effective configuration,
+        for TensorBoard alone; trackers have it.
 
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
         self._trackers = trackers
+        self.tokens = 0  # of all updates so far: every row says it
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
         self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
         if self._events is not None and self._metrics.path.exists():
             self._tell_again(self._events, applied)
+        if self._events is not None and config:
+            self._events.text(applied, "config", _as_code(config))
 
     def _tell_again(self, events: EventFile, applied: int) -> None:
         # The attempts that overflow on the way to the next update are told under its number.
         for line in read_own(self._metrics.path).splitlines():
             row = _parsed(line)
             step = row.pop("step", 0)
+            row.pop(TAGS["time"], None)  # an event has a time of its own
             if step > applied:
                 events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
@@ -158,10 +180,12 @@ class MetricsWriter:
             row[precision_tag("exponents", layer)] = precision.exponents
         self._write(step, row)
 
-    def text(self, name: str, text: str) -> None:
-        """Tell the trackers."""
+    def text(self, step: int, name: str, text: str) -> None:
+        """Tell the trackers and TensorBoard."""
         for tracker in self._trackers:
             tracker.tell(lambda to: to.text(name, text))
+        if self._events is not None:
+            self._events.text(step, name, _as_code(text))
 
     def write_set_aside(self, row: Mapping[str, Any]) -> None:
         """Record a batch that is set aside, on the disk when this returns."""
@@ -172,8 +196,9 @@ class MetricsWriter:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }
-        self._metrics.append(_line({"step": step, **finite}))
-        scalars = {tag: value for tag, value in row.items() if isinstance(value, float | int)}
+        seen = {TAGS["tokens"]: self.tokens}
+        self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **finite}))
+        scalars = seen | {tag: value for tag, value in row.items() if isinstance(value, float | int)}
         for tracker in self._trackers:
             tracker.tell(lambda to: to.log(step, scalars))
         if self._events is not None:
@@ -210,9 +235,14 @@ def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
     """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
     if TAGS["valid_loss"] in row:
         return bool(row["step"] > progress.validated)
-    if TAGS["skipped_steps"] in row and TAGS["loss"] not in row:  # an overflow on the way to that update
+    if is_overflow(row):  # on the way to that update
         return bool(row[TAGS["skipped_steps"]] > progress.skipped)
     return bool(row["step"] > progress.applied)
+
+
+def is_overflow(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row of metrics.jsonl is that of an attempt that overflowed."""
+    return TAGS["skipped_steps"] in row and TAGS["loss"] not in row
 
 
 def _was_later_set_aside(progress: Progress, row: dict[str, Any]) -> bool:
@@ -230,6 +260,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _as_code(text: str) -> str:
+    """As Markdown that shows every letter as it is."""
+    return "    " + text.replace("\n", "\n    ")
 
 
 def _histogram(exponents: tuple[int, ...]) -> dict[str, Any]:

@@ -1,41 +1,68 @@
-"""The verb `plot`: a run's loss, loss scale and use of FP16's range as PNGs in its folder. Needs matplotlib."""
+"""The verb `plot`: a run's curves, loss scale and use of FP16's range as PNGs in its folder, or the curves of several
+in one. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from megamix.durable import written_aside
-from megamix.train.metrics import TAGS, LayerPrecision, precision_tag
+from megamix.train.metrics import TAGS, LayerPrecision, is_overflow, precision_tag
+from megamix.train.run_folder import METRICS
 
 _DPI = 120
 _MOST_TICKS = 10
 
-# Which of LayerPrecision's numbers are drawn, what they are called, and by what the axis multiplies them.
+_FEW_COLUMNS = 5
+
+# What of a RunHistory is drawn beside each other: its title and its unit.
+_CURVES = {
+    "loss": ("loss", "nats per token"),
+    "lr": ("learning rate", "lr"),
+    "grad_norm": ("norm of the gradient, before clipping", "grad_norm"),
+    "tokens_per_s": ("throughput of all ranks", "tokens/s"),
+}
+# Which of LayerPrecision's numbers are drawn, their titles, units, and by what the numbers are multiplied.
 _MAPS = {
-    "unscaled_below_share": ("gradient elements below 2^-24 without a loss scale (%)", 100.0),
-    "headroom": ("headroom: octaves from max abs to 65504, loss scale included", 1.0),
-    "hidden_update_share": ("updates of the master that the half copy does not show (%)", 100.0),
+    "unscaled_below_share": ("gradient below 2^-24 without a loss scale", "% of the layer's elements", 100.0),
+    "headroom": ("headroom: from max abs to 65504, loss scale included", "octaves", 1.0),
+    "hidden_update_share": ("updates of the master that the half copy does not show", "% of updated elements", 100.0),
 }
 
 
-def plot(folder: Path) -> Iterator[str]:
-    """Draw what FOLDER/metrics.jsonl holds. Yields a line for each file written, and for what cannot be drawn.
+def plot(folders: Sequence[Path]) -> Iterator[str]:
+    """Draw what metrics.jsonl of each folder holds; of several, their curves in one picture in the first one's folder.
+    Yields a line for each file written, and for what cannot be drawn.
 
     Raises: ValueError, before anything is written, if there is nothing to read.
     """
-    history = read_history(folder)
-    for name, figure in figures(history).items():
-        path = folder / f"{name}.png"
+    runs = dict(zip(_names(folders), map(read_history, folders), strict=True))
+    (name, history), *others = runs.items()
+    drawn = {"compared": compared(runs)} if others else figures(name, history)
+    for file_name, figure in drawn.items():
+        path = folders[0] / f"{file_name}.png"
         with written_aside(path) as file:
             figure.savefig(file, dpi=_DPI, format="png")  # a bare Figure draws with Agg: no screen is asked for
         yield f"{path}"
+    if not others:
+        yield from _left_out(history)
+
+
+def _names(folders: Sequence[Path]) -> Sequence[str]:
+    """What tells the runs apart: their folders' names, or paths where names are alike."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len({*names}) == len(names) else [str(folder) for folder in folders]
+
+
+def _left_out(history: RunHistory) -> Iterator[str]:
     if not history.loss_scale.steps:
         yield "no loss_scale.png: this run has no loss scale"
     if not history.precision:
@@ -43,43 +70,70 @@ def plot(folder: Path) -> Iterator[str]:
             "no heat maps: metrics.jsonl has no examined step; metrics.precision_interval says how often one is taken "
             "(0: never)"
         )
+    elif (columns := len(history.precision["headroom"].steps)) < _FEW_COLUMNS:
+        yield (
+            f"heat maps of {columns} examined step(s); a smaller metrics.precision_interval gives a run as short "
+            "as this one more"
+        )
 
 
-def figures(history: RunHistory) -> dict[str, Figure]:
-    """File name without its ending -> figure, of what the history holds."""
-    drawn = {"loss": _loss(history)}
+def figures(name: str, history: RunHistory) -> dict[str, Figure]:
+    """File name without its ending -> figure, of what the history of the run `name` holds."""
+    drawn = {"loss": compared({name: history})}
     if history.loss_scale.steps:
-        drawn["loss_scale"] = _loss_scale(history)
-    for name, (title, factor) in _MAPS.items():
-        if name in history.precision:
-            drawn[name] = _heat_map(history.precision[name], title, factor)
+        drawn["loss_scale"] = _loss_scale(name, history)
+    for number, (title, unit, factor) in _MAPS.items():
+        if number in history.precision:
+            drawn[number] = _heat_map(history.precision[number], f"{name}: {title}", unit, factor)
     return drawn
 
 
-def _loss(history: RunHistory) -> Figure:
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(history.loss.steps, history.loss.values, label="training")
-    axes.plot(history.valid_loss.steps, history.valid_loss.values, "o", label="validation")
-    axes.set(title="loss", xlabel="step", ylabel="nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def compared(runs: Mapping[str, RunHistory]) -> Figure:
+    """Return the curves of one run or of several: a panel for each of _CURVES, in it a colour for each run."""
+    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure.suptitle(", ".join(runs))
+    panels = figure.subplots(2, 2, sharex=True)
+    for axes, (curve, (title, unit)) in zip(panels.flat, _CURVES.items(), strict=True):
+        for number, (name, history) in enumerate(runs.items()):
+            series: Series = getattr(history, curve)
+            axes.plot(series.steps, series.values, color=f"C{number}", label=name if len(runs) > 1 else "training")
+            if curve == "loss":
+                valid, label = history.valid_loss, "validation" if number == 0 else None
+                axes.plot(valid.steps, valid.values, "o", color=f"C{number}", markeredgecolor="black", label=label)
+        axes.set(title=title, ylabel=unit)
+        axes.grid(alpha=0.3)
+    panels[0, 0].legend()
+    for axes in panels[1]:
+        axes.set_xlabel("step")
     return figure
 
 
-def _loss_scale(history: RunHistory) -> Figure:
+def _loss_scale(name: str, history: RunHistory) -> Figure:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.plot(history.loss_scale.steps, history.loss_scale.values, drawstyle="steps-post", label="loss scale")
+    line = _falling_at_once(history.loss_scale, history.overflows)
+    axes.plot(line.steps, line.values, drawstyle="steps-post", label="loss scale")
     axes.plot(history.overflows.steps, history.overflows.values, "x", color="tab:red", label="overflow")
     axes.set_yscale("log", base=2)
-    axes.set(title="loss scale", xlabel="step")
+    axes.set(title=f"{name}: loss scale", xlabel="step", ylabel="loss scale")
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
 
 
-def _heat_map(heat_map: HeatMap, title: str, factor: float) -> Figure:
+def _falling_at_once(scale: Series, overflows: Series) -> Series:
+    """The scale by step, which an overflow lowers at its own step and not only where the next row says so."""
+    points, marks = ([*zip(series.steps, series.values, strict=True)] for series in (scale, overflows))
+    drawn = points[:1]
+    for (step, value), (next_step, next_value) in pairwise(points):
+        if marks and marks[0] == (step, value):
+            drawn.append((step, min(value, next_value)))
+            del marks[0]
+        drawn.append((next_step, next_value))
+    return Series([step for step, _ in drawn], [value for _, value in drawn])
+
+
+def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure:
     num_layers, num_steps = len(heat_map.layers), len(heat_map.steps)
     figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
     axes = figure.subplots()
@@ -91,7 +145,7 @@ def _heat_map(heat_map: HeatMap, title: str, factor: float) -> Figure:
     every = -(-num_layers // (4 * _MOST_TICKS))
     axes.set_yticks([row + 0.5 for row in range(0, num_layers, every)], heat_map.layers[::every])
     axes.set(title=title, xlabel="examined step")
-    figure.colorbar(mesh)
+    figure.colorbar(mesh, label=unit)
     return figure
 
 
@@ -118,6 +172,9 @@ class RunHistory:
 
     loss: Series
     valid_loss: Series
+    lr: Series
+    grad_norm: Series
+    tokens_per_s: Series
     loss_scale: Series  # empty in a run without one
     overflows: Series  # the scale at each
     precision: dict[str, HeatMap]  # by the names of LayerPrecision's numbers; empty without examined steps
@@ -128,7 +185,7 @@ def read_history(folder: Path) -> RunHistory:
 
     Raises: ValueError naming what is missing or damaged.
     """
-    file = folder / "metrics.jsonl"
+    file = folder / METRICS
     if not file.is_file():
         raise ValueError(f"RUN: {folder} has no metrics.jsonl; give the folder of a run")
     rows = list(_rows(file))
@@ -137,10 +194,9 @@ def read_history(folder: Path) -> RunHistory:
     # An overflow's row has a scale, 1, even in a run without one; a log line's has null then.
     unscaled = any(TAGS["loss"] in row and row.get(TAGS["loss_scale"]) is None for row in rows)
     return RunHistory(
-        loss=_series(rows, TAGS["loss"]),
-        valid_loss=_series(rows, TAGS["valid_loss"]),
+        **{name: _series(rows, TAGS[name]) for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s")},
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
-        overflows=_series(list(_overflows(rows)), TAGS["loss_scale"]),
+        overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
         precision=_precision([row for row in rows if any(tag.startswith("precision/") for tag in row)]),
     )
 
@@ -162,16 +218,6 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
     points = [(row["step"], row[tag]) for row in rows if row.get(tag) is not None]
     return Series([step for step, _ in points], [value for _, value in points])
-
-
-def _overflows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows in which the number of skipped steps has grown."""
-    skipped = 0
-    for row in rows:
-        now = row.get(TAGS["skipped_steps"], skipped)
-        if now > skipped:
-            yield row
-        skipped = now
 
 
 def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:

@@ -38,21 +38,25 @@ class IntervalReport:
 
     def __init__(self, clock: Clock, tokens_per_step: int, updates: int, mfu_per_token_rate: float | None):
         """`mfu_per_token_rate`: operations per token / peak of all ranks' devices; None where no peak is known."""
-        self._clock, self._tokens_per_step, self._updates = clock, tokens_per_step, updates
+        self._clock, self.tokens_per_step, self._updates = clock, tokens_per_step, updates
         self._mfu_per_token_rate = mfu_per_token_rate
         clock.enabled = True
         self._start_s, self._done = time.perf_counter(), 0
         # Of one attempt of the last interval, on average: itself, and each of its spans.
         self._step_s, self._span_s = math.inf, dict[str, float]()
         self.losses: list[float] = []  # of the interval so far
+        self.tokens = 0  # of all updates so far
 
-    def go_on_from(self, attempts: int, losses: list[float]) -> None:
-        """Take up a run that has launched `attempts` and, since its last line, has had these losses."""
-        self._done, self.losses = attempts, losses
+    def go_on_from(self, attempts: int, losses: list[float], tokens: int) -> None:
+        """Take up a run that has launched `attempts`, trained on `tokens` and, since its last line, has had these
+        losses.
+        """
+        self._done, self.losses, self.tokens = attempts, losses, tokens
 
     def add(self, loss: float) -> None:
         """Take an applied update's loss into the interval's mean."""
         self.losses.append(loss)
+        self.tokens += self.tokens_per_step
 
     def metrics(
         self, update: int, attempts: int, outcome: Outcome, skipped: int, *, scaled: bool, device: torch.device
@@ -63,7 +67,7 @@ class IntervalReport:
         if attempts > self._done:  # else, at the end of the run, two lines are due at once: the rates are the same
             self._measure(attempts)
         losses, self.losses = self.losses, []
-        tokens_per_s = self._tokens_per_step / self._step_s
+        tokens_per_s = self.tokens_per_step / self._step_s
         return StepMetrics(
             loss=math.fsum(losses) / len(losses),
             lr=outcome.lr,

@@ -24,8 +24,6 @@ from megamix.supervise.console import Console
 from megamix.train import run_folder
 from megamix.train.metrics import MetricsWriter
 
-PROMPT = "def "  # how the sample at the end of a run begins, if the run has a tokenizer
-
 
 def write_results(
     config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, writer: MetricsWriter | None
@@ -54,13 +52,14 @@ def write_results(
             assert isinstance(model, Decoder)
             model.eval()  # else units would drop out
             sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
-            text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), PROMPT, sampling)
+            tokenizer = open_tokenizer(Path(config.data.tokenizer))
+            text = sample_text(model, tokenizer, config.metrics.sample_prompt, sampling)
             if writer is not None:
                 path = folder / run_folder.SAMPLE
                 with console.telling(path):
                     write_text(path, text)
                 console.line(f"sample of text ({path}):\n{text}")
-                writer.text("sample", text)
+                writer.text(config.training.steps, "sample", text)
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:

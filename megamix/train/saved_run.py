@@ -127,6 +127,7 @@ class Progress(PlanState):
     skipped: Count = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
+    tokens: Count | None = None  # of all updates; None: the run was saved before it was counted
     log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes, by file name; what lies behind came later
 
     @staticmethod
@@ -149,6 +150,8 @@ class Progress(PlanState):
         check_state(self, self.skipped, global_batch_size)
         if self.validated > self.applied:
             raise ValueError(f"validated is {self.validated}, after update {self.applied}")
+        if self.tokens is not None and not self.applied <= self.tokens <= LARGEST_COUNT:
+            raise ValueError(f"tokens is {self.tokens} after update {self.applied}")
         # The first update's line ends an interval, so that one is in none.
         if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):
             raise ValueError("interval_losses: not the losses of updates since the last line")

@@ -19,13 +19,13 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.mixed_precision.step import Examination
 from megamix.parallel.passes import MicroBatch, Passes
-from megamix.supervise.console import Console, format_scale
+from megamix.supervise.console import Console, folded, format_scale
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError, SaveFailedError, leaves
 from megamix.train.batch_plan import Attempt, BatchPlan, Fate, GlobalBatch
 from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
-from megamix.train.metrics import MetricsWriter, format_line
+from megamix.train.metrics import DETAILED_EVERY, MetricsWriter, format_lines
 from megamix.train.report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
 from megamix.train.run_folder import write_trace
 from megamix.train.saved_run import Progress
@@ -71,8 +71,9 @@ class Trainer:
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
         self._profiler: torch.profiler.profile | None = None
-        report.go_on_from(start.attempts, start.losses())
-        console.advance(start.applied)
+        tokens = start.applied * report.tokens_per_step if start.tokens is None else start.tokens
+        report.go_on_from(start.attempts, start.losses(), tokens)
+        console.begin(start.applied)
 
     def progress(self) -> Progress:
         """Return what a checkpoint keeps beside the engine's state. Every rank must call it: what is in flight is
@@ -87,6 +88,7 @@ class Trainer:
             skipped=self.overflows.count,
             interval_losses=tuple(loss.hex() for loss in self.report.losses),
             validated=self._validated,
+            tokens=self.report.tokens,
             log_sizes=sizes,
         )
 
@@ -179,6 +181,8 @@ class Trainer:
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
             self.console.advance()
+        if self.writer is not None:
+            self.writer.tokens = self.report.tokens
         found_inf, loss = outcome.found_inf, outcome.loss
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
         if words:
@@ -200,8 +204,8 @@ class Trainer:
         step, skipped, loss_scale = self.plan.applied + 1, self.overflows.count, outcome.loss_scale
         recorded = self.recorded.row(outcome)
         self.console.line(
-            f"step {step}/{self.config.training.steps} | overflow at loss_scale {format_scale(loss_scale)}, nothing "
-            f"changed: {words} | samples {attempt.batch} {fate.value} | skipped {skipped}"
+            f"step {step}/{self.config.training.steps} | overflow at scale {format_scale(loss_scale)}, nothing changed "
+            f"| samples {attempt.batch} {fate.value} | skipped {skipped}\n{folded(words)}"
         )
         if self.writer is not None:
             self.writer.write(step, {"loss_scale": loss_scale, "skipped_steps": skipped}, recorded)
@@ -223,7 +227,10 @@ class Trainer:
         metrics = self.report.metrics(
             update, self.plan.launched, outcome, self.overflows.count, scaled=self._scaled, device=self.device
         )
-        self.console.line(format_line(update, self.config.training.steps, metrics))
+        steps, interval = self.config.training.steps, self.config.metrics.log_interval
+        detailed = update in (1, steps) or update % (DETAILED_EVERY * interval) == 0
+        self.console.line(format_lines(update, steps, metrics, detailed=detailed))
+        self.console.show(f"loss {metrics.loss:.4f}, {metrics.tokens_per_s:,.0f} tokens/s")
         if self.writer is not None:
             self.writer.write(update, metrics.values(), recorded)
 

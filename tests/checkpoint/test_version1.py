@@ -107,6 +107,7 @@ def test_its_run_goes_on_and_saves_the_same_states(saved: Path, tmp_path: Path, 
     assert (new.states, new.params) == (old.states, old.params)
     rows = [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(row["train/loss"]) for row in rows if "train/loss" in row)
+    assert [row["train/tokens"] for row in rows if "train/loss" in row] == [3 * 16, 4 * 16]  # it had no count of them
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def finished(tmp_path_factory) -> Path:
         folder,
         model={"vocab_size": 280},
         data={"tokenizer": str(folder / "data/tokenizer.json")},
+        metrics={"sample_prompt": "class "},
         training={"steps": 20},
         profiling={"start_step": 3, "num_steps": 2},
     )
@@ -105,7 +106,8 @@ def test_a_job_logs_the_first_step_every_interval_and_the_last(finished) -> None
 
 def test_a_job_starts_at_two_to_the_24_and_is_seen_to_back_off(finished) -> None:
     overflows = [row for row in _rows(finished) if "optim/loss_scale" in row and "train/loss" not in row]
-    assert overflows[0] == {"step": 1, "optim/loss_scale": 2.0**24, "optim/skipped_steps": 1}
+    values = {tag: value for tag, value in overflows[0].items() if tag != TAGS["time"]}
+    assert values == {"step": 1, "train/tokens": 0, "optim/loss_scale": 2.0**24, "optim/skipped_steps": 1}
     scales = [row["optim/loss_scale"] for row in _rows(finished) if row.get("optim/loss_scale")]
     assert scales[-1] < 2.0**24
 
@@ -119,6 +121,18 @@ def test_the_event_file_holds_what_metrics_jsonl_holds(finished) -> None:
     events = EventAccumulator(str(finished / "run/tensorboard"))
     events.Reload()
     assert {event.step: pytest.approx(event.value) for event in events.Scalars("train/loss")} == _losses(finished)
+    told = [events.Tensors(f"{tag}/text_summary")[0].tensor_proto for tag in ("config", "sample")]
+    files = [(finished / "run" / name).read_bytes() for name in ("config.toml", "sample.txt")]
+    assert [proto.string_val[0].replace(b"\n    ", b"\n") for proto in told] == [b"    " + text for text in files]
+
+
+def test_every_row_says_when_it_was_written_and_how_many_tokens_were_trained_on(finished) -> None:
+    rows = _rows(finished)
+    times = [row[TAGS["time"]] for row in rows]
+    assert times == sorted(times)
+    for row in rows:
+        overflowed = TAGS["skipped_steps"] in row and TAGS["loss"] not in row  # on the way to that update
+        assert row[TAGS["tokens"]] == (row["step"] - overflowed) * 8 * 32
 
 
 def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, capsys) -> None:
@@ -132,7 +146,7 @@ def test_weights_are_fp32_without_doubles_and_generate_reads_them(finished, caps
     assert first.startswith("def ")
     assert main(args) == 0
     assert capsys.readouterr().out == first  # the same seed
-    assert (finished / "run/sample.txt").read_text().startswith("def ")
+    assert (finished / "run/sample.txt").read_text().startswith("class ")  # metrics.sample_prompt
 
 
 def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:

@@ -1,15 +1,17 @@
-"""The line, the JSON and the event file say the same."""
+"""The lines, the JSON and the event file say the same; a line fits into 100 columns, a row has its time and tokens."""
 
 import dataclasses
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, format_line
+from megamix.supervise.console import COLUMNS
+from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, format_lines
 from tests.train.broken_disk import FULL, broken_disk
 
 METRICS = StepMetrics(
@@ -30,33 +32,49 @@ METRICS = StepMetrics(
 )
 
 
-def rows(folder: Path) -> list[dict[str, float | None]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows(folder: Path, tokens: int = 0) -> list[dict[str, float | None]]:
+    """Each without its time, which is now, and its tokens, which are as said."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in found:
+        assert abs(row.pop(TAGS["time"]) - time.time()) < 600
+        assert row.pop(TAGS["tokens"]) == tokens
+    return found
 
 
-def test_the_console_line_says_everything_in_plain_text() -> None:
-    assert format_line(20, 1000, METRICS) == (
-        "step   20/1000 | loss 5.4322 | lr 3.000e-04 | grad_norm 0.812 | loss_scale 2^16 | skipped 2 | "
-        "12,346 tokens/s | mfu 41.2% | memory 1.50 GiB | "
-        "data 1% fwd+bwd 80% reduce-scatter 3% update 10% all-gather 2% | eta 1:02:03"
-    )
+def test_the_console_line_says_what_moves_and_two_more_the_rest() -> None:
+    line = "step   20/1000 | loss 5.4322 | lr 3.00e-04 | grad_norm 0.812 | scale 2^16 | 12,346 tokens/s"
+    assert format_lines(20, 1000, METRICS, detailed=False) == line
+    assert format_lines(20, 1000, METRICS, detailed=True).splitlines() == [
+        line,
+        "step   20/1000 | eta 1:02:03 | skipped 2 | mfu 41.2% | memory 1.50 GiB",
+        "step   20/1000 | time: data 1%, fwd+bwd 80%, reduce-scatter 3%, update 10%, all-gather 2%",
+    ]
+
+
+def test_the_lines_of_a_large_run_fit_into_100_columns() -> None:
+    large = dataclasses.replace(
+        METRICS, loss=11.76234, grad_norm=99.9994, loss_scale=2.0**24, skipped_steps=1234, tokens_per_s=1_234_567.8,
+        memory_gib=79.123, eta_s=3e6, data_share=0.2, forward_backward_share=0.2, reduce_scatter_share=0.2,
+        update_share=0.2, all_gather_share=0.2, mfu=1.0,
+    )  # fmt: skip
+    assert max(map(len, format_lines(999_000, 999_999, large, detailed=True).splitlines())) <= COLUMNS == 100
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"mfu": None}, "| mfu n/a |"),
-        ({"loss_scale": None}, "| loss_scale off |"),
-        ({"loss_scale": 1.0}, "| loss_scale 2^0 |"),
-        ({"loss_scale": 0.5}, "| loss_scale 2^-1 |"),
-        ({"loss_scale": 1000.0}, "| loss_scale 1000 |"),
+        ({"loss_scale": None}, "| scale off |"),
+        ({"loss_scale": 1.0}, "| scale 2^0 |"),
+        ({"loss_scale": 0.5}, "| scale 2^-1 |"),
+        ({"loss_scale": 1000.0}, "| scale 1000 |"),
         ({"grad_norm": math.inf}, "| grad_norm inf |"),
         ({"loss": math.nan}, "| loss nan |"),
         ({"eta_s": 59.7}, "| eta 0:01:00"),
     ],
 )
 def test_the_console_line_says_what_is_absent_or_not_finite(change: dict[str, float | None], words: str) -> None:
-    assert words in format_line(1, 10, dataclasses.replace(METRICS, **change))  # type: ignore[arg-type]
+    assert words in format_lines(1, 10, dataclasses.replace(METRICS, **change), detailed=True)  # type: ignore[arg-type]
 
 
 def test_every_metric_has_a_tag_of_its_own() -> None:
@@ -109,7 +127,8 @@ def test_tensorboard_gets_the_same_tags_and_values(tmp_path: Path) -> None:
             writer.write(step, dataclasses.replace(METRICS, loss=1.0 / step, mfu=None).values())
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {TAGS[name] for name in METRICS.values()} - {"throughput/mfu"}
+    named = {TAGS[name] for name in METRICS.values()} | {TAGS["tokens"]}
+    assert set(events.Tags()["scalars"]) == named - {"throughput/mfu"}
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(10, pytest.approx(0.1, rel=1e-6)), (20, pytest.approx(0.05, rel=1e-6))]
 
@@ -169,4 +188,41 @@ def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Pat
         writer.write(1, {"loss": 2.0})
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert content.startswith(noted)
-    assert json.loads(content[len(noted) :]) == {"step": 1, "train/loss": 2.0}
+    row = json.loads(content[len(noted) :])
+    assert (row["step"], row["train/loss"]) == (1, 2.0)
+
+
+def test_every_row_says_the_tokens_so_far(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.tokens = 4096
+        writer.write(1, {"loss_scale": 8.0, "skipped_steps": 1})
+        writer.write(1, METRICS.values())
+        writer.write(1, {"valid_loss": 4.5})
+        writer.write_precision(1, {"embedding": LAYER})
+    assert len(rows(tmp_path, tokens=4096)) == 4
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {event.value for event in events.Scalars("train/tokens")} == {4096.0}
+    assert TAGS["time"] not in events.Tags()["scalars"]
+
+
+def test_rows_of_a_run_that_was_saved_before_they_had_times_are_told_again(tmp_path: Path) -> None:
+    old, new = {"step": 3, "optim/loss_scale": 8.0}, {"step": 3, "time/unix_s": 1e9, "optim/loss_scale": 4.0}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(new)}\n")
+    MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["optim/loss_scale"]
+    assert [event.value for event in events.Scalars("optim/loss_scale")] == [8.0, 4.0]
+
+
+def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=True, applied=7, config="[model]\nseq_len = 8\n") as writer:
+        writer.text(9, "sample", "def f(*args):\n\n    return `x`")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    said = {tag: events.Tensors(f"{tag}/text_summary")[0] for tag in ("config", "sample")}
+    texts = {tag: event.tensor_proto.string_val[0].decode() for tag, event in said.items()}
+    assert {tag: event.step for tag, event in said.items()} == {"config": 7, "sample": 9}
+    assert texts["config"] == "    [model]\n    seq_len = 8\n    "  # Markdown's way to show text as it is
+    assert texts["sample"] == "    def f(*args):\n    \n        return `x`"

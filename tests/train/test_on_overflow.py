@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from megamix.config import Config
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.supervise.console import COLUMNS
 from megamix.train import trainer
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests.conftest import FULL
@@ -110,9 +111,10 @@ def test_a_skipped_batch_is_reported_as_lost(tmp_path, data, capsys) -> None:
     config = _job(tmp_path, data, {"on_overflow": "skip", "loss_scale": {"init_scale": 2.0**8}}, steps=8)
     record = run_recorded(config, frozenset([3]))
     assert record.samples() == [sample for sample in range(36) if sample not in range(12, 16)]
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "overflow" in line]
-    assert line.startswith("step 4/8 | overflow at loss_scale 2^8, nothing changed: the loss is inf: ")
-    assert line.endswith(" | samples 12..15 lost | skipped 1")
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("step 4/8 | overflow at scale 2^8, nothing changed | samples 12..15 lost | skipped 1")
+    assert lines[at + 1].startswith("  the loss is inf: ")
+    assert max(len(line) for line in lines if line.startswith(("step", "megamix", "  "))) <= COLUMNS
 
 
 def test_a_batch_that_overflows_too_often_is_named_and_the_run_goes_on(tmp_path, data) -> None:

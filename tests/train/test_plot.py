@@ -1,4 +1,6 @@
-"""`megamix plot` draws what metrics.jsonl says, and names what is missing with its fix."""
+"""`megamix plot` draws what metrics.jsonl says, of one run or of several in one picture, with names and units; what is
+missing is named with its fix.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from megamix.cli import main
+from megamix.config import load_config
 from megamix.train.metrics import LayerPrecision, MetricsWriter
 from megamix.train.plot import HeatMap, Series, figures, read_history
 
@@ -35,24 +39,33 @@ def layer(number: float, headroom: float = 3.0) -> LayerPrecision:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """An FP16 run with two overflows, two validations and two examined steps, the second of them an overflow."""
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+    return _write_run(tmp_path / "mine")
+
+
+def _write_run(folder: Path) -> Path:
+    with MetricsWriter(folder, tensorboard=False) as writer:
         writer.write(1, {"loss_scale": 2.0**24, "skipped_steps": 1})
-        writer.write(10, {"loss": 7.0, "loss_scale": 2.0**23, "skipped_steps": 1})
+        rates = {"lr": 0.25, "grad_norm": 2.0, "tokens_per_s": 1000.0}
+        writer.write(10, {"loss": 7.0, "loss_scale": 2.0**23, "skipped_steps": 1, **rates})
         writer.write_precision(10, {"embedding": layer(0.01), "blocks.0": layer(0.02)})
         writer.write(10, {"valid_loss": 6.5})
-        writer.write(20, {"loss": math.nan, "loss_scale": 2.0**23, "skipped_steps": 2})
+        writer.write(13, {"loss_scale": 2.0**23, "skipped_steps": 2})
+        writer.write(20, {"loss": math.nan, "loss_scale": 2.0**22, "skipped_steps": 2})
         writer.write_precision(20, {"embedding": layer(0.03), "blocks.0": layer(0.04, headroom=-math.inf)})
         writer.write(30, {"loss": 5.0, "loss_scale": 2.0**22, "skipped_steps": 2})
         writer.write(30, {"valid_loss": 5.5})
-    return tmp_path
+    return folder
 
 
 def test_every_row_finds_its_place(run: Path) -> None:
     history = read_history(run)
     assert history.loss == Series([10, 30], [7.0, 5.0])
     assert history.valid_loss == Series([10, 30], [6.5, 5.5])
-    assert history.loss_scale == Series([1, 10, 20, 30], [2.0**24, 2.0**23, 2.0**23, 2.0**22])
-    assert history.overflows == Series([1, 20], [2.0**24, 2.0**23])
+    assert history.lr == Series([10], [0.25])
+    assert history.grad_norm == Series([10], [2.0])
+    assert history.tokens_per_s == Series([10], [1000.0])
+    assert history.loss_scale == Series([1, 10, 13, 20, 30], [2.0**24, *[2.0**23] * 2, *[2.0**22] * 2])
+    assert history.overflows == Series([1, 13], [2.0**24, 2.0**23])
     assert [*history.precision] == NUMBERS
     assert history.precision["unscaled_below_share"] == HeatMap(
         ["embedding", "blocks.0"], [10, 20], [[0.01, 0.03], [0.02, 0.04]]
@@ -64,15 +77,27 @@ def test_every_row_finds_its_place(run: Path) -> None:
 
 def test_what_is_drawn_is_what_was_read(run: Path) -> None:
     history = read_history(run)
-    drawn = figures(history)
+    drawn = figures("mine", history)
+    assert [axes.get_ylabel() for axes in drawn["loss"].axes] == ["nats per token", "lr", "grad_norm", "tokens/s"]
+    assert [len(axes.lines) for axes in drawn["loss"].axes] == [2, 1, 1, 1]
     training, validation = drawn["loss"].axes[0].lines
     assert training.get_xydata().tolist() == [[10, 7.0], [30, 5.0]]
     assert validation.get_xydata().tolist() == [[10, 6.5], [30, 5.5]]
     scale, overflows = drawn["loss_scale"].axes[0].lines
-    assert scale.get_ydata().tolist() == history.loss_scale.values
-    assert overflows.get_xydata().tolist() == [[1, 2.0**24], [20, 2.0**23]]
-    for name, factor in (("unscaled_below_share", 100), ("headroom", 1), ("hidden_update_share", 100)):
-        axes = drawn[name].axes[0]
+    fall = [[13, 2.0**23], [13, 2.0**22], [20, 2.0**22]]  # at the overflow, not at the next line of the log
+    assert scale.get_xydata().tolist()[:3] == [[1, 2.0**24], [1, 2.0**23], [10, 2.0**23]]
+    assert scale.get_xydata().tolist()[3:6] == fall
+    assert overflows.get_xydata().tolist() == [[1, 2.0**24], [13, 2.0**23]]
+    for figure in drawn.values():
+        assert "mine" in figure.axes[0].get_title() + figure.get_suptitle()
+    maps = (
+        ("unscaled_below_share", 100, "% of the layer's elements"),
+        ("headroom", 1, "octaves"),
+        ("hidden_update_share", 100, "% of updated elements"),
+    )
+    for name, factor, unit in maps:
+        axes, bar = drawn[name].axes
+        assert bar.get_ylabel() == unit
         (mesh,) = axes.collections
         flat = [factor * value for values in history.precision[name].values for value in values]
         assert mesh.get_array().filled(math.nan).flatten().tolist() == pytest.approx(flat, nan_ok=True)
@@ -88,12 +113,33 @@ def _png_size(path: Path) -> tuple[int, int]:
 
 def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run)]) == 0
-    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [path.name for path in written] == [
-        f"{name}.png" for name in ("loss", "loss_scale", "unscaled_below_share", "headroom", "hidden_update_share")
+    *written, hint = capsys.readouterr().out.splitlines()
+    assert hint.startswith("heat maps of 2 examined step(s); a smaller metrics.precision_interval")
+    assert [*map(Path, written)] == [
+        run / f"{name}.png"
+        for name in ("loss", "loss_scale", "unscaled_below_share", "headroom", "hidden_update_share")
     ]
-    assert _png_size(run / "loss.png") == _png_size(run / "loss_scale.png") == (1080, 540)
+    assert _png_size(run / "loss.png") == (1320, 780)
+    assert _png_size(run / "loss_scale.png") == (1080, 540)
     assert _png_size(run / "headroom.png") == (1080, 300)
+
+
+def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    other, alike = _write_run(tmp_path / "other"), _write_run(tmp_path / "elsewhere/mine")
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
+    for runs, names in (((run, other), ["mine", "other"]), ((run, alike), [str(run), str(alike)])):
+        assert main(["plot", *map(str, runs)]) == 0
+        assert capsys.readouterr().out == f"{run / 'compared.png'}\n"
+        for axes in drawn.pop().axes:
+            lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+            assert [line.get_label() for line in lines] == names
+            assert len({line.get_color() for line in lines}) == 2
+
+
+def test_the_quickstart_s_heat_maps_have_many_columns() -> None:
+    config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml")
+    assert config.training.steps // config.metrics.precision_interval >= 10
 
 
 def test_a_run_without_scale_and_examined_steps_is_drawn_as_far_as_it_goes(tmp_path: Path, capsys) -> None:

@@ -54,6 +54,14 @@ def test_rates_and_shares_of_an_interval(now) -> None:
     assert shares == pytest.approx((0.05, 0.6, 0.1, 0.2))
     assert metrics.all_gather_share == 0
     assert (metrics.loss, metrics.skipped_steps, metrics.loss_scale) == (2.0, 1, 8.0)
+    assert report.tokens == 200  # two updates
+
+
+def test_tokens_are_counted_on_where_a_run_goes_on() -> None:
+    report = IntervalReport(Clock(CPU), tokens_per_step=100, updates=10, mfu_per_token_rate=None)
+    report.go_on_from(5, [], tokens=250)
+    report.add(3.0)
+    assert report.tokens == 350
 
 
 def test_a_validation_is_left_out_of_the_interval(now) -> None:
@@ -133,12 +141,15 @@ def test_a_terminal_gets_lines_above_a_bar(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     console = Console(10, speaks=True)
     console.line("hello")
-    for _ in range(10):
+    console.begin(3)
+    for _ in range(4):
         console.advance()
+    console.show("loss 5.4322, 12,346 tokens/s")
     console.close()
     captured = capsys.readouterr()
     assert "hello\n" in captured.out
-    assert "/10" in captured.err
+    assert "7/10" in captured.err
+    assert ", loss 5.4322, 12,346 tokens/s]" in captured.err
 
 
 def test_without_tqdm_a_terminal_gets_lines(capsys, monkeypatch) -> None:

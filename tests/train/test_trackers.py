@@ -50,13 +50,13 @@ def _write(folder: Path, thread: TrackerThread, rows: int = 3) -> None:
     with MetricsWriter(folder, tensorboard=False, trackers=[thread]) as writer:
         for step in range(rows):
             writer.write(step, {"valid_loss": 1.0 + step, "loss_scale": None}, {"mine": 2.0})
-        writer.text("sample", "def f")
+        writer.text(rows, "sample", "def f")
 
 
 def test_a_tracker_gets_all_in_order_in_its_own_thread(tmp_path: Path, caplog) -> None:
     notes = Notes()
     _write(tmp_path, TrackerThread("notes", lambda: notes))
-    rows = [(step, {"valid/loss": 1.0 + step, "mine": 2.0}, "tracker notes") for step in range(3)]
+    rows = [(step, {"train/tokens": 0, "valid/loss": 1.0 + step, "mine": 2.0}, "tracker notes") for step in range(3)]
     assert notes.told == [*rows, ("sample", "def f"), "closed"]
     assert not caplog.records
 
