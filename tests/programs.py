@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 
 def counting() -> Any:
@@ -47,3 +48,14 @@ def count_no_lines_in_programs() -> None:
 def with_settings(**settings: object) -> dict[str, str]:
     """Return this process's environment with `settings`."""
     return os.environ | {name: str(value) for name, value in settings.items()}
+
+
+@contextlib.contextmanager
+def no_compiler() -> Iterator[None]:
+    """Let engines take torch's own kernels until the end of the block, as on a machine without a compiler."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    with mock.patch("megamix.mixed_precision.fused_update._compile", return_value=refuse):
+        yield

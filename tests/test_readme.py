@@ -6,32 +6,23 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import megamix.mixed_precision
+from tests.programs import no_compiler
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.uncounted
-def test_the_library_examples_learn() -> None:
-    first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_library_example_learns() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     torch.manual_seed(0)
     scope: dict[str, Any] = {}
-    exec(first, scope)  # the promise is that a reader can paste it
+    with no_compiler():
+        exec(example, scope)  # the promise is that a reader can paste it
     assert float(scope["loss"]) < 4.5  # ln(256) is 5.55
     assert not bool(scope["result"].found_inf)
-    exec(second, scope)
-    assert int(scope["engine"].applied_updates) == 3
-    assert float(scope["result"].lr) == pytest.approx(1e-2 * 0.9**2)
-    averages = [*scope["average"].module.parameters()]
-    assert {average.dtype for average in averages} == {torch.float32}
-    gaps = [
-        (average - weight).abs().max() for average, weight in zip(averages, scope["model"].parameters(), strict=True)
-    ]
-    assert 0 < min(gaps) <= max(gaps) < 0.05  # two updates of at most 0.01 each behind
 
 
 def test_every_stage_in_the_table_is_a_file() -> None:

@@ -9,6 +9,7 @@ together     work that succeeds on every rank or on none
 save         the commit: fresh folder, files, manifest, rename; at once or by a thread while training goes on
 verify       a checkpoint found good, or what is wrong with it; its states piece by piece
 load         the newest good checkpoint, into an engine of any layout, verified on the way
+checkpoints  both for a program of one's own, as one object
 export_dcp   a checkpoint as a folder of torch.distributed.checkpoint
 commands     what `megamix checkpoint` prints: lists, verdicts, differences
 """
