@@ -28,16 +28,13 @@ use_megamix_python() {
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# Prints those of the named modules that $PYTHON cannot import; fails if it is too old.
+# Prints those of the named modules that $PYTHON has not; fails if it is too old. Imports none: torch takes seconds.
 missing_modules() {
   "$PYTHON" - "$@" <<'PY'
-import importlib, sys
+import sys
+from importlib.util import find_spec
 assert sys.version_info >= (3, 11)
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        print("", name, end="")
+print("", *(name for name in sys.argv[1:] if find_spec(name) is None), end="")
 PY
 }
 
@@ -126,8 +123,12 @@ find_installed_python() {
 # Prints the number of GPUs that torch can use, the cores this process may use, the largest block that malloc can be
 # told to keep, and torch's version.
 probe_machine() {
-  "$PYTHON" - <<'PY'
-import ctypes, os, torch
+  "$PYTHON" - <<'PY' || die "${MEGAMIX_PYTHON:+MEGAMIX_PYTHON: }got $PYTHON, it cannot import: torch; install that there, or name another"
+import ctypes, os, sys
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"torch: {error}")
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 try:  # glibc before 2.35 refuses more than 32 MiB (and would fall back to 128 KiB); M_MMAP_THRESHOLD is -3

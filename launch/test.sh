@@ -6,6 +6,8 @@
 #   --install-only   stop after the install
 #   --full           the large counts of the tests as well (MEGAMIX_FULL=1)
 #   pytest arguments choose tests; the coverage is then shown but not judged, and ruff and mypy still run
+#
+# mypy works beside the tests, and what it says comes last.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -17,6 +19,7 @@ while [[ "${1:-}" == --install-only || "${1:-}" == --full ]]; do
 done
 
 ensure_python all,dev torch numpy pydantic safetensors tokenizers pytest
+[[ -z "${MEGAMIX_PYTHON:-}" ]] || probe_machine >/dev/null # its torch may be there and not work
 [[ "$install_only" == 0 ]] || exit 0
 cd "$ROOT"
 
@@ -32,23 +35,32 @@ if has_tool ruff; then
   "$PYTHON" -m ruff check .
   "$PYTHON" -m ruff format --check .
 fi
+mypy=""
 if has_tool mypy; then
-  "$PYTHON" -m mypy
+  types="$(mktemp)"
+  trap 'kill $(jobs -p) 2>/dev/null || true; rm -f -- "$types"' EXIT
+  "$PYTHON" -m mypy >"$types" 2>&1 &
+  mypy=$!
 fi
 unset PYTHONDONTWRITEBYTECODE # else each of some hundred processes would compile the package anew
-# Most tests wait for ranks or programs: two processes share the work, and what is left goes to who is done first.
+# Two processes share the work, and what is left goes to who is done first.
 processes=()
 if has_tool xdist; then
   processes=(-n 2 --dist worksteal)
 fi
-if ! has_tool coverage; then
-  exec "$PYTHON" -m pytest "${processes[@]}" "$@"
-fi
-"$PYTHON" -m coverage erase # what an earlier run left would count as covered
-"$PYTHON" -m coverage run -m pytest "${processes[@]}" "$@"
-"$PYTHON" -m coverage combine --quiet
-if [[ $# == 0 ]]; then
-  "$PYTHON" -m coverage report --fail-under=95
+status=0
+if has_tool coverage; then
+  judged=()
+  [[ $# != 0 ]] || judged=(--fail-under=95)
+  "$PYTHON" -m coverage erase # what an earlier run left would count as covered
+  { "$PYTHON" -m coverage run -m pytest "${processes[@]}" "$@" &&
+    "$PYTHON" -m coverage combine --quiet &&
+    "$PYTHON" -m coverage report "${judged[@]}"; } || status=$?
 else
-  "$PYTHON" -m coverage report
+  "$PYTHON" -m pytest "${processes[@]}" "$@" || status=$?
 fi
+if [[ -n "$mypy" ]]; then
+  wait "$mypy" || status=$?
+  cat -- "$types"
+fi
+exit "$status"

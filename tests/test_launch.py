@@ -183,16 +183,27 @@ def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
     done = sandbox.run("test.sh", "--full")
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("python -m ") for line in sandbox.lines() if line.startswith("python -m ")]
+    lines.remove("mypy")  # at its own pace
     assert lines == [
         "ruff check .",
         "ruff format --check .",
-        "mypy",
         "coverage erase",
         "coverage run -m pytest -n 2 --dist worksteal",
         "coverage combine --quiet",
         "coverage report --fail-under=95",
     ]
     assert set(sandbox.lines("full")) == {"FULL=1"}
+
+
+@pytest.mark.parametrize("fails", ["ruff", "mypy", "pytest", "coverage"])
+def test_whichever_check_fails_fails_the_run_and_says_why(sandbox: Sandbox, fails: str) -> None:
+    (sandbox.base / f"{fails}-fails").touch()
+    if fails == "pytest":
+        sandbox.hide("coverage")
+    done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(sandbox.program("chosen")))
+    assert done.returncode == 1
+    assert f"{fails}: planted" in done.stdout
+    assert ("chosen -m coverage report --fail-under=95" in sandbox.lines()) == (fails == "mypy")  # told behind them
 
 
 def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox) -> None:
@@ -205,8 +216,7 @@ def test_chosen_tests_are_passed_on_and_coverage_is_not_judged(sandbox: Sandbox)
 
 
 def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) -> None:
-    for name in ("ruff", "mypy", "xdist", "coverage"):
-        (sandbox.modules / f"{name}.py").write_text("raise ImportError('planted')\n")
+    sandbox.hide("ruff", "mypy", "xdist", "coverage")
     chosen = sandbox.program("chosen")
     done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr

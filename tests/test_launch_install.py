@@ -127,14 +127,18 @@ def test_megamix_python_may_be_relative_or_a_name(sandbox: Sandbox) -> None:
         ("nowhere", "got nowhere, there is no such program; name an interpreter or unset it"),
         ("old", "it is no Python >= 3.11"),
         ("poor", "it cannot import: torch; install that there"),
+        ("broken", "it cannot import: torch; install that there"),
     ],
 )
 def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: str, name: str, want: str) -> None:
-    for program in ("old", "poor"):
+    for program in ("old", "poor", "broken"):
         sandbox.program(program)
     if name == "poor":
+        sandbox.hide("torch")
+    elif name == "broken":
         (sandbox.modules / "torch.py").write_text("raise ImportError('planted')\n")
-    done = sandbox.run(script, "configs/quickstart.toml", MEGAMIX_PYTHON=name)
+    config = [str(sandbox.repo / "configs/quickstart.toml")] if script == "pretrain.sh" else []
+    done = sandbox.run(script, *config, MEGAMIX_PYTHON=name)
     assert done.returncode == 2
     assert "MEGAMIX_PYTHON: got " in done.stderr
     assert name in done.stderr
