@@ -43,7 +43,7 @@ def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixtu
     assert load_config(shown) == load_config(QUICKSTART, ["optimizer.lr=2e-3", "training.steps=91"])
     for wrong, told in (
         (["train", QUICKSTART, "--check", "optimizer.lr=1", "--chek=1", "lr"], "--chek=1 lr"),
-        (["plot", "run", "optimizer.lr=1"], "optimizer.lr=1"),
+        (["checkpoint", "ls", "run", "optimizer.lr=1"], "optimizer.lr=1"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)
