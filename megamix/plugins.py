@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterable
+from contextlib import redirect_stdout
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -26,32 +28,37 @@ class Section(BaseModel):
 class Registry:
     """The things of one kind, by name: the keys of each, and what was registered under it."""
 
-    def __init__(self, kind: str):
-        self.kind = kind
+    def __init__(self, kind: str, names: str = r"[A-Za-z][\w-]*"):
+        """`names`: what each must match, so that TOML can spell it as a table."""
+        self.kind, self.names = kind, names
         self.sections: dict[str, type[Section]] = {}
         self.registered: dict[str, Any] = {}  # a function that builds one, or a family
         self.beside: Container[str] = ()  # keys of the table in which the names are keys, too
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
-        """Raises: ValueError if the name is taken."""
-        if name in self.beside:
-            raise ValueError(
-                f"{self.kind} {name!r} of {thing.__module__}: the table in which it stands has a key {name}; "
-                "give it another name"
-            )
-        if taken := self.registered.get(name) or self.sections.get(name):
-            raise ValueError(
-                f"{self.kind} {name!r} of {thing.__module__}: {taken.__module__} has registered one of that name; "
-                "give it another name"
-            )
+        """Raises: ValueError if the name is taken or none, or one of the others is not what it must be."""
+        if wrong := self._wrong(name, section, thing):
+            raise ValueError(f"{self.kind} {name!r} of {getattr(thing, '__module__', thing)}: {wrong}")
         self.sections[name], self.registered[name] = section, thing
+
+    def _wrong(self, name: str, section: object, thing: object) -> str:
+        if not re.fullmatch(self.names, name, re.ASCII):
+            return f"a name must match {self.names}; give it another name"
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return f"its keys must be a subclass of megamix.plugins.Section, got {section!r}; write one"
+        if not callable(thing):
+            return "it must be a function or a class that builds one; pass that"
+        if name in self.beside:
+            return f"the table in which it stands has a key {name}; give it another name"
+        taken = self.registered.get(name) or self.sections.get(name)
+        return f"{taken.__module__} has registered one of that name; give it another name" if taken else ""
 
 
 OPTIMIZERS = Registry("optimizer")
 LOSS_SCALES = Registry("loss scale rule")
 FAMILIES = Registry("model family")
 SOURCES = Registry("data source")
-READERS = Registry("reader")
+READERS = Registry("reader", names=r"(\.[\w-]+)+")
 TRACKERS = Registry("tracker")
 # What is read of a corpus file, by the end of its name, without a plugin. Everything else is text, one document a file.
 FILE_KINDS = {
@@ -76,6 +83,8 @@ def register_optimizer(name: str, section: type[Section], build: Callable[..., A
 
 def register_loss_scale(name: str, section: type[Section], build: Callable[..., Any]) -> None:
     """`precision.loss_scale.rule = "NAME"`, with the keys beside it. `build(**keys)` returns a `LossScale`."""
+    if name == "auto":
+        raise ValueError(f"loss scale rule 'auto' of {build.__module__}: auto goes by the dtype; give it another name")
     LOSS_SCALES.register(name, section, build)
 
 
@@ -112,6 +121,9 @@ def register_tracker(name: str, section: type[Section], build: Callable[..., Any
     TRACKERS.register(name, section, build)
 
 
+MODULE = re.compile(r"[\w.]{1,100}")
+
+
 class PluginError(Exception):
     """A plugin that is needed and not there: one line, as for any wrong value."""
 
@@ -128,11 +140,15 @@ def require_plugins(names: Iterable[str]) -> None:
 def import_plugins(names: Iterable[str]) -> None:
     """Import modules that are installed or lie in the working folder. Raises: PluginError naming the one that fails."""
     for name in names:
+        if not MODULE.fullmatch(name):
+            raise PluginError(f"plugins: got {name!r}, which is no name of a module; write it as in Python's import")
         try:
             if os.getcwd() not in sys.path:
                 sys.path.append(os.getcwd())  # behind all that is installed: nothing there may take its place
-            importlib.import_module(name)
-        except Exception as error:
+            with redirect_stdout(sys.stderr):  # what a command shows begins with its own first line
+                importlib.import_module(name)
+        except (Exception, SystemExit) as error:
             is_missing = isinstance(error, ModuleNotFoundError) and error.name == name
             fix = "install it, or start in the folder where it lies" if is_missing else "mend that module"
-            raise PluginError(f"plugins: {name} cannot be imported: {type(error).__name__}: {error}; {fix}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise PluginError(f"plugins: {name} cannot be imported: {reason}; {fix}") from error

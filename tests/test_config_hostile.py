@@ -77,6 +77,15 @@ BASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "open text": (_text("a = '''" + '"""\\"\'' * 30_000), "is no TOML"),
     "thousands of keys": (_text("[model]\n" + "".join(f"k{n}=1\n" for n in range(MANY))), "more like these"),
     "a long key": (_text("a" * 200_000 + " = 1"), "unknown key"),
+    "odd weights": (
+        lambda path: path.write_text(
+            "[data]\ntrain = ["
+            + ",".join(f"{{path='{n}',weight=0.{n * 7919 % 10007:05}1}}" for n in range(MANY * 3 // 4))
+            + "]"
+        ),
+        "must have weights that are whole multiples",
+    ),
+    "huge sizes": (_text("[model]\nnum_heads = 1000000000039\nnum_kv_heads = 999999999999"), "must divide num_heads"),
     "a list of wrong tables": (_text("[data]\ntrain = [" + "{a=1}," * MANY + "]"), "more like these"),
 }
 

@@ -35,6 +35,7 @@ from megamix.plugins import (
     Section,
     import_plugins,
     register_family,
+    register_loss_scale,
     register_optimizer,
     register_reader,
     register_source,
@@ -91,7 +92,7 @@ class Toy:
 
 plugins.register_optimizer("lion", Lion, lambda beta, sign, **rest: megamix.AdamW(betas=(beta, 0.9), **rest))
 plugins.register_loss_scale("steady", Steady, lambda init_scale, calm: megamix.StaticLossScale(init_scale))
-plugins.register_family(Toy())
+plugins.register_family(Toy)
 plugins.register_source("words", Words, print)
 plugins.register_tracker("notes", Words, print)
 plugins.register_reader(".xyz", print)
@@ -358,14 +359,156 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
             assert (status, "--plugins hostile if you trust that code" in said) == (2, True), words
     assert (hostile / "checkpoints" / CHECKPOINT.name).is_dir()  # none was set aside as damaged
     for words in (["generate", str(hostile)], ["config", str(hostile / "config.toml"), "--show"]):
-        with pytest.raises(SystemExit, match="imported"):
-            main([*words, "--plugins", "hostile"])
+        assert main([*words, "--plugins", "hostile"]) == 2
+        assert "plugins: hostile cannot be imported: SystemExit: imported; mend" in capsys.readouterr().err
     with pytest.raises(PluginError, match="plugins: hostile named by what was saved"):
         run_on_ranks(config_from_dict(now(hostile)))
     assert (hostile / "checkpoints" / CHECKPOINT.name).is_dir()
     for junk in ("[3]", '"hostile"', '["a\\nb"]'):
         with pytest.raises(ValueError, match="holds plugins that are no names of modules"):
             effective_tables(f"plugins = {junk}\n")
+
+
+def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(here: Path) -> None:
+    """A run's own names nothing to import, nor does its base, whatever is written in it; a user's own does."""
+    shown = config_to_toml(config_from_dict(changed()))
+    named, steady = shown.replace("plugins = []", 'plugins = ["toy_plugin"]'), ["precision.loss_scale.rule=steady"]
+    bare = re.sub("# .*\n", "", named)
+    run = here / "run"
+    for beside in ("metrics.jsonl", "checkpoints"):
+        (run / beside).mkdir(parents=True)
+        for text in (bare, named, f'base = "{run}/other.toml"\n'):
+            _write(run, "other.toml", bare)
+            own, link = _write(run, "config.toml", text), here / "link.toml"
+            link.unlink(missing_ok=True)
+            link.symlink_to(own)
+            for path in (own, link, _write(here, "job.toml", 'base = "run/config.toml"\n')):
+                with pytest.raises(ConfigError, match="plugins: toy_plugin named by what was saved"):
+                    load_config(path, steady)
+        (run / beside).rmdir()
+    (run / "checkpoints").mkdir()
+    assert "toy_plugin" not in sys.modules
+    mine = bare + "# min_lr is not set\n"
+    assert load_config(_write(here, "job.toml", mine), steady).precision.loss_scale.rule == "steady"
+    assert "toy_plugin" in sys.modules
+    load_config(_write(run, "mine.toml", named), steady)  # which no run writes
+
+
+BAD = """
+from typing import Any
+
+from pydantic import field_validator, model_validator
+
+from megamix import plugins
+
+
+class Part(plugins.Section):
+    size: int = 1
+
+
+class Odd(plugins.Section):
+    table: dict[str, int] = {}
+    parts: dict[str, Part] = {}
+    kind: int | bool = 3
+    part: Part | None = None
+    needed: Part = Part()
+    even: int = 2
+    small: int = 1
+
+    @field_validator("even")
+    @classmethod
+    def is_even(cls, value: int) -> int:
+        if value % 2:
+            raise RuntimeError("odd")
+        return value
+
+    @model_validator(mode="after")
+    def fits(self) -> Any:
+        if self.small > 9:
+            raise ValueError("must be small")
+        return self
+
+
+class Rule(plugins.Section):
+    init_scale: str = "a"
+    min_scale: str = "c"
+    max_scale: str = "b"
+
+
+plugins.register_optimizer("odd", Odd, print)
+plugins.register_loss_scale("odd", Rule, print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("odd", "want"),
+    [
+        ({"table": {"a": "x"}}, 'optimizer.odd.table.a: got "x", must be a whole number; write '),
+        ({"parts": {"a": {"size": "x"}}}, 'optimizer.odd.parts.a.size: got "x", must be a whole number; write '),
+        ({"parts": {"a": {"sise": 2}}}, "optimizer.odd.parts.a.sise: unknown key, got 2; "),
+        ({"kind": "x"}, 'optimizer.odd.kind.int: got "x", must be a whole number; write '),
+        ({"part": 3}, "optimizer.odd.part: got 3, must be a table; "),
+        ({"needed": 3}, "optimizer.odd.needed: got 3, must be a table; write [optimizer.odd.needed] and its keys"),
+        ({"small": 10}, "optimizer.odd: got { small = 10 }, must be small; correct its keys"),
+        ({"even": 3}, "optimizer: got { "),
+        ({"even": 3}, "its own check fails: RuntimeError: odd; correct its keys"),
+    ],
+)
+def test_mistakes_in_a_section_of_any_form_are_lines(here: Path, odd: Tree, want: str) -> None:
+    (here / "toy_plugin.py").write_text(BAD)
+    said = problems_of(with_plugin(optimizer={"name": "odd", "odd": odd}))
+    assert any(want in line for line in said), said
+    assert all(line.startswith("optimizer") for line in said)
+
+
+def test_keys_of_other_types_than_the_built_in_ones_pass_by_their_checks(here: Path) -> None:
+    (here / "toy_plugin.py").write_text(BAD)
+    scale = config_from_dict(with_plugin(precision={"loss_scale": {"rule": "odd"}})).precision.loss_scale
+    assert dict(scale) == {"rule": "odd", "init_scale": "a", "min_scale": "c", "max_scale": "b"}
+
+
+def test_what_is_shown_of_any_keys_reads_back(here: Path) -> None:
+    (here / "toy_plugin.py").write_text(BAD)
+    tables = {"table": {"a.b c": 1, "": 2}, "parts": {"d e.": {"size": 3}}}
+    config = config_from_dict(with_plugin(optimizer={"name": "odd", "odd": tables}))
+    assert config.optimizer.odd.table == tables["table"]
+    assert load_config(_write(here, "job.toml", config_to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "build", "want"),
+    [
+        ("a b", Section, print, "optimizer 'a b' of builtins: a name must match "),
+        ("a\n", Section, print, "a name must match "),
+        ("2", Section, print, "a name must match "),
+        ("x", dict, print, "optimizer 'x' of builtins: its keys must be a subclass of megamix.plugins.Section, got "),
+        ("x", Section, 3, "optimizer 'x' of 3: it must be a function or a class that builds one"),
+    ],
+)
+def test_what_cannot_be_named_or_built_is_refused(name: str, section: Any, build: Any, want: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(want)):
+        register_optimizer(name, section, build)
+
+
+def test_no_rule_is_called_auto() -> None:
+    with pytest.raises(ValueError, match="loss scale rule 'auto' of builtins: auto goes by the dtype"):
+        register_loss_scale("auto", Section, print)
+
+
+def test_what_a_plugin_prints_is_not_part_of_what_is_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "toy_plugin.py").write_text("print('hello')")
+    assert main(["config", "--schema", "--plugins", "toy_plugin"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)
+    assert said.err == "hello\n"
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "a b", ""])
+def test_a_name_of_no_module_is_shown_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema", "--plugins", f"json,{name}"]) == 2
+    assert capsys.readouterr().err == (
+        f"megamix config: plugins: got {name!r}, which is no name of a module; write it as in Python's import\n"
+    )
 
 
 def test_a_missing_key_without_an_example_is_told_by_its_description() -> None:

@@ -4,7 +4,6 @@ from megamix.config.checks import check_world_size as check_world_size
 from megamix.config.checks import grad_accum_steps as grad_accum_steps
 from megamix.config.checks import model_problems as model_problems
 from megamix.config.load import config_from_dict as config_from_dict
-from megamix.config.load import config_schema as config_schema
 from megamix.config.load import effective_tables as effective_tables
 from megamix.config.load import load_config as load_config
 from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
@@ -21,4 +20,5 @@ from megamix.config.problems import ConfigError as ConfigError
 from megamix.config.sections import Config as Config
 from megamix.config.sections import OptimizerConfig as OptimizerConfig
 from megamix.config.sections import PrecisionConfig as PrecisionConfig
+from megamix.config.sections import config_schema as config_schema
 from megamix.config.toml_text import config_to_toml as config_to_toml

@@ -7,7 +7,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from megamix.config.choices import Tree, section_at
-from megamix.config.mesh_checks import MESH_CHECKS, data_parallel_size, mesh_problems, micro_batch_problems
+from megamix.config.mesh_checks import (
+    MESH_CHECKS,
+    data_parallel_size,
+    largest_divisor,
+    mesh_problems,
+    micro_batch_problems,
+)
 from megamix.config.model_and_data import ModelConfig
 from megamix.config.sections import Config
 from megamix.config.toml_text import value_text
@@ -37,7 +43,8 @@ def check_config(config: Config) -> list[str]:
     """Return the problems between fields, one line each."""
     problems: list[str] = []
     for check in _CHECKS:
-        with suppress(AttributeError):  # it asks for what is unusable and reported, or what another choice has
+        # It asks for what is unusable and reported, or what a plugin's choice does not have, or as something else.
+        with suppress(ArithmeticError, AttributeError, TypeError, ValueError):
             problems += check(config)
     return problems
 
@@ -86,7 +93,7 @@ def _heads_share_width(config: Config) -> Iterator[str]:
 def _heads_share_keys(config: Config) -> Iterator[str]:
     num_heads, num_kv_heads = config.model.num_heads, config.model.num_kv_heads
     if num_kv_heads is not None and num_heads % num_kv_heads:
-        fix = next(size for size in range(min(num_kv_heads, num_heads), 0, -1) if num_heads % size == 0)
+        fix = largest_divisor(num_heads, num_kv_heads)
         yield (f"model.num_kv_heads: got {num_kv_heads}, must divide num_heads {num_heads}; write num_kv_heads = {fix}")
 
 

@@ -56,7 +56,12 @@ class ExtendedTable:
         return {"": _made((self._base,), tuple(self._registry.sections.items()), optional=True)}
 
     def _validate(self, value: object, info: core_schema.ValidationInfo) -> Section:
-        return self.section(value, info.data or {}).model_validate(value)
+        try:
+            return self.section(value, info.data or {}).model_validate(value)
+        except ValueError:  # also pydantic's own
+            raise
+        except Exception as error:  # whatever a plugin's check raises
+            raise ValueError(f"its own check fails: {type(error).__name__}: {error}") from error
 
     def __get_pydantic_core_schema__(self, source: object, handler: object) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(self._validate)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from megamix.config.checks import check_config, check_draft
 from megamix.config.choices import Tree
@@ -26,20 +27,17 @@ from megamix.config.problems import (
 from megamix.config.renamed import migrate_keys
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
-from megamix.config.unread import drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
-from megamix.plugins import PluginError, import_plugins, require_plugins
+from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
+from megamix.plugins import MODULE, PluginError, import_plugins, require_plugins
 
 MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token files, and tomllib needs a second for them
 MOST_FILES = 32  # from a file down to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # until which somebody must have opened a named pipe for writing
-# How a saved configuration lists keys that are not set; of data.split and data.valid, one never is.
-_IS_SAVED = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
-# ... and how it did before it left out what is not read: it listed every key.
-_LISTS_ALL = re.compile(r"^# \w+ is not set$", re.MULTILINE)
-
-
-_MODULE = re.compile(r"[\w.]{1,100}")
+# How an effective configuration lists keys that are not set, of which there is always one, data.split or data.valid;
+# with "is", before it left out what is not read.
+_NOT_SET = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
+_OF_A_RUN = ("metrics.jsonl", "checkpoints")  # what lies beside the config.toml of a run
 
 
 class Layer(NamedTuple):
@@ -49,22 +47,23 @@ class Layer(NamedTuple):
     tree: dict[str, Any]
     is_saved: bool = False  # an effective configuration, which a run has written
     lists_all: bool = False  # also keys that nobody chose: one of before
+    imports: bool = True  # the modules that it names: it does not lie in a run's folder, to which others may write
 
 
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), say: Callable[[str], None] = lambda line: None, *,
-    is_saved: bool = False,
+    imports: bool = True,
 ) -> Config:  # fmt: skip
     """Read a TOML file, its bases, and `section.key=value` overrides, the last of which win.
 
     A key that is not read, for what another key says, is refused where it stands beside that one or above it. Below, it
-    was meant for what that one said before: it is dropped, and `say` gets a line. `is_saved`: nobody has named the
-    file, so it imports nothing.
+    was meant for what that one said before: it is dropped, and `say` gets a line. Plugins are imported, but not those
+    that only the `config.toml` of a run's folder names, or nobody's file: without `imports`, none.
     Raises: ConfigError with everything that is wrong in all of them.
     """
     above, problems = _parse_overrides(overrides)
     try:
-        layers = [layer._replace(is_saved=layer.is_saved or is_saved) for layer in _read_layers(Path(path))]
+        layers = _read_layers(Path(path), imports)
     except ConfigError as error:
         # Nothing is known of the file, so its missing keys would be noise; a bad override is not.
         raise ConfigError([*error.problems, *problems], str(path)) from error
@@ -92,7 +91,7 @@ def toml_tables(text: str) -> Tree:
     except ValueError as error:
         raise ValueError(f"is no TOML: {error}") from None
     plugins = tables.get("plugins", [])
-    if not isinstance(plugins, list) or not all(isinstance(name, str) and _MODULE.fullmatch(name) for name in plugins):
+    if not isinstance(plugins, list) or not all(isinstance(name, str) and MODULE.fullmatch(name) for name in plugins):
         raise ValueError("holds plugins that are no names of modules")
     for name, keys in tables.items():
         if not isinstance(keys, dict) and name != "plugins":
@@ -110,71 +109,70 @@ def effective_tables(text: str) -> Tree:
     return with_defaults(Config, read)
 
 
-def config_schema() -> dict[str, Any]:
-    """Return JSON Schema of a configuration file, with a description for every key."""
-    schema = Config.model_json_schema()
-    base = {
-        "description": "Another file, relative to this one, whose keys hold where this one is silent.",
-        "title": "Base",
-        "type": "string",
-    }
-    schema["properties"] = {"base": base, **schema["properties"]}
-    # A file may leave to its base what it does not change, so no table and no key is required of a single file. Tables
-    # in a list are no file's alone.
-    in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
-    for name, table in [("", schema), *schema["$defs"].items()]:
-        if name not in in_lists:
-            table.pop("required", None)
-    return schema
-
-
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
-    tree: Tree = {}
     unimported = _import_plugins(layers)  # first, for they know the defaults of what was saved
-    for number, layer in enumerate(layers):
+    layers, moved = _migrated(layers)
+    problems = [*problems, *moved]
+    if unimported:
+        raise ConfigError([*problems, unimported], source)  # the names that it would have registered are no mistakes
+    tree = _merged(layers)
+    errors = _errors(tree)
+    bad = [item["loc"] for item in errors]
+    read, found = drop_unread(tree, bad)
+    unread = [(item, _origin(item.key, layers)) for item in found if not item.is_default]
+    problems += explain(errors, tree)
+    problems += [explain_unread(item, tree) for item, origin in unread if _is_refused(item, origin, layers)]
+    config = None if bad else Config.model_validate(read)
+    problems += check_draft(read, bad) if config is None else check_config(config)
+    if config is None or problems:
+        raise ConfigError(problems, source)
+    for item, origin in unread:
+        say(dropped_line(item, tree, layers[origin].name))
+    return config
+
+
+def _migrated(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
+    """The layers with the names that their keys have now, and what a user is told of those that had others."""
+    migrated, problems = [], []
+    for layer in layers:
         said, moved = migrate_keys(layer.tree)
         if layer.is_saved:
             said = without_defaults(Config, said)
         else:
-            problems = [*problems, *(explain_moved(*item) for item in moved)]
-        layers[number] = layer._replace(tree=said)
+            problems += [explain_moved(*item) for item in moved]
+        migrated.append(layer._replace(tree=said))
+    return migrated, problems
+
+
+def _merged(layers: Sequence[Layer]) -> Tree:
+    tree: Tree = {}
+    for layer in layers:
         # Where a section is no table, that is a mistake which must not vanish under one.
         wrong = {name for name in SECTIONS if not isinstance(tree.get(name, {}), dict)}
-        tree = _over(tree, {name: keys for name, keys in said.items() if name not in wrong})
-    if unimported:
-        raise ConfigError([*problems, unimported], source)  # the names that it would have registered are no mistakes
-    config: Config | None = None
-    bad: list[tuple[int | str, ...]] = []
+        tree = _over(tree, {name: keys for name, keys in layer.tree.items() if name not in wrong})
+    return tree
+
+
+def _errors(tree: Tree) -> list[ErrorDetails]:
+    """The values that are unusable by themselves."""
     try:
         Config.model_validate(drop_other_choices(tree)[0])
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        problems = [*problems, *explain(errors, tree)]
-        bad = [item["loc"] for item in errors]
-    read, unread = drop_unread(tree, bad)
-    unread = [item for item in unread if not item.is_default]
-    for item in unread:
-        origin = _origin(item.key, layers)
-        if origin >= max(_origin(key, layers) for key in item.deciders) and not layers[origin].lists_all:
-            problems = [*problems, explain_unread(item, tree)]
-    if bad:
-        problems += check_draft(read, bad)
-    else:
-        config = Config.model_validate(read)
-        problems += check_config(config)
-    if config is None or problems:
-        raise ConfigError(problems, source)
-    for item in unread:
-        say(dropped_line(item, tree, layers[_origin(item.key, layers)].name))
-    return config
+        return error.errors(include_url=False)
+    return []
+
+
+def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
+    """Whether a key that is not read stands beside what makes it so, or above it."""
+    return not layers[origin].lists_all and origin >= max(_origin(key, layers) for key in item.deciders)
 
 
 def _import_plugins(layers: Sequence[Layer]) -> str:
-    """What is wrong with them, if something is. What a run has saved imports nothing: others may have written it."""
+    """What is wrong with them, if something is. A run's folder imports nothing: others may have written to it."""
     names = next((layer.tree["plugins"] for layer in reversed(layers) if "plugins" in layer.tree), None)
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return ""  # or no list of names, which is told as any wrong value
-    own = [layer.tree.get("plugins") for layer in layers if not layer.is_saved]
+    own = [layer.tree.get("plugins") for layer in layers if layer.imports]
     by_user = [name for said in own if isinstance(said, list) for name in said]
     try:
         require_plugins([name for name in names if name not in by_user])
@@ -215,8 +213,9 @@ def _parse_overrides(overrides: Iterable[str]) -> tuple[list[Layer], list[str]]:
     return layers, problems
 
 
-def _read_layers(path: Path) -> list[Layer]:
-    """A file behind its bases, the last one of which comes first. Only the file itself may be a pipe.
+def _read_layers(path: Path, imports: bool) -> list[Layer]:
+    """A file behind its bases, the last one of which comes first. Only the file itself may be a pipe. Neither what lies
+    in a run's folder imports anything nor what that names.
 
     Raises: ConfigError
     """
@@ -233,7 +232,9 @@ def _read_layers(path: Path) -> list[Layer]:
         places[place] = path
         tree = _parse(text, what)
         base = tree.pop("base", None)
-        layers.insert(0, Layer(str(path), tree, bool(_IS_SAVED.search(text)), bool(_LISTS_ALL.search(text))))
+        imports = imports and not _is_of_a_run(path) and not _is_of_a_run(path.resolve())
+        not_set = {found[1] for found in _NOT_SET.finditer(text)}
+        layers.insert(0, Layer(str(path), tree, bool(not_set), " is" in not_set, imports))
         if base is None:
             return layers
         if not isinstance(base, str) or not base:
@@ -242,6 +243,10 @@ def _read_layers(path: Path) -> list[Layer]:
             problem = f"base: got {short(base)} in {files[-1]}, the {MOST_FILES}th file in a row; make some of them one"
             raise ConfigError([problem])
         path = path.parent / base
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return path.name == "config.toml" and any((path.parent / name).exists() for name in _OF_A_RUN)
 
 
 def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, tuple[int, int]]:

@@ -66,7 +66,14 @@ def _divided(config: Config) -> Iterator[tuple[str, int, str]]:
 def _largest_fit(config: Config, tp_size: int, world_size: int = 0) -> int:
     """The largest tp_size up to this one that cuts the model evenly and divides the ranks. gcd(n, 0) is n."""
     common = math.gcd(world_size, *(size for _, size, _ in _divided(config)))
-    return next(size for size in range(min(tp_size, common), 0, -1) if common % size == 0)
+    return largest_divisor(common, tp_size)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor up to `most`, or of huge ones a divisor that is found soon."""
+    most = min(number, most)
+    near = range(most, max(0, most - 10_000), -1)
+    return next((size for size in near if number % size == 0), math.gcd(number, most))
 
 
 def stages_per_rank(section: ParallelismConfig) -> int:

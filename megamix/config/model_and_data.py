@@ -6,7 +6,7 @@ GPT-2, Llama and Qwen are settings of the same keys (docs/models.md); tokens are
 import math
 import os
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from decimal import Decimal
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
@@ -156,10 +156,11 @@ class DataSource(Section):
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest whole numbers in the same proportions, of the weights as they are written: 0.1 is a tenth."""
-    exact = [Fraction(repr(weight)) for weight in weights]
-    unit = Fraction(math.gcd(*(weight.numerator for weight in exact)), math.lcm(*(w.denominator for w in exact)))
-    # That unit divides all of them: the greatest common divisor of fractions in lowest terms.
-    return tuple(int(weight / unit) for weight in exact)
+    exact = [Decimal(repr(weight)).as_integer_ratio() for weight in weights]
+    common = math.lcm(*(denominator for _, denominator in exact))
+    whole = [numerator * (common // denominator) for numerator, denominator in exact]
+    unit = math.gcd(*whole)
+    return tuple(number // unit for number in whole)
 
 
 SOURCES.beside = DataSource.model_fields
@@ -198,12 +199,12 @@ def _check_sources(sources: tuple[DataSource, ...]) -> tuple[DataSource, ...]:
         raise ValueError("must have weights, because markov has no end")
     if len({source.name for source in sources}) < len(sources):
         raise ValueError("must have each path and each markov once, with the sum of its weights")
-    if weights and sum(whole := whole_weights(weights)) > MOST_SAMPLES:
+    if weights and (total := sum(whole := whole_weights(weights))) > MOST_SAMPLES:
         room = MOST_SAMPLES - len(sources)
-        near = whole_weights([float(max(1, weight * room // sum(whole))) for weight in whole])
+        near = whole_weights([float(max(1, weight * room // total)) for weight in whole])
+        shown = ", ".join(map(str, near[:20])) + (", and so on" if len(near) > 20 else "")
         raise ValueError(
-            f"must have weights that are whole multiples of a {MOST_SAMPLES:,}th of their sum, "
-            f"such as {', '.join(map(str, near))}"
+            f"must have weights that are whole multiples of a {MOST_SAMPLES:,}th of their sum, such as {shown}"
         )
     return sources
 

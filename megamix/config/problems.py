@@ -5,14 +5,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megamix.config.choices import OneOf, section_at
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import parse_value, value_text
 from megamix.config.unread import Unread, setting
+from megamix.plugins import Section
 
 _MOST_LINES = 100  # of one configuration: more would fill a screen, and the near name of each takes a while to find
 
@@ -100,10 +101,9 @@ def _meant(loc: tuple[int | str, ...], tree: Mapping[str, Any]) -> tuple[int | s
 
 
 def _fields(table: Sequence[int | str], tree: Mapping[str, Any]) -> dict[str, FieldInfo]:
-    """The keys that a table may have; the table is given by its path."""
+    """The keys that a table may have, which is given by its path; none within what a plugin's key holds."""
     section = section_at(Config, table, tree)
-    assert section is not None, table
-    return section.model_fields
+    return {} if section is None else section.model_fields
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -129,7 +129,7 @@ def _explain_unknown(loc: tuple[int | str, ...], value: object, tree: Mapping[st
         return f"{what}; did you mean {_path((*loc[:-1], guess))}?"
     if home := next((home for home in _homes(tree) if name in _fields(home.split("."), tree)), None):
         return f"{what}; write it under [{home}]"
-    return f"{what}; known are {', '.join(known)}"
+    return f"{what}; known are {', '.join(known)}" if known else f"{what}; leave it out"
 
 
 def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -143,12 +143,12 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     loc, value, kind = error["loc"], error["input"], error["type"]
-    if kind == "model_type" and (path := _path(loc)) in _homes(tree):
-        return f"{path}: got {short(value)}, must be a table; write [{path}] and its keys below it"
     # An item of a list is judged with its list, a key inside a table of the list by itself.
-    names = [index for index, part in enumerate(loc) if isinstance(part, str)]
-    key = str(loc[names[-1]])
-    field = _fields(loc[: names[-1]], tree)[key]
+    key, field = next(
+        (str(loc[end]), fields[str(loc[end])])
+        for end in reversed(range(len(loc)))
+        if loc[end] in (fields := _fields(loc[:end], tree))
+    )
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
         wrong, loc = f"got {short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
     elif kind == "missing":
@@ -156,7 +156,11 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     else:
         template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
         wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
-    return f"{_path(loc)}: {wrong}; {_fix(key, field, value)}"
+    if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+        fix = _fix(key, field, value)
+    else:
+        fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
+    return f"{_path(loc)}: {wrong}; {fix}"
 
 
 def _fix(key: str, field: FieldInfo, value: object) -> str:
@@ -167,14 +171,14 @@ def _fix(key: str, field: FieldInfo, value: object) -> str:
     def passes(candidate: object) -> bool:
         try:
             adapter.validate_python(candidate)
-        except ValidationError:
+        except Exception:  # a plugin's check raises what it likes
             return False
         return True
 
     repaired = next((item for item in _repairs(value, field) if passes(item)), None)
     if repaired is not None:
         return f"write {key} = {value_text(repaired)}"
-    usual = [*(field.examples or []), *([] if field.is_required() else [field.default])]
+    usual = [*(field.examples or []), *([] if field.default is PydanticUndefined else [field.default])]
     if not usual:
         return f"write {key}: {field.description or 'what its plugin asks for'}"
     if usual[0] is None:

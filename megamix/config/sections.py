@@ -246,3 +246,21 @@ CHOSEN: dict[tuple[str, ...], ChosenTable] = {
     ("optimizer",): OPTIMIZER,
     ("precision", "loss_scale"): LOSS_SCALE,
 }
+
+
+def config_schema() -> dict[str, Any]:
+    """Return JSON Schema of a configuration file, with a description for every key."""
+    schema = Config.model_json_schema()
+    base = {
+        "description": "Another file, relative to this one, whose keys hold where this one is silent.",
+        "title": "Base",
+        "type": "string",
+    }
+    schema["properties"] = {"base": base, **schema["properties"]}
+    # A file may leave to its base what it does not change, so no table and no key is required of a single file. Tables
+    # in a list are no file's alone.
+    in_lists = {"DataStage", "OptimizerGroup", "RopeScaling"}
+    for name, table in [("", schema), *schema["$defs"].items()]:
+        if name not in in_lists:
+            table.pop("required", None)
+    return schema

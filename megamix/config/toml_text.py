@@ -86,12 +86,12 @@ def tables_to_toml(tables: Mapping[str, Any]) -> str:
 
 def _lines(table: Mapping[str, Any], name: str) -> Iterator[str]:
     """The text of a table, then of those in it."""
-    keys = "".join(_key_line(key, value) for key, value in table.items() if not isinstance(value, Mapping))
+    keys = "".join(_key_line(_key_text(key), value) for key, value in table.items() if not isinstance(value, Mapping))
     if name or keys:
         yield (f"[{name}]\n" if name else "") + keys
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from _lines(value, f"{name}.{key}".lstrip("."))
+            yield from _lines(value, f"{name}.{_key_text(key)}".lstrip("."))
 
 
 def _key_line(key: str, value: object) -> str:

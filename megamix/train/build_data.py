@@ -53,11 +53,9 @@ def validation_source(config: Config) -> SampleSource | None:
 
     Raises: ValueError, as `training_source`.
     """
-    if config.data.split is not None:
-        return _mixed(config, [(0, config.data.train)], _VALIDATION_SEEDS, part=1)
-    if config.data.valid is not None:
-        return _mixed(config, [(0, config.data.valid)], _VALIDATION_SEEDS, part=0)
-    return None
+    data = config.data
+    sources, part = (data.valid, 0) if data.split is None else (data.train, 1)
+    return None if sources is None else _mixed(config, [(0, sources)], _VALIDATION_SEEDS, part)
 
 
 def token_prefixes(config: Config) -> dict[str, str]:
@@ -107,7 +105,7 @@ def data_problems(config: Config) -> list[str]:
     problems = [problem for prefix, field in fields.items() for problem in token_file_problems(field, prefix, **sizes)]
     if config.data.split is not None and not problems:
         problems = [problem for prefix, field in fields.items() for problem in _split_problems(config, field, prefix)]
-    return [*problems, *_markov_problems(config), *_registered_problems(config), *_stage_problems(config)]
+    return [*problems, *_source_problems(config), *_stage_problems(config)]
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:
@@ -134,7 +132,7 @@ def _split_problems(config: Config, field: str, prefix: str) -> Iterator[str]:
             )
 
 
-def _markov_problems(config: Config) -> Iterator[str]:
+def _source_problems(config: Config) -> Iterator[str]:
     vocab_size = config.model.vocab_size
     for field, source in _entries(config):
         if source.markov is not None and source.markov > vocab_size:
@@ -142,10 +140,6 @@ def _markov_problems(config: Config) -> Iterator[str]:
                 f"{field}: got markov = {source.markov}, more successors than model.vocab_size = {vocab_size} tokens; "
                 f"write markov = {min(4, vocab_size)}, or at most {vocab_size}"
             )
-
-
-def _registered_problems(config: Config) -> Iterator[str]:
-    for field, source in _entries(config):
         try:
             made = _registered(config, source, _VALIDATION_SEEDS.order)
         except ValueError as error:

@@ -75,7 +75,7 @@ def _foreign_problems(path: Path) -> list[str]:
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     """Whether the folder holds this very run, and nothing that a new start would lose."""
     try:
-        held = load_config(path / CONFIG, is_saved=True)
+        held = load_config(path / CONFIG, imports=False)
     except ConfigError:
         return False
     same = all(getattr(held, name) == getattr(config, name) for name in ("model", "data", "optimizer", "training"))

@@ -4,7 +4,7 @@ precision, by the plain model alone, to know how far rounding takes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,20 +56,20 @@ class Reference:
         def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(self._exact(tokens).flatten(0, -2), targets.flatten())
 
-        return self._step(self._exact, loss_of, weights, batches, 1.0)
+        wide = {name: weight.double() for name, weight in weights.items()}
+        return self._step(self._exact, loss_of, wide, batches, 1.0)
 
     def native_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, loss_scale: float) -> Step:
         """Take the step with these weights, which have the layout's dtype, as any rank computes it."""
         return self._step(self._native, self._native, weights, batches, loss_scale)
 
     def _step(
-        self, model: Decoder, loss_of: object, weights: Mapping[str, Tensor], batches: MicroBatches, scale: float
-    ) -> Step:
-        assert callable(loss_of)
-        exact = model is self._exact
+        self, model: Decoder, loss_of: Callable[[Tensor, Tensor], Tensor], weights: Mapping[str, Tensor],
+        batches: MicroBatches, scale: float,
+    ) -> Step:  # fmt: skip
         params = dict(model.named_parameters())
         for name, param in params.items():
-            param.data = weights[name].to(param.device, torch.float64 if exact else weights[name].dtype)
+            param.data = weights[name].to(param.device)
         losses = []
         grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
         magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
