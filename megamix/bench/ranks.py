@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,16 +36,13 @@ def start_ranks(
 
 def process_environment(threads: int) -> dict[str, str]:
     """Return what launch/pretrain.sh sets for its ranks: the same for every side of a comparison."""
-    return {"OMP_NUM_THREADS": str(threads), **_malloc_settings()}
-
-
-def _malloc_settings() -> dict[str, str]:
-    """Tell glibc to keep the pages that a step frees for the next one; the reasons are in launch/pretrain.sh."""
-    try:  # glibc before 2.35 refuses more than 32 MiB; M_MMAP_THRESHOLD is -3
+    environment = {"OMP_NUM_THREADS": str(threads)}
+    # glibc keeps the pages that a step frees for the next one; the reasons are in launch/pretrain.sh.
+    try:  # before 2.35 it refuses more than 32 MiB; M_MMAP_THRESHOLD is -3
         largest_kept = 2**32 if ctypes.CDLL(None).mallopt(-3, 2**30) else 2**25
     except (AttributeError, OSError, TypeError):  # not glibc
-        return {}
-    return {
+        return environment
+    return environment | {
         "MALLOC_MMAP_THRESHOLD_": str(largest_kept),
         "MALLOC_TRIM_THRESHOLD_": str(2**32),
         "MALLOC_TOP_PAD_": str(2**28),
@@ -73,8 +70,8 @@ class Settings:
     def described(self) -> dict[str, Any]:
         """Return what the line of JSON says of them."""
         model = self.work.model
-        of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1}
-        return {**of_all, "parameters": parameter_count(model), "model": model.model_dump()}
+        of_all = {"rounds": self.rounds, "ranks": self.ranks, "threads": 1, "parameters": parameter_count(model)}
+        return asdict(self.work) | of_all | {"model": model.model_dump()}
 
 
 def rotated(sides: Sequence[T], number: int) -> list[T]:

@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +85,7 @@ class Result:
             {"text": goal.text, "value": goal.value, "bound": goal.bound, "at_least": goal.at_least, "met": goal.met}
             for goal in self.goals
         ]
-        return json.dumps(
-            {"bench": self.bench, "machine": machine, "settings": self.settings, "raw": self.raw}
-            | {"columns": self.columns, "rows": self.rows, "goals": goals, "notes": self.notes}
-        )
+        return json.dumps(asdict(self) | {"machine": machine, "goals": goals})
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -77,7 +77,7 @@ def fp16(settings: Settings) -> Result:
     """Compare FP16 stored narrow and computed wide with native half products and with FP32."""
     if cpu_multiplies_fp16():
         note = "this CPU has FP16 units: half products are native here, so there is nothing to compare"
-        return Result("fp16", _described(settings), {}, ("side",), [], notes=[note])
+        return Result("fp16", settings.described(), {}, ("side",), [], notes=[note])
     sides = [
         Side("fp16", partial(Ours, dtype=torch.float16)),
         # Some twenty times slower: one step a turn, and none before it.
@@ -190,12 +190,6 @@ def exposed(measured: dict[str, Measured]) -> list[str]:
     return lines
 
 
-def _described(settings: Settings) -> dict[str, Any]:
-    work = settings.work
-    names = ("micro_batch_size", "micro_batches", "lr", "clip_grad")
-    return {**settings.described(), **{name: getattr(work, name) for name in names}}
-
-
 def result(
     bench: str, settings: Settings, measured: dict[str, Measured], goals: list[Goal], notes: list[str]
 ) -> Result:
@@ -214,4 +208,4 @@ def result(
     ]
     columns = ("side", "tokens/s", f"{base} / side", "optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     raw = {name: side._asdict() for name, side in measured.items()}
-    return Result(bench, _described(settings), raw, columns, rows, goals, notes)
+    return Result(bench, settings.described(), raw, columns, rows, goals, notes)

@@ -4,6 +4,7 @@ before any time is spent. No torch here.
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -121,7 +122,21 @@ def job_problems(config: Config, world_size: int) -> list[str]:
             "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
             "pip install 'megamix[tensorboard]' or write tensorboard = false"
         )
-    return [*problems, *_resume_problems(config), *folder_problems(config)]
+    return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
+
+
+def _division_problems(config: Config) -> Iterator[str]:
+    """Of a plugin's family, whose modules alone say what tensor parallelism divides; they have imported torch."""
+    tp_size = config.parallelism.tp_size
+    if config.model.family != "transformer" and tp_size > 1:
+        from megamix.comm.topology import Topology
+        from megamix.parallel.build import outline
+
+        plain = config.model.model_copy(update={"compile": False})
+        try:
+            outline(plain, Topology({"pp": 1, "dp": 1, "tp": tp_size}), sequence_parallel=False)
+        except ValueError as error:
+            yield str(error)
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> list[str]:

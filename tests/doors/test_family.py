@@ -24,6 +24,7 @@ from megamix.parallel.stages import plan_stages
 from megamix.plan.activations import TracedWork, trace_stage
 from megamix.plugins import FAMILIES
 from megamix.train.job import run_job
+from megamix.train.run_folder import job_problems
 from megamix.verify import command
 from tests.plan.test_activations import BATCH, _counted
 from tests.train.jobs import SEQ_LEN, run_on_ranks, tiny_job, write_data
@@ -108,6 +109,12 @@ class _Counting(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         return super()._apply(fn, recurse)
+
+
+def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder: Path) -> None:
+    problems = job_problems(_job(folder, "divided", tp_size=5), 5)
+    assert any(line.startswith("parallelism.tp_size: got 5, must divide 24, of ") for line in problems), problems
+    assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
 
 
 def test_a_buffer_that_would_be_saved_is_refused_by_name(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
