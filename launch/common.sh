@@ -120,21 +120,14 @@ find_installed_python() {
   fi
 }
 
-# Prints the number of GPUs that torch can use, the cores this process may use, the largest block that malloc can be
-# told to keep, and torch's version.
+# Prints the number of GPUs that torch can use, and torch's version.
 probe_machine() {
   "$PYTHON" - <<'PY' || die "${MEGAMIX_PYTHON:+MEGAMIX_PYTHON: }got $PYTHON, it cannot import: torch; install that there, or name another"
-import ctypes, os, sys
+import sys
 try:
     import torch
 except ImportError as error:
     sys.exit(f"torch: {error}")
-gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-try:  # glibc before 2.35 refuses more than 32 MiB (and would fall back to 128 KiB); M_MMAP_THRESHOLD is -3
-    keep = 2**32 if ctypes.CDLL(None).mallopt(-3, 2**30) else 2**25
-except (AttributeError, OSError, TypeError):
-    keep = 0  # not glibc
-print(gpus, cores, keep, torch.__version__)
+print(torch.cuda.device_count() if torch.cuda.is_available() else 0, torch.__version__)
 PY
 }

@@ -10,13 +10,15 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
+say "quickstart, in 3 stages: install, text, training; 5 to 10 minutes the first time, 2 or 3 after that"
+say "1/3 install: 1 to 5 minutes the first time, then nothing to do; a first look at torch takes up to a minute more"
 config=configs/quickstart.toml
 run_folder=runs/quickstart
 ensure_python all torch numpy pydantic safetensors tokenizers
 cd "$ROOT" # the configuration's paths start here
 
 machine="$(probe_machine)"
-read -r gpus _ _ torch_version <<<"$machine"
+read -r gpus torch_version <<<"$machine"
 if [[ "$gpus" == 0 ]]; then
   export NPROC_PER_NODE="${NPROC_PER_NODE:-2}"
   seen="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
@@ -33,6 +35,7 @@ fi
 
 # Before anything is written or moved: is what we were given right, and where does it want to go?
 effective="$("$PYTHON" -m megamix config "$config" "$@" --show)"
+say "2/3 text: the Python standard library's own, tokenized into runs/data/stdlib; half a minute, then nothing to do"
 "$PYTHON" -m megamix prepare --corpus stdlib --output runs/data/stdlib --vocab-size 2048 --valid-fraction 0.05
 if [[ -e "$run_folder" ]] && grep -qFx "folder = \"$run_folder\"" <<<"$effective"; then
   number=1
@@ -40,4 +43,5 @@ if [[ -e "$run_folder" ]] && grep -qFx "folder = \"$run_folder\"" <<<"$effective
   mv -- "$run_folder" "$run_folder.$number"
   say "the earlier $run_folder is now $run_folder.$number"
 fi
+say "3/3 training: the first line of the log in 10 to 60 seconds, the last one 2 minutes later on two cores"
 exec launch/pretrain.sh "$config" "$@"

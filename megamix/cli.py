@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -11,8 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config
-from megamix.hub.verbs import add_verb, add_verbs, lines_told
+from megamix.arguments import Parser, add_verb, lines_told
+from megamix.checkpoint.folder import checkpoints_at, folder_of
+from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
+from megamix.data import import_extra
+from megamix.durable import unwritable
+from megamix.hub.verbs import add_verbs
+from megamix.machine import has_gpu, keep_freed_memory, share_cores
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.status import EndedEarlyError
@@ -28,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     arguments = _parse(argv)
     try:
-        import_plugins(arguments.plugins.split(",") if arguments.plugins else ())
+        import_plugins(arguments.plugins)
         status: int | None = arguments.run(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
         _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
@@ -52,45 +56,51 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     takes_overrides = hasattr(arguments, "overrides")
     unknown = [text for text in rest if not takes_overrides or "=" not in text or text.startswith("-")]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        meant = override_meant(unknown) if takes_overrides else None
+        fix = meant and f"settings are written section.key=value: {meant}"
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}", fix)
     if takes_overrides:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megamix", description="Pretrain large models in mixed precision.")
+def _parser() -> Parser:
+    job = "configs/quickstart.toml checkpoint.folder=runs/mine"
+    parser = Parser(prog="megamix", description="Mixed-precision pretraining.", example=f"megamix train {job}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    train = add_verb(verbs, "train", _train, "train by a configuration file (many ranks: launch/pretrain.sh)")
+    train = add_verb(verbs, "train", _train, "train by a configuration file (many ranks: launch/pretrain.sh)", job)
     _add_config(train)
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
 
-    plan = add_verb(verbs, "plan", _plan, "the memory that each rank of a job will need, before anything is started")
+    plan_help = "the memory that each rank of a job will need, before anything is started"
+    plan = add_verb(verbs, "plan", _plan, plan_help, "job.toml --world 64 --memory 80GiB")
     _add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
     plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
 
-    verify = add_verb(verbs, "verify", _verify, "does a layout of ranks train as one rank does? exit status 1 if not")
+    verify_help = "does a layout of ranks train as one rank does? exit status 1 if not"
+    verify = add_verb(verbs, "verify", _verify, verify_help, "job.toml --layouts dp2,tp2")
     _add_config(verify, "TOML file; its data are not read")
     verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
 
-    _add_prepare(add_verb(verbs, "prepare", _prepare, "make tokenizer and token files from text"))
+    texts = "--input my_texts/ --output runs/data/mine"
+    _add_prepare(add_verb(verbs, "prepare", lines_told(_prepare), "make tokenizer and token files from text", texts))
 
     add_verbs(verbs)
 
     drawn = "a run's curves, loss scale and use of FP16's range"
-    plot = add_verb(verbs, "plot", lines_told(_plot), f"draw {drawn} as PNGs in its folder")
+    plot = add_verb(verbs, "plot", lines_told(_plot), f"draw {drawn} as PNGs in its folder", "runs/mine")
     help = "a run's checkpoint.folder, finished or not; of several the curves are drawn in one picture, in the first"
     plot.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=help)
 
     checkpoint_help = "look at a run's checkpoints, or hand one to torch"
-    _add_checkpoint(add_verb(verbs, "checkpoint", lines_told(_checkpoint), checkpoint_help))
+    _add_checkpoint(add_verb(verbs, "checkpoint", lines_told(_checkpoint), checkpoint_help, "ls runs/mine"))
 
     bench_help = "measure megamix on this machine's CPU beside torch's own ways to train"
-    bench = add_verb(verbs, "bench", _bench, bench_help)
+    bench = add_verb(verbs, "bench", _bench, bench_help, "train --rounds 15")
     benches = ["update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup", "all"]
     bench.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
     bench.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
@@ -100,19 +110,20 @@ def _parser() -> argparse.ArgumentParser:
         help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
     )  # fmt: skip
 
-    config = add_verb(verbs, "config", _config, "show what a configuration comes to, or what it may hold")
+    config_help = "show what a configuration comes to, or what it may hold"
+    config = add_verb(verbs, "config", _config, config_help, "job.toml --show")
     _add_config(config, nargs="?")
-    what = config.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--show", action="store_true", help="the effective configuration, checked, every key that is read"
+    kind = config.add_mutually_exclusive_group(required=True)
+    kind.add_argument(
+        "--show", action="store_true", help="the effective configuration: checked, every key that is read"
     )
-    what.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
+    kind.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:
     parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=help)
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", help="win over the file")
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="win over the file")
 
 
 def _add_prepare(prepare: argparse.ArgumentParser) -> None:
@@ -142,17 +153,22 @@ def _add_prepare(prepare: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
+def _add_checkpoint(checkpoint: Parser) -> None:
     actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
-    ls = actions.add_parser("ls", help="a line for each: step, time, size, layout, complete, damaged or unfinished")
+
+    def add(name: str, help: str, example: str) -> Parser:
+        return actions.add_parser(name, help=help, example=f"megamix checkpoint {name} {example}")
+
+    ls = add("ls", "a line for each: step, time, size, layout, complete, damaged or unfinished", "runs/mine")
     ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
-    verify = actions.add_parser("verify", help="read every byte; exit status 1 and the file's name if one is damaged")
+    verify = add("verify", "read every byte; exit status 1 and the file's name if one is damaged", "runs/mine")
     verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
-    diff = actions.add_parser("diff", help="what differs: configuration, counters, every state of every parameter")
+    two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
+    diff = add("diff", "what differs: configuration, counters, every state of every parameter", two)
     diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
     diff.add_argument("other", metavar="B", type=Path, help="another one")
-    export = actions.add_parser("export", help="full FP32 weights and optimizer states in another format")
-    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint")
+    export = add("export", "full FP32 weights and optimizer states in another format", "runs/mine --to dcp exported")
+    export.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a run: its newest one")
     export.add_argument("--to", choices=["dcp"], required=True, help="dcp: a folder of torch.distributed.checkpoint")
     export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
 
@@ -164,17 +180,21 @@ def _train(arguments: argparse.Namespace) -> None:
     _check_plugins(arguments, config)
     from megamix.train.run_folder import check
 
-    check(config)  # before the seconds that importing torch takes
-    if not arguments.check:
-        from megamix.train.job import run_job
+    outlook = check(config)  # before the seconds that importing torch takes
+    if arguments.check:
+        _say_on_first_rank(outlook)
+        return
+    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if not has_gpu():
+        keep_freed_memory()
+    from megamix.train.job import run_job
 
-        run_job(config, _memory_line)
+    run_job(config, _memory_line)
 
 
 def _check_plugins(arguments: argparse.Namespace, config: Config) -> None:
     """Refuse those of `--plugins` that neither what is saved nor the processes that are started would know of."""
-    names = arguments.plugins.split(",") if arguments.plugins else []
-    if unknown := [name for name in names if name not in config.plugins]:
+    if unknown := [name for name in arguments.plugins if name not in config.plugins]:
         fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
         raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
@@ -207,7 +227,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _prepare(arguments: argparse.Namespace) -> None:
+def _prepare(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.data.prepare.corpus import input_corpus, named_corpus
     from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
     from megamix.data.prepare.tokenizer_choice import TokenizerChoice
@@ -224,23 +244,22 @@ def _prepare(arguments: argparse.Namespace) -> None:
         )
         inputs = arguments.input
         corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
-        prepared = prepare_corpus(corpus, arguments.output, request)
-    except ValueError as error:  # by the contract of these a mistake in the flags
-        raise ConfigError([str(error)], "flags") from error
+        yield prepare_corpus(corpus, arguments.output, request).summary()
     except OSError as error:  # the disk, or memory
-        raise ConfigError([f"{error}; mend that and run the same command again: it goes on"], "prepare") from error
-    print(prepared.summary())
+        raise ValueError(f"{error}; mend that and run the same command again: it goes on") from error
 
 
 def _plot(arguments: argparse.Namespace) -> Iterator[str]:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("matplotlib is not installed; run pip install 'megamix[plot]'")
+    import_extra("matplotlib", "plot")
     from megamix.train.plot import plot
 
     return plot(arguments.runs)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
+    for name in ("path", "other"):  # before the seconds that importing torch takes
+        if name in arguments:
+            (folder_of if arguments.action == "ls" else checkpoints_at)(getattr(arguments, name))
     from megamix.checkpoint import commands
     from megamix.train.saved_run import check_if_run
 
@@ -253,7 +272,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.rounds < 1:
         problems.append(f"--rounds: got {arguments.rounds}, must be at least 1; write --rounds 15")
-    if arguments.output.is_dir() or not _can_hold(arguments.output.parent):
+    if arguments.output.is_dir() or unwritable(arguments.output.parent):
         problems.append(f"--output: got {arguments.output}, which cannot be written; name a file in a folder of yours")
     if arguments.layout is not None and arguments.what != "train":
         problems.append(
@@ -265,13 +284,6 @@ def _bench(arguments: argparse.Namespace) -> None:
     from megamix.bench.command import run
 
     run(arguments.layout or arguments.what, arguments.rounds, arguments.output)
-
-
-def _can_hold(folder: Path) -> bool:
-    """Whether a file can be written there, once the folders that are missing on the way are made."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder.is_dir() and os.access(folder, os.W_OK)
 
 
 def _config(arguments: argparse.Namespace) -> None:

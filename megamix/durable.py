@@ -22,6 +22,20 @@ class ForeignFileError(OSError):
     """A file that is not an ordinary one of this user's alone."""
 
 
+def unwritable(folder: Path) -> str | None:
+    """Return why nothing can be written to a folder, once it is made with those that are missing on the way to it; None
+    if it can. Tried, for who is told that he may write does not get it everywhere (as root in /proc); nothing stays.
+    """
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if os.path.lexists(parent))
+    try:
+        aside = existing / aside_name("tried")
+        aside.mkdir()
+        aside.rmdir()
+    except OSError as error:
+        return f"{existing} takes no new folder ({error.strerror})"
+    return None
+
+
 def sync_file(handle: IO[Any]) -> None:
     """Push an open file's bytes to the disk; without it a rename can survive a power cut that the bytes did not."""
     handle.flush()

@@ -60,6 +60,13 @@ def pytest_sessionfinish() -> None:
         coverage.save()
 
 
+@pytest.fixture(autouse=True)
+def machine_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that a test runs in its own process leaves that one's threads and malloc alone."""
+    monkeypatch.setattr("megamix.cli.share_cores", lambda ranks: None)
+    monkeypatch.setattr("megamix.cli.keep_freed_memory", lambda: None)
+
+
 @pytest.fixture
 def doors(tmp_path: Path) -> Iterator[None]:
     """What a test's plugins register is forgotten after it, and they are imported anew."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 
 def counting() -> Any:
@@ -43,6 +46,13 @@ def count_no_lines_in_programs() -> None:
     """
     for name in ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"):
         os.environ.pop(name, None)
+
+
+def fresh_pages() -> int:
+    """Return how many pages 128 MiB take that are not there yet: 64 or more, unless malloc has kept as much."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def with_settings(**settings: object) -> dict[str, str]:

@@ -206,4 +206,4 @@ def test_what_a_study_prints_goes_to_its_place() -> None:
 def test_without_matplotlib_the_hint_says_what_to_install(monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     study.save_figure("gemm_accumulation", lambda figure: pytest.fail("nothing to draw on"))
-    assert "megamix[plot]" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err

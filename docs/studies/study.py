@@ -45,7 +45,7 @@ def save_figure(name: str, draw: Callable[[Any], None]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"{name}: no figure, matplotlib is not installed (pip install 'megamix[plot]')", file=sys.stderr)
+        print(f"{name}: no figure, matplotlib is not installed (pip install -e '.[plot]')", file=sys.stderr)
         return
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     draw(figure)

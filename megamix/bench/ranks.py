@@ -4,12 +4,12 @@ while another side runs. One of a training comparison takes its turns at the mac
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megamix.bench.sides import Engine, Work
 from megamix.live_storage import LiveStorage
+from megamix.machine import keep_freed_memory
 from megamix.model.family import parameter_count
 from megamix.ranks import RankPool
 
@@ -29,24 +30,15 @@ def start_ranks(
     name: str, actor: Callable[[], object], *, world_size: int = 1, threads: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> RankPool:  # fmt: skip
-    """Return a pool of new interpreters, each with one `actor()`, that have what the launcher sets for its ranks."""
-    settings = {**process_environment(threads), **(environment or {})}
-    return RankPool(world_size, actor=actor, environment=settings, name=name, deadline_s=_DEADLINE_S)
+    """Return a pool of new interpreters, each with one `actor()`, whose malloc is told what a job's ranks tell it."""
+    settings = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
+    kept = partial(_with_kept_memory, actor)
+    return RankPool(world_size, actor=kept, environment=settings, name=name, deadline_s=_DEADLINE_S)
 
 
-def process_environment(threads: int) -> dict[str, str]:
-    """Return what launch/pretrain.sh sets for its ranks: the same for every side of a comparison."""
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    # glibc keeps the pages that a step frees for the next one; the reasons are in launch/pretrain.sh.
-    try:  # before 2.35 it refuses more than 32 MiB; M_MMAP_THRESHOLD is -3
-        largest_kept = 2**32 if ctypes.CDLL(None).mallopt(-3, 2**30) else 2**25
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return environment
-    return environment | {
-        "MALLOC_MMAP_THRESHOLD_": str(largest_kept),
-        "MALLOC_TRIM_THRESHOLD_": str(2**32),
-        "MALLOC_TOP_PAD_": str(2**28),
-    }
+def _with_kept_memory(actor: Callable[[], object]) -> object:
+    keep_freed_memory()
+    return actor()
 
 
 @dataclass(frozen=True, slots=True)

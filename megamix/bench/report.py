@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamix.machine import num_cores
 from megamix.model.ops import cpu_multiplies_fp16
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -108,7 +109,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": num_cores(),
         "fp16_units": cpu_multiplies_fp16(),
         "load": os.getloadavg()[0],
         "megamix": importlib.metadata.version("megamix"),

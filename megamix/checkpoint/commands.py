@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside, unfinished
+from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, set_aside, unfinished
 from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest, states_text
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint
 from megamix.config import effective_tables
@@ -23,7 +23,7 @@ _ABSENT = "(none)"
 
 def ls(path: Path, check: Check | None = None) -> Iterator[str]:
     """Return a line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
-    folder = _folder(path)
+    folder = folder_of(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
     rows += [_row(entry, check) for entry in reversed(checkpoints(folder))]
     rows += [(entry.name, "", _written(entry), _size(entry), "", "damaged, set aside") for entry in set_aside(folder)]
@@ -42,7 +42,7 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     """Read every byte: a line for each good checkpoint, then DamagedCheckpoint with what is wrong with all others."""
     problems = []
-    for found in _checkpoints(path):
+    for found in checkpoints_at(path):
         try:
             manifest = verify_checkpoint(found, check).manifest
             counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
@@ -65,33 +65,16 @@ def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:
-    """Write a folder for torch.distributed.checkpoint. Raises: OSError as well."""
+    """Write a folder for torch.distributed.checkpoint; of a run its newest. Raises: OSError as well."""
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
-    checkpoint = _good("PATH", path, check)
+    checkpoint = verify_checkpoint(checkpoints_at(path)[0], check)
     export_dcp(checkpoint, output)
     yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
 
 
-def _folder(path: Path) -> Path:
-    """Where a run, or the path itself, has its checkpoints."""
-    if not path.is_dir():
-        raise ValueError(f"{path} is no folder; give a run, a folder of checkpoints, or a checkpoint")
-    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-
-
-def _checkpoints(path: Path) -> list[Path]:
-    """Those of a run or folder, the newest first; or the path itself."""
-    folder = _folder(path)
-    found = checkpoints(folder)
-    # A run that has not saved yet is not damaged; what is named as a checkpoint is.
-    if not found and (folder != path or not (path.name.startswith("step_") or (path / MANIFEST).exists())):
-        raise ValueError(f"{folder} holds no checkpoint")
-    return found or [path]
-
-
 def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
-    if (found := _checkpoints(path)) != [path]:
+    if (found := checkpoints_at(path)) != [path]:
         raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
     return verify_checkpoint(path, check)
 

@@ -49,6 +49,28 @@ def _folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
+def folder_of(path: Path) -> Path:
+    """Return where a run, or the path itself, has its checkpoints. Raises: ValueError if it is no folder."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; give a run, a folder of checkpoints, or a checkpoint")
+    return path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return those of a run or folder, the newest first; or the path itself. Raises: ValueError if there is none."""
+    folder = folder_of(path)
+    found = checkpoints(folder)
+    # A run that has not saved yet is not damaged; what is named as a checkpoint is.
+    if not found and (folder != path or not (path.name.startswith("step_") or (path / MANIFEST).exists())):
+        raise ValueError(f"{folder} holds no checkpoint; give a run that has saved, or a checkpoint")
+    return found or [path]
+
+
+def applied_updates(checkpoint: Path) -> int:
+    """Return the update after which it was saved, by its name."""
+    return _number(checkpoint.name)[0]
+
+
 def name_for(folder: Path, applied_updates: int) -> str:
     """Return a name behind all others of the same update, whatever bears them: two saves after it may differ, in what
     is to be tried again.

@@ -262,8 +262,9 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
             raise OSError(errno.EFBIG, f"a configuration has {MOST_BYTES // 1024} KiB at most")
         return data.decode("utf-8"), (found.st_dev, found.st_ino)
     except FileNotFoundError:
-        near = nearest(path.name, [file.name for file in path.parent.glob("*.toml")])
-        fix = f"did you mean {one_line(str(path.parent / near))}?" if near else "write the path of a TOML file"
+        near = nearest(path.stem, [file.stem for file in path.parent.glob("*.toml")])  # the ending alone is no likeness
+        meant = one_line(str(path.with_name(f"{near}.toml")))
+        fix = f"did you mean {meant}?" if near else "write the path of a TOML file"
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
     except (OSError, ValueError) as error:  # also no UTF-8, or a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error

@@ -141,6 +141,16 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{section}.{name}"
 
 
+def override_meant(arguments: Sequence[str]) -> str | None:
+    """Return the overrides that a flag may stand for, as --lr 1e-3 or --batch-size=8; None if no key is like it."""
+    flag, equals, value = arguments[0].partition("=")
+    name = flag.lstrip("-").replace("-", "_")
+    keys = [f"{home}.{key}" for home in _homes({}) for key in _fields(home.split("."), {})]
+    meant = [key for key in keys if f".{key}".endswith(f".{name}")] or [key for key in keys if key.endswith(f"_{name}")]
+    value = value if equals else next(iter(arguments[1:]), "VALUE")
+    return " or ".join(f"{key}={value}" for key in meant) or None
+
+
 def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
     loc, value, kind = error["loc"], error["input"], error["type"]
     # An item of a list is judged with its list, a key inside a table of the list by itself.

@@ -19,6 +19,9 @@ def import_extra(package: str, extra: str, *submodules: str, what: str = "") -> 
             importlib.import_module(f"{package}.{name}")
         return importlib.import_module(package)
     except ImportError as error:
-        raise ValueError(
-            f"{what}the Python package {package!r} is not installed; run: pip install 'megamix[{extra}]'"
-        ) from error
+        raise ValueError(f"{what}the Python package {package!r} is not installed; {installing(extra)}") from error
+
+
+def installing(extra: str) -> str:
+    """Return what a user does to get an extra: megamix is in no package index, and the name there is another's."""
+    return f"run pip install -e '.[{extra}]' in the checkout of megamix"

@@ -134,7 +134,7 @@ class Tokenizer(TextTokenizer):
         """
         tokenizers = import_extra("tokenizers", "tokenizers")
         if not path.is_file():
-            raise ValueError(f"tokenizer {str(path)!r} is missing; run `megamix prepare` or set data.tokenizer")
+            raise ValueError(f"tokenizer {str(path)!r} is missing; name a tokenizer.json or SentencePiece .model")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for whatever it cannot read

@@ -22,8 +22,9 @@ from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_ch
 from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
 from megamix.durable import write_text
-from megamix.hub.hugging_face import CONFIG, INDEX, WEIGHTS, HuggingFaceWeights
+from megamix.hub.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.links import Link, format_of, links_of, their_shapes
+from megamix.hub.place import CONFIG
 from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT

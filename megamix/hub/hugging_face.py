@@ -3,7 +3,6 @@
 The sizes in config.json are held against those of the tensors before anything is built by them: the tensors are there.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,14 +18,13 @@ from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import printable
 from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
+from megamix.hub.place import CONFIG, read_json
 from megamix.model.family import family_of
 from megamix.model.formats import Format, shown
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F32", "F16", "BF16")
-# What is parsed before anything of it can be judged, in bytes. Ten times what the largest models that are known here
-# have; parsed it takes up to 25 times as much memory.
-_LARGEST_JSON, _LARGEST_HEADERS = 4 << 20, 2 << 20
+_LARGEST_HEADERS = 2 << 20  # bytes, for the reason of place.py's JSON
 _TOLD = 20  # tensors in a message
 # Buffers that transformers' older versions saved beside the weights; they follow from the configuration.
 _NOT_WEIGHTS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
@@ -119,27 +117,6 @@ def _open(folder: Path, names: list[str]) -> dict[str, Any]:
         except SafetensorError as error:
             raise ValueError(f"{folder / name}: {error}") from None
     return files
-
-
-def is_hugging_face(path: Path) -> bool:
-    return (path / CONFIG).is_file()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises: ValueError naming the file."""
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; give a Hugging Face folder with config.json and safetensors")
-    if (size := path.stat().st_size) > _LARGEST_JSON:
-        raise ValueError(f"{path} has {size:,} bytes, such a file has at most {_LARGEST_JSON:,}; copy it again")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    except RecursionError:
-        raise ValueError(f"{path} has lists or tables within each other that are too deep to read") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no table")
-    return content
 
 
 def _format(content: dict[str, Any], folder: Path) -> Format:

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints
+from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint
 from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
 from megamix.config import DecoderConfig
-from megamix.hub.hugging_face import HuggingFaceWeights, is_hugging_face, tables_problem
+from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
+from megamix.hub.place import find_model, is_hugging_face
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.decoder import Decoder
 from megamix.model.family import meta_model, section_of
@@ -123,19 +124,12 @@ def open_source(path: Path) -> Source:
 
     Raises: ValueError naming what is missing; DamagedCheckpoint.
     """
+    path = find_model(path)
     if is_hugging_face(path):
         weights = HuggingFaceWeights(path)
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
         dtype = _OF_TORCH.get(str(saved), "fp32")
         return Source(path, weights.config, weights, dtype, tokenizer_in(path))
-    if not (path / MANIFEST).is_file():
-        found = checkpoints(path / CHECKPOINTS)
-        if not found:
-            raise ValueError(
-                f"{path} is no run with a checkpoint, no checkpoint and no Hugging Face folder; it has none of "
-                f"{CHECKPOINTS}/step_*, {MANIFEST} and config.json"
-            )
-        path = found[0]
     return _of_checkpoint(verify_checkpoint(path, check_if_run))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import write_text
-from megamix.hub.hugging_face import CONFIG, read_json
+from megamix.hub.place import CONFIG, read_json
 from megamix.model.formats import shown
 
 TOKENIZER, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"

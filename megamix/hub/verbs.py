@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megamix.config import ConfigError
+from megamix.arguments import add_verb, lines_told
+from megamix.hub.place import CONFIG, find_model, is_hugging_face, read_json
 
 if TYPE_CHECKING:
     from megamix.hub.source import Source
@@ -23,12 +23,14 @@ _DTYPES = ["fp32", "bf16", "fp16"]
 def add_verbs(verbs: Any) -> None:
     """To the subparsers of the command line."""
     help = "make a checkpoint to train on from a Hugging Face folder"
-    imported = add_verb(verbs, "import", lines_told(_import), help)
+    example = "hf/gpt2 --output runs/imported"
+    imported = add_verb(verbs, "import", lines_told(_import), help, example)
     imported.add_argument("folder", metavar="HF_DIR", type=Path, help="config.json and safetensors")
     imported.add_argument("--output", metavar="DIR", type=Path, required=True, help="must not be there yet")
     _add_allow(imported)
 
-    export = add_verb(verbs, "export", lines_told(_export), "write a model as a Hugging Face folder")
+    example = "runs/mine --to hf hf/mine --dtype bf16"
+    export = add_verb(verbs, "export", lines_told(_export), "write a model as a Hugging Face folder", example)
     export.add_argument("path", metavar="CHECKPOINT", type=Path, help=_MODEL)
     export.add_argument("--to", choices=["hf"], required=True, help="hf: config.json, safetensors and tokenizer")
     export.add_argument("output", metavar="DIR", type=Path, help="must not be there yet")
@@ -36,7 +38,8 @@ def add_verbs(verbs: Any) -> None:
     export.add_argument("--shard-gb", metavar="N", type=float, default=5.0, help="a file's largest size in GB (5)")
     export.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
 
-    generate = add_verb(verbs, "generate", lines_told(_generate), "continue prompts with a model")
+    example = "runs/mine --prompt 'def '"
+    generate = add_verb(verbs, "generate", lines_told(_generate), "continue prompts with a model", example)
     generate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
     generate.add_argument(
         "--prompt", metavar="TEXT", action="append", help="the text to continue; may be repeated (none)"
@@ -49,7 +52,8 @@ def add_verbs(verbs: Any) -> None:
     generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
     _add_allow(generate)
 
-    evaluate = add_verb(verbs, "evaluate", lines_told(_evaluate), "perplexity of a model on a token file")
+    example = "runs/mine --data runs/data/mine/valid"
+    evaluate = add_verb(verbs, "evaluate", lines_told(_evaluate), "perplexity of a model on a token file", example)
     evaluate.add_argument("path", metavar="MODEL", type=Path, help=_MODEL)
     evaluate.add_argument(
         "--data", metavar="PREFIX", type=Path, help="PREFIX.bin and PREFIX.idx (the run's data.valid)"
@@ -66,38 +70,8 @@ def _add_allow(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allow-non-finite", action="store_true", help="take weights that are NaN or inf as they are")
 
 
-def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], help: str) -> Any:
-    """Return the parser of one more verb; `run` gives its exit status."""
-    parser = verbs.add_parser(name, help=help)
-    parser.set_defaults(run=run)
-    parser.add_argument("--plugins", metavar="NAMES", help="modules to import first, as a,b: what was saved names them")
-    return parser
-
-
-def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:
-    """Return what prints the verb's lines, its mistakes in what the command line catches. A damaged checkpoint is
-    status 1.
-    """
-
-    def run(arguments: argparse.Namespace) -> int:
-        action = getattr(arguments, "action", None)
-        try:
-            for line in verb(arguments):
-                print(line)
-        except (ValueError, OSError) as error:  # by the contract of what is called: a mistake in the flags, or the disk
-            from megamix.checkpoint.manifest import DamagedCheckpoint
-
-            if not isinstance(error, DamagedCheckpoint):
-                raise ConfigError([str(error)], action or "flags") from error
-            name = f"{arguments.verb} {action}" if action else arguments.verb
-            print(f"megamix {name}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
-            return 1
-        return 0
-
-    return run
-
-
 def _import(arguments: argparse.Namespace) -> Iterator[str]:
+    read_json(arguments.folder / CONFIG)  # here and below: before the seconds that importing torch takes
     from megamix.hub.convert import MODEL, import_model
 
     checkpoint = import_model(arguments.folder, arguments.output, allow_non_finite=arguments.allow_non_finite)
@@ -105,11 +79,12 @@ def _import(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _export(arguments: argparse.Namespace) -> Iterator[str]:
+    if not 0 < arguments.shard_gb < math.inf:
+        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; write --shard-gb 5")
+    find_model(arguments.path)
     from megamix.hub.convert import export_model
     from megamix.hub.source import open_source
 
-    if not 0 < arguments.shard_gb < math.inf:
-        raise ValueError(f"--shard-gb {arguments.shard_gb} must be positive and finite; 5 is usual")
     source = open_source(arguments.path)
     shard_size = int(arguments.shard_gb * 1e9)
     size = export_model(source, arguments.output, arguments.dtype, shard_size, arguments.tokenizer)
@@ -117,6 +92,7 @@ def _export(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _generate(arguments: argparse.Namespace) -> Iterator[str]:
+    find_model(arguments.path)
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
     from megamix.hub.source import DTYPES, open_source
@@ -136,6 +112,7 @@ def _generate(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
+    find_model(arguments.path)
     from megamix.comm.topology import local_device
     from megamix.hub.evaluate import evaluate
     from megamix.hub.source import DTYPES, open_source
@@ -172,7 +149,7 @@ def _within(flag: str, value: int | None, most: int, what: str) -> int:
     if value is None:
         return most
     if not 1 <= value <= most:
-        raise ValueError(f"{flag} {value} must lie in 1 .. {most}, {what}")
+        raise ValueError(f"{flag} {value} must lie in 1 .. {most}, {what}; write {flag} {most}, or leave it out")
     return value
 
 
@@ -180,7 +157,6 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Itera
     from megamix.data import import_extra
     from megamix.hub.convert import export_model
     from megamix.hub.evaluate import run_harness
-    from megamix.hub.hugging_face import is_hugging_face
     from megamix.hub.source import DTYPES
 
     import_extra("lm_eval", "harness", what="--harness: ")  # before an export of many gigabytes

@@ -13,6 +13,8 @@ import os
 import socket
 from collections.abc import MutableMapping
 
+from megamix.machine import share_cores
+
 
 # Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
 def create_handler(params: rendezvous.RendezvousParameters) -> rendezvous.RendezvousHandler:
@@ -76,13 +78,14 @@ def torchrun(arguments: list[str]) -> None:
     """
     # Not above: a torchrun by hand, that finds this module by its entry point, is half imported by then.
     from torch.distributed.elastic.multiprocessing.errors import record
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes, run
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes, run
 
     rendezvous.rendezvous_handler_registry.register(BACKEND, create_handler)
     args = get_args_parser().parse_args(arguments)
     nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
+    share_cores(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
     record(run)(args)
 
 

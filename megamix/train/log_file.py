@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megamix.data import installing
 from megamix.durable import open_own, still_names
 
 HELD_BYTES = 16 << 20  # of rows that wait for the disk; beyond it the oldest are lost
@@ -167,7 +168,7 @@ class EventFile:
         except ImportError as error:
             raise ValueError(
                 "metrics.tensorboard = true, but the Python package 'tensorboard' is not installed; "
-                "run: pip install 'megamix[tensorboard]', or set metrics.tensorboard=false"
+                f"{installing('tensorboard')}, or set metrics.tensorboard=false"
             ) from error
         self._summary: Any = summary
         self._event_pb2, self._record_writer = event_pb2, RecordWriter

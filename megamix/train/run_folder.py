@@ -9,10 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, applied_updates, checkpoints, set_aside
 from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
+from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import ASIDE, foreign_kind, remove_asides, write_text
+from megamix.durable import ASIDE, foreign_kind, remove_asides, unwritable, write_text
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 from megamix.train.build_data import data_problems
@@ -49,11 +50,8 @@ def folder_problems(config: Config) -> list[str]:
         return [
             f"checkpoint.folder: {folder} holds another run ({', '.join(held)}); write another folder or move that one"
         ]
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [
-            f"checkpoint.folder: {folder} cannot be made, {existing} is no folder to write to; write another folder"
-        ]
+    if reason := unwritable(path):
+        return [f"checkpoint.folder: {folder} cannot be made, {reason}; write another folder"]
     return []
 
 
@@ -102,13 +100,28 @@ def write_trace(path: Path, profiler: "profile") -> None:
         whole.rename(path)
 
 
-def check(config: Config) -> None:
-    """Refuse what cannot be trained; write nothing.
+def check(config: Config) -> str:
+    """Refuse what cannot be trained; write nothing. Return a line that says what a run would do.
 
     Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE), files and folder.
     """
-    if problems := job_problems(config, int(os.environ.get("WORLD_SIZE", "1"))):
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if problems := job_problems(config, world_size):
         raise ConfigError(problems, "job")
+    return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}; {_outlook(config)}"
+
+
+def _outlook(config: Config) -> str:
+    folder, resume, steps = config.checkpoint.folder, config.checkpoint.resume, config.training.steps
+    own = checkpoints(checkpoint_folder(config))
+    if resume == "never" or (not own and resume == "auto"):
+        return f"would start a new run in {folder}"
+    if not own:
+        return f"would start a new run in {folder} from {resume}"
+    done = applied_updates(own[0])
+    if done < steps:
+        return f"would go on from step {done} of {folder} to step {steps}"
+    return f"{folder} is after step {done} already; write training.steps = {done + 1} or more, or another folder"
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:
@@ -119,8 +132,8 @@ def job_problems(config: Config, world_size: int) -> list[str]:
         problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         problems.append(
-            "metrics.tensorboard: is true, but the package tensorboard is not installed; run "
-            "pip install 'megamix[tensorboard]' or write tensorboard = false"
+            "metrics.tensorboard: is true, but the package tensorboard is not installed; "
+            f"{installing('tensorboard')}, or write tensorboard = false"
         )
     return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
 

@@ -1,13 +1,12 @@
 """The processes of a bench: same settings for all, answers in rank order, and a failure says whose it was."""
 
 import multiprocessing
-import os
 from functools import partial
 
 import pytest
 
 from megamix.bench import ranks as bench_ranks
-from megamix.bench.ranks import process_environment, start_ranks
+from megamix.bench.ranks import start_ranks
 from megamix.ranks import RankFailure
 from tests.bench.tiny import Adder, unbuildable
 
@@ -20,8 +19,8 @@ def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
         assert ranks.call(Adder.sum_over_ranks) == [17.0, 17.0]
         assert ranks.call(Adder.setting, "MEGAMIX_ADDER") == [("yes", 1)] * 2
         assert ranks.call(Adder.setting, "GLOO_SOCKET_IFNAME") == [("lo", 1)] * 2  # nobody reaches them from elsewhere
-        for name, value in process_environment(1).items():
-            assert ranks.call(Adder.setting, name) == [(value, 1)] * 2
+        assert ranks.call(Adder.setting, "OMP_NUM_THREADS") == [("1", 1)] * 2
+        assert all(ranks.call(Adder.keeps_freed_memory))
         with pytest.raises(RankFailure, match=r"adders: rank 1: Traceback(.|\n)*ArithmeticError: no such sum"):
             ranks.call(Adder.fail_on_rank, 1)
 
@@ -42,16 +41,3 @@ def test_a_rank_that_does_not_answer_is_named_and_ended(monkeypatch: pytest.Monk
     with pytest.raises(RankFailure, match="slow: rank 0: did not answer in time"):
         start_ranks("slow", partial(Adder, 0)).call(Adder.add, 1)
     assert set(multiprocessing.active_children()) <= before
-
-
-def test_malloc_settings_are_those_of_the_launcher() -> None:
-    keep = process_environment(3)
-    assert keep["OMP_NUM_THREADS"] == "3"
-    if os.uname().sysname == "Linux" and "glibc" in os.confstr("CS_GNU_LIBC_VERSION"):
-        assert keep["MALLOC_MMAP_THRESHOLD_"] in (str(2**32), str(2**25))
-        assert (keep["MALLOC_TRIM_THRESHOLD_"], keep["MALLOC_TOP_PAD_"]) == ("4294967296", "268435456")
-
-
-def test_elsewhere_than_glibc_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_ranks.ctypes, "CDLL", lambda name: object())
-    assert process_environment(1) == {"OMP_NUM_THREADS": "1"}

@@ -44,7 +44,8 @@ def test_torch_loads_model_and_optimizer_as_they_were_saved(
 ) -> None:
     monkeypatch.setattr(boxes, "_LARGEST_PIECE", 100)  # so that a parameter is several chunks
     output = tmp_path / "new" / "out"
-    assert main(["checkpoint", "export", str(ready), "--to", "dcp", str(output)]) == 0
+    run = ready.parents[1]  # of a run its newest
+    assert main(["checkpoint", "export", str(run), "--to", "dcp", str(output)]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: step 3, ")
     assert listing(output.parent) == ["out"]
 

@@ -74,7 +74,7 @@ def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
 
 
 def test_a_missing_or_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer .*absent.json' is missing; run"):
+    with pytest.raises(ValueError, match=r"tokenizer .*absent.json' is missing; name"):
         Tokenizer.load(tmp_path / "absent.json")
     (tmp_path / "damaged.json").write_text("{")
     with pytest.raises(ValueError, match=r"damaged.json' is no tokenizer.json"):

@@ -229,7 +229,7 @@ def test_no_end_token_is_refused_before_anything_is_read(tmp_path: Path, model_f
     ("arguments", "message"),
     [
         (("train", None, None), "--tokenizer train needs --vocab-size"),
-        (("train", 300, "x"), "--end-token is for a tokenizer FILE"),
+        (("train", 300, "x"), "--end-token x is for the file of a tokenizer"),
         (("bytes", 300, None), "--vocab-size 300 is the size of a tokenizer that is trained; leave it out"),
         (("gone.json", None, None), "'gone.json' is missing"),
         (("gone.model", None, None), "'gone.model' is no SentencePiece model"),

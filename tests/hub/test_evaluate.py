@@ -104,7 +104,7 @@ def test_the_verb_takes_the_run_s_own_held_out_data_and_prints_json(
     for flags, told in (
         (["--seq-len", "33"], "--seq-len 33 must lie in 1 .. 32, the model's seq_len"),
         (["--seq-len", "8", "--stride", "9"], "--stride 9 must lie in 1 .. 8"),
-        (["--data", "."], "  . is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it"),
+        (["--data", "."], ": . is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it"),
     ):
         assert main(["evaluate", str(tmp_path / "run"), *flags]) == 2
         assert told in capsys.readouterr().err
@@ -120,7 +120,10 @@ def test_wrong_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["evaluate", str(tmp_path / "hf")]) == 2
     assert "names no held-out token file, or several; give --data PREFIX" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "is no run with a checkpoint, no checkpoint and no Hugging Face folder" in capsys.readouterr().err
+    assert (
+        "holds no model: none of checkpoints/step_*, manifest.json and config.json is in it; give"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_harness_names_its_extra_where_it_is_missing(
@@ -130,7 +133,8 @@ def test_the_harness_names_its_extra_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["evaluate", str(tmp_path / "hf"), "--harness", "arc_easy"]) == 2
     assert (
-        "the Python package 'lm_eval' is not installed; run: pip install 'megamix[harness]'" in capsys.readouterr().err
+        "the Python package 'lm_eval' is not installed; run pip install -e '.[harness]' in the checkout"
+        in capsys.readouterr().err
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from megamix.machine import num_cores
 from megamix.supervise.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
 from tests.network import listening
 
@@ -27,7 +28,7 @@ def _parameters(endpoint: str = "", nodes: int = 1) -> RendezvousParameters:
 
 @pytest.fixture(autouse=True)
 def _no_interfaces_named(monkeypatch) -> None:
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.setenv(variable, "")  # so that it comes back as it was
         monkeypatch.delenv(variable)
 
@@ -105,6 +106,16 @@ def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: li
     torchrun([*options, "job", "--standalone"])
     (args,) = seen
     assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
+
+
+@pytest.mark.parametrize(("given", "want"), [(None, max(1, num_cores() // 2)), ("7", 7)])
+def test_the_launcher_shares_the_cores_among_its_ranks(monkeypatch, given: str | None, want: int) -> None:
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    seen: list[str] = []
+    monkeypatch.setattr(torch.distributed.run, "run", lambda args: seen.append(os.environ["OMP_NUM_THREADS"]))
+    torchrun(["--standalone", "--nproc-per-node=2", "job"])
+    assert seen == [str(want)]
 
 
 def _interfaces() -> tuple[str | None, set[str]]:

@@ -121,7 +121,7 @@ def test_a_missing_package_is_told_with_its_fix(tmp_path: Path, caplog, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", None)
     with caplog.at_level(logging.WARNING, "megamix"):
         _write(tmp_path, TrackerThread("wandb", lambda: WandbTracker(project="p", folder=tmp_path, config={})))
-    assert "run: pip install 'megamix[wandb]'; the run goes on" in caplog.records[0].getMessage()
+    assert "run pip install -e '.[wandb]' in the checkout of megamix; the run goes on" in caplog.records[0].getMessage()
 
 
 @pytest.mark.skipif(not FULL, reason="MEGAMIX_FULL=1 only")

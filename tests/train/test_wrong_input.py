@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[list[str], int, Callable[[Path], None], str]] = {
         ['data.tokenizer="no.json"'],
         1,
         _nothing,
-        "data.tokenizer: tokenizer 'no.json' is missing; run",
+        "data.tokenizer: tokenizer 'no.json' is missing; name",
     ),
     "tokenizer larger than the model": (
         ['data.tokenizer="{folder}/data/tokenizer.json"'],
@@ -128,6 +128,31 @@ def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, nam
     assert re.search(message, error), error
     assert ("2 problems" if "vocabulary" in name else "1 problem\n") in error  # the vocabulary's: train and valid
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+
+
+def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
+    folder, config = job
+    run = folder / "run"
+
+    def told(*overrides: str) -> str:
+        assert main(["train", str(config), "--check", *overrides]) == 0
+        return capsys.readouterr().out
+
+    assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
+    (run / "checkpoints/step_00000007").mkdir(parents=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n"
+    assert told("training.steps=7") == (
+        f"no problems; 2 ranks; {run} is after step 7 already; write training.steps = 8 or more, or another folder\n"
+    )
+    begun = folder / "other/checkpoints/step_00000003"
+    begun.mkdir(parents=True)
+    (begun / "manifest.json").touch()
+    resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
+    assert told(resume, new) == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}\n"
+    assert "go on from step 7" in told(resume)  # a run that has saved goes on from its own
+    monkeypatch.setenv("RANK", "1")
+    assert told() == ""
 
 
 def test_two_mistakes_are_shown_at_once(job, monkeypatch, capsys) -> None:
@@ -174,7 +199,7 @@ def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monk
         (folder / name).write_text("no JSON")
         monkeypatch.setitem(sys.modules, package, None)
         assert main(["train", str(config), f'data.tokenizer="{folder / name}"']) == 2
-        want = f"data.tokenizer: the Python package '{package}' is not installed; run: pip"
+        want = f"data.tokenizer: the Python package '{package}' is not installed; run pip"
         assert want in capsys.readouterr().err
 
 

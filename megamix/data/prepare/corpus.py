@@ -29,6 +29,7 @@ from megamix.data.prepare.records import (
     read_text,
 )
 from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
+from megamix.machine import num_cores
 from megamix.plugins import FILE_KINDS, READERS
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
@@ -231,11 +232,6 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
-
-
-def num_cores() -> int:
-    """Return cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:

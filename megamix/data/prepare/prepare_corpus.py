@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.corpus import PIECE_BYTES, Corpus, Plan, make_plan, num_cores
+from megamix.data.prepare.corpus import PIECE_BYTES, Corpus, Plan, make_plan
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
 from megamix.data.prepare.records import Blocks
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import folder_aside, open_own, remove_asides, write_text
+from megamix.machine import num_cores
 
 MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"
@@ -49,7 +50,7 @@ class Request:
         if self.num_workers is not None and self.num_workers < 1:
             raise ValueError(f"--workers {self.num_workers} must be at least 1; leave it out for one a core")
         if self.max_bad_records < 0:
-            raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0")
+            raise ValueError(f"--max-bad-records {self.max_bad_records} must be at least 0; 0 stops at the first")
 
     def manifest(self, corpus: Corpus, plan: Plan) -> dict[str, Any]:
         """Return what decides the result: where two are equal, so are the bytes."""
@@ -241,13 +242,15 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
     """
     other = f"--output {str(output_dir)!r}"
     fix = "choose another --output or delete it first"
+    if not (output_dir / MANIFEST_NAME).is_file():
+        raise ValueError(f"{other} is not empty and holds no result of prepare, for it has no {MANIFEST_NAME}; {fix}")
     try:
         manifest: dict[str, Any] = json.loads((output_dir / MANIFEST_NAME).read_text(encoding="utf-8"))
         there = manifest["request"]
         different = [key for key in request if request[key] != there.get(key)]
         sizes = {} if different else {name: file["num_bytes"] for name, file in manifest["outputs"].items()}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"{other} is not empty and holds no result of prepare ({error!r}); {fix}") from error
+        raise ValueError(f"{other}: its {MANIFEST_NAME} is not as prepare writes it ({error!r}); {fix}") from error
     if different:
         details = ", ".join(
             "other files or other contents" if key == "files" else f"{key} {there.get(key)!r}, asked {request[key]!r}"

@@ -50,12 +50,20 @@ class TokenizerChoice:
             )
         if self.what in (TRAIN, BYTES):
             if self.end_token is not None:
-                raise ValueError(f"--end-token is for a tokenizer FILE; with {self.what} it is {END_OF_TEXT}")
+                raise ValueError(
+                    f"--end-token {self.end_token} is for the file of a tokenizer; with --tokenizer {self.what} it is "
+                    f"{END_OF_TEXT}: leave it out"
+                )
         else:
             self.open_file()
 
     def open_file(self) -> TextTokenizer:
         """Open the file. Raises: ValueError also if it has no token that ends a document."""
+        if not Path(self.what).is_file():
+            raise ValueError(
+                f"--tokenizer {self.what} is no file; write train, bytes, or the path of a tokenizer.json or "
+                f"SentencePiece .model (of a model on the Hub: hf download {self.what} tokenizer.json --local-dir DIR)"
+            )
         tokenizer = open_tokenizer(Path(self.what), self.end_token)
         assert tokenizer.end_of_text >= 0
         return tokenizer

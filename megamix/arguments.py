@@ -1,0 +1,61 @@
+"""What the verbs of the command line share: parsers whose errors say what to write, and how lines are told."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from megamix.supervise.console import say
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a verb. `example`: a command that works; the help ends with it, and so does every error."""
+
+    def __init__(self, *, example: str = "", **settings: Any):
+        super().__init__(epilog=f"for example: {example}", **settings)
+        self._example = example
+
+    def error(self, message: str, fix: str | None = None) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self._example}'}\n")
+
+
+def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | None], help: str, example: str) -> Parser:
+    """Return the parser of one more verb; `run` gives its exit status."""
+    parser: Parser = verbs.add_parser(name, help=help, example=f"megamix {name} {example}")
+    parser.set_defaults(run=run, parser=parser)
+    parser.add_argument(
+        "--plugins", metavar="NAMES", type=lambda names: names.split(","), default=[],
+        help="modules to import first, as a,b: what was saved names them",
+    )  # fmt: skip
+    return parser
+
+
+def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:
+    """Return what prints the verb's lines. Its mistakes end it with a message: of what it was given, or of the disk,
+    with status 2, a damaged checkpoint with 1.
+    """
+
+    def run(arguments: argparse.Namespace) -> int:
+        action = getattr(arguments, "action", None)
+        name = f"megamix {arguments.verb} {action}" if action else f"megamix {arguments.verb}"
+        try:
+            for line in verb(arguments):
+                print(line)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            say(f"{name}: {where}{error.strerror or error}; mend that and run the same command again", sys.stderr)
+            return 2
+        except ValueError as error:  # by the contract of what is called
+            from megamix.checkpoint.manifest import DamagedCheckpoint
+
+            if isinstance(error, DamagedCheckpoint):
+                print(f"{name}: damaged", *error.problems, sep="\n  ", file=sys.stderr)
+                return 1
+            say(f"{name}: {error}", sys.stderr)
+            return 2
+        return 0
+
+    return run

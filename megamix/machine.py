@@ -1,0 +1,50 @@
+"""This machine's cores and memory, and a rank's share of them."""
+
+import ctypes
+import os
+
+# glibc's numbers of what malloc can be told, the variables that tell it at the start of a process, and what a rank
+# tells: larger blocks get a mapping of their own; free bytes at the top that are kept (-1: all); bytes fetched beyond
+# what is needed.
+_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": (-3, 2**31 - 1),
+    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
+    "MALLOC_TOP_PAD_": (-2, 2**28),
+}
+_LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
+
+
+def num_cores() -> int:
+    """Return cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use one; loads torch."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def share_cores(ranks: int) -> None:
+    """Give each of the machine's ranks its threads, unless the user has: before torch is loaded, which reads it once.
+
+    More threads than cores make the ranks wait for each other's threads: two ranks with two threads each on two cores
+    reached 30 % of the speed of two ranks with one thread each.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // ranks)))
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep what a step frees for the next one, where the user's environment does not say otherwise.
+
+    It gives a large block back to the system as soon as it is freed, and the next step pays for mapping and zeroing the
+    same pages again. Told to keep them, training on a CPU gains 8 to 10 % tokens/s. The three belong together: setting
+    any one ends glibc's own adjustment of the others. Another libc stays as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    for variable, (number, value) in _MALLOC.items():
+        if variable not in os.environ and not mallopt(number, value):
+            mallopt(number, _LARGEST_BEFORE_2_35)

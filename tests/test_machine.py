@@ -1,0 +1,66 @@
+"""`megamix train` takes its share of the cores and has malloc keep what a step frees, on a CPU, unless the user's
+environment says otherwise; before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megamix.config import config_to_toml
+from megamix.machine import num_cores
+from tests.sandbox import TORCH
+from tests.train.jobs import tiny_job, write_data
+
+# Stands for a job, and says what it finds.
+JOB = """
+import os, sys, types
+from tests.programs import fresh_pages
+
+def run_job(config, memory_line):
+    print(os.environ["OMP_NUM_THREADS"], threads_at_import, fresh_pages(), fresh_pages())
+
+class Finder:  # of the stand-in for torch: what does it find when it is imported?
+    def find_spec(name, path, target=None):
+        global threads_at_import
+        if name == "torch":
+            threads_at_import = os.environ.get("OMP_NUM_THREADS")
+
+sys.meta_path.insert(0, Finder)
+sys.modules["megamix.train.job"] = types.SimpleNamespace(run_job=run_job)
+from megamix.cli import main
+sys.exit(main(["train", sys.argv[1]]))
+"""
+GLIBC = sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names and os.confstr("CS_GNU_LIBC_VERSION")
+
+
+@pytest.mark.skipif(not GLIBC, reason="another malloc stays as it is")
+@pytest.mark.parametrize(
+    ("gpus", "variables", "threads", "keeps"),
+    [
+        (0, {}, num_cores(), True),
+        (1, {"LOCAL_WORLD_SIZE": "2"}, max(1, num_cores() // 2), False),
+        (0, {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_THRESHOLD_": "131072"}, 7, False),
+    ],
+)
+def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(
+    tmp_path: Path, gpus: int, variables: dict[str, str], threads: int, keeps: bool
+) -> None:
+    write_data(tmp_path / "data")
+    (tmp_path / "job.toml").write_text(config_to_toml(tiny_job(tmp_path)))
+    (tmp_path / "torch.py").write_text(TORCH.format(gpus=gpus))
+    paths = f"{tmp_path}:{Path(__file__).parents[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(tmp_path / "job.toml")], env=environment | {"PYTHONPATH": paths} | variables,
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told, at_import, first, again = map(int, done.stdout.split())
+    assert (told, at_import) == (threads, threads)
+    assert first > 48
+    assert (again < 16) == keeps, (first, again)
