@@ -104,7 +104,7 @@ def test_a_missing_package_is_answered_with_the_pip_line(
 ) -> None:
     corpus = input_corpus([write(tmp_path, "jsonl.zst" if package == "zstandard" else "parquet")])
     monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
-    with pytest.raises(ValueError, match=rf"'{package}' is not installed; run: pip install 'megamix\[data\]'"):
+    with pytest.raises(ValueError, match=rf"'{package}' is not installed; run pip install -e '\.\[data\]' in"):
         [list(read_piece(piece, "text")) for piece in make_plan(corpus).pieces]
 
 

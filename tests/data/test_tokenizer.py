@@ -92,5 +92,5 @@ def test_a_foreign_vocabulary_without_end_token_encodes_but_says_that_it_has_non
 
 def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # makes the import fail
-    with pytest.raises(ValueError, match=r"pip install 'megamix\[tokenizers\]'"):
+    with pytest.raises(ValueError, match=r"run pip install -e '\.\[tokenizers\]' in the checkout"):
         Tokenizer.train(TEXTS, 280)

@@ -231,8 +231,8 @@ def test_no_end_token_is_refused_before_anything_is_read(tmp_path: Path, model_f
         (("train", None, None), "--tokenizer train needs --vocab-size"),
         (("train", 300, "x"), "--end-token x is for the file of a tokenizer"),
         (("bytes", 300, None), "--vocab-size 300 is the size of a tokenizer that is trained; leave it out"),
-        (("gone.json", None, None), "'gone.json' is missing"),
-        (("gone.model", None, None), "'gone.model' is no SentencePiece model"),
+        (("gone.json", None, None), "--tokenizer gone.json is no file; write train, bytes, or the path"),
+        (("gone.model", None, None), "--tokenizer gone.model is no file; write train, bytes, or the path"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(arguments: Any, message: str) -> None:
@@ -246,7 +246,7 @@ def test_a_missing_package_is_answered_with_the_pip_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     path = model_file if package == "sentencepiece" else tmp_path / "tokenizer.json"
-    with pytest.raises(ValueError, match=rf"pip install 'megamix\[{package}\]'"):
+    with pytest.raises(ValueError, match=rf"run pip install -e '\.\[{package}\]' in the checkout"):
         open_tokenizer(path)
 
 

@@ -242,15 +242,15 @@ def _finished_manifest(output_dir: Path, request: dict[str, Any]) -> dict[str, A
     """
     other = f"--output {str(output_dir)!r}"
     fix = "choose another --output or delete it first"
-    if not (output_dir / MANIFEST_NAME).is_file():
-        raise ValueError(f"{other} is not empty and holds no result of prepare, for it has no {MANIFEST_NAME}; {fix}")
     try:
         manifest: dict[str, Any] = json.loads((output_dir / MANIFEST_NAME).read_text(encoding="utf-8"))
         there = manifest["request"]
         different = [key for key in request if request[key] != there.get(key)]
         sizes = {} if different else {name: file["num_bytes"] for name, file in manifest["outputs"].items()}
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ValueError(f"{other}: its {MANIFEST_NAME} is not as prepare writes it ({error!r}); {fix}") from error
+        is_there = (output_dir / MANIFEST_NAME).is_file()
+        why = f"its {MANIFEST_NAME} is none of prepare's ({error})" if is_there else f"it has no {MANIFEST_NAME}"
+        raise ValueError(f"{other} is not empty and holds no result of prepare: {why}; {fix}") from error
     if different:
         details = ", ".join(
             "other files or other contents" if key == "files" else f"{key} {there.get(key)!r}, asked {request[key]!r}"

@@ -1,0 +1,148 @@
+"""What a user may get wrong, in 70 ways: each is answered in one message that names what it is about, what was given,
+and what to write instead; nothing of it is a traceback, and nothing is written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megamix.cli import main
+from megamix.config import config_to_toml
+from tests.train.jobs import tiny_job, write_data
+
+IN, OUT = "--input texts", "--output out"
+MODELS = "give a run that has saved, a checkpoint, or a Hugging Face folder"
+
+# What is typed behind `megamix`; what the message must hold: what it is about, what was given, what to write.
+WRONG: dict[str, tuple[str, ...]] = {
+    # the command line itself
+    "train": ("required: CONFIG", "write for example megamix train configs/quickstart.toml checkpoint.folder="),
+    "trian job.toml": ("VERB", "'trian'", "train", "write for example megamix train"),
+    "train job.toml --lr 1e-3": ("unrecognized", "--lr 1e-3", "section.key=value: optimizer.lr=1e-3"),
+    "train job.toml --steps=100": ("unrecognized", "--steps=100", "section.key=value: training.steps=100"),
+    "train job.toml --batch-size 64": (
+        "unrecognized", "--batch-size 64", "training.micro_batch_size=64 or training.global_batch_size=64",
+    ),
+    "train job.toml --optimizer.lr 1e-3": ("unrecognized", "--optimizer.lr 1e-3", "key=value: optimizer.lr=1e-3"),
+    "train job.toml --gpus 8": ("unrecognized", "--gpus 8", "write for example megamix train"),
+    "train job.toml --check=1": ("--check", "'1'", "write for example megamix train"),
+    "plan job.toml --world many": ("--world", "'many'", "megamix plan job.toml --world 64"),
+    "plan job.toml --device tpu": ("--device", "'tpu'", "cpu", "megamix plan job.toml"),
+    "prepare": ("required: --output", "megamix prepare --input my_texts/ --output runs/data/mine"),
+    "prepare --output": ("--output", "expected one argument", "megamix prepare --input my_texts/"),
+    "prepare texts --output out": ("unrecognized", "texts", "megamix prepare --input my_texts/"),
+    f"prepare {IN} {OUT} optimizer.lr=1": ("unrecognized", "optimizer.lr=1", "megamix prepare --input my_texts/"),
+    f"prepare {IN} {OUT} --vocab-size 32k": ("--vocab-size", "'32k'", "write for example megamix prepare"),
+    f"prepare {IN} {OUT} --valid-fraction 5%": ("--valid-fraction", "'5%'", "write for example megamix prepare"),
+    "prepare --corpus wikipedia --output out": ("--corpus", "'wikipedia'", "stdlib", "--input my_texts/"),
+    f"prepare --corpus stdlib {IN} {OUT}": ("--input", "not allowed with argument --corpus", "megamix prepare --input"),
+    "generate": ("required: MODEL", "megamix generate runs/mine --prompt"),
+    "generate run --temperature hot": ("--temperature", "'hot'", "megamix generate runs/mine"),
+    "generate run --dtype fp64": ("--dtype", "'fp64'", "bf16", "megamix generate runs/mine"),
+    "export run --to gguf out": ("--to", "'gguf'", "hf", "megamix export runs/mine --to hf"),
+    "export run out": ("required: --to", "megamix export runs/mine --to hf"),
+    "import gpt2": ("required: --output", "megamix import hf/gpt2 --output runs/imported"),
+    "evaluate run --seq-len long": ("--seq-len", "'long'", "megamix evaluate runs/mine"),
+    "plot": ("required: RUN", "megamix plot runs/mine"),
+    "checkpoint": ("required: ACTION", "megamix checkpoint ls runs/mine"),
+    "checkpoint list run": ("ACTION", "'list'", "ls", "megamix checkpoint ls runs/mine"),
+    "checkpoint ls": ("required: RUN_OR_FOLDER", "megamix checkpoint ls runs/mine"),
+    "checkpoint diff run": ("required: B", "megamix checkpoint diff runs/mine/checkpoints/step_00000100"),
+    "checkpoint export run out": ("required: --to", "megamix checkpoint export runs/mine --to dcp"),
+    "bench speed": ("what", "'speed'", "train", "megamix bench train --rounds 15"),
+    "bench --rounds few": ("--rounds", "'few'", "megamix bench train --rounds 15"),
+    "bench --layout dp2": ("--layout", "'dp2'", "tp2", "megamix bench"),
+    "config job.toml": ("--show --schema", "required", "megamix config job.toml --show"),
+    # the configuration
+    "train nope.toml": ("config: got nope.toml", "no such file", "; write the path of a TOML file"),
+    "train jop.toml": ("config: got jop.toml", "no such file", "did you mean job.toml?"),
+    "plan texts": ("config: got texts", "it is a folder", "write the path of a TOML file"),
+    "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "correct that line"),
+    "train job.toml lr=1e-3": ("lr: got", '"lr=1e-3"', "write for example optimizer.lr=3e-4"),
+    "train job.toml optimizer.lr 1e-3": ("optimizer.lr: got", '"1e-3"', "write for example optimizer.lr=3e-4"),
+    "train job.toml optimizer.lr=fast": ("optimizer.lr", 'got "fast"', "write for example lr = 0.0003"),
+    "train job.toml optimizer.learning_rate=1": ("optimizer.learning_rate", "got 1", "known are name, lr"),
+    "train job.toml training.stepz=5": ("training.stepz", "got 5", "did you mean training.steps?"),
+    "train job.toml training.steps=1e4": ("training.steps", "got 10000.0", "write steps = 10000"),
+    "train job.toml training.epochs=3": ("training.epochs", "got 3", "known are steps"),
+    "train job.toml precision.dtype=float16": ("precision.dtype", '"float16"', "'fp16'", "write for example dtype"),
+    "train job.toml model.activation=relu6": ("model.activation", '"relu6"', 'write activation = "gelu"'),
+    "train job.toml optimizer.name=lion": ("optimizer.name", '"lion"', 'write for example name = "adamw"'),
+    "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "must be a table; leave wandb out"),
+    "train job.toml --plugins nope": ("plugins", "nope", "install it, or start in the folder where it lies"),
+    "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, dp4 or dp2tp2"),
+    "plan job.toml --memory lots": ("--memory", "'lots'", "write --memory 80GiB"),
+    # files and folders
+    "train job.toml checkpoint.folder=/proc/x": ("checkpoint.folder", "/proc/x", "write another folder"),
+    "train job.toml checkpoint.folder=file/run": ("checkpoint.folder", "file/run", "write another folder"),
+    "train job.toml checkpoint.resume=nowhere": ("checkpoint.resume", "nowhere", "write auto, never or a path"),
+    "train job.toml data.train=nowhere": ("data.train", "'nowhere'", "run `megamix prepare`"),
+    "train job.toml data.train=texts/a.txt": ("data.train", "'texts/a.txt'", "run `megamix prepare`"),
+    "train job.toml data.tokenizer=gpt2": ("data.tokenizer", "'gpt2'", "name a tokenizer.json", "leave the key out"),
+    "train job.toml model.seq_len=100000": ("data.train", "66000 tokens", "shorten model.seq_len or prepare more"),
+    f"prepare {IN} --output theirs": ("--output", "theirs", "no manifest.json; choose another --output"),
+    f"prepare {IN} --output file/out": ("--output", "file/out", "name a place in a folder that you may write to"),
+    f"prepare --input nowhere {OUT}": ("--input", "'nowhere'", "give files, or a folder of them"),
+    f"prepare --input empty {OUT}": ("--input", "'empty'", "give files, or a folder of them"),
+    f"prepare {IN} {OUT} --tokenizer gpt2": ("--tokenizer", "gpt2", "train, bytes", "hf download gpt2 tokenizer.json"),
+    f"prepare {IN} {OUT} --tokenizer nope.json": ("--tokenizer", "nope.json", "write train, bytes, or the path of a"),
+    f"prepare {IN} {OUT} --vocab-size 10": ("--vocab-size", "10", "give at least 257"),
+    f"prepare {IN} {OUT} --tokenizer bytes --vocab-size 9": ("--vocab-size", "9", "leave it out for --tokenizer bytes"),
+    f"prepare {IN} {OUT} --end-token </s>": ("--end-token", "</s>", "leave it out"),
+    f"prepare {IN} {OUT} --workers 0": ("--workers", "0", "leave it out for one a core"),
+    f"prepare {IN} {OUT} --max-bad-records -1": ("--max-bad-records", "-1", "0 stops at the first"),
+    f"prepare {IN} {OUT} --valid-fraction 1.5": ("--valid-fraction", "1.5", "0.05 keeps one document in twenty"),
+    "generate nowhere": ("nowhere", "is no folder", MODELS),
+    "generate empty": ("empty", "holds no model", MODELS),
+    "generate gpt2 --prompt hi": ("gpt2", "is no folder", "hf download NAME"),
+    "evaluate job.toml": ("job.toml", "is no folder", MODELS),
+    "export empty --to hf out": ("empty", "holds no model", MODELS),
+    "export empty --to hf out --shard-gb 0": ("--shard-gb", "0.0", "write --shard-gb 5"),
+    "import gpt2 --output out": ("gpt2/config.json", "is missing", "hf download NAME"),
+    "import broken --output out": ("broken/config.json", "is no JSON", "copy it again"),
+    "plot nowhere": ("RUN", "nowhere", "give the folder of a run"),
+    "checkpoint ls nowhere": ("nowhere", "is no folder", "give a run, a folder of checkpoints, or a checkpoint"),
+    "checkpoint verify empty": ("empty", "holds no checkpoint", "give a run that has saved"),
+    "checkpoint export empty --to dcp out": ("empty", "holds no checkpoint", "give a run that has saved"),
+    "bench --rounds 0": ("--rounds", "got 0", "write --rounds 15"),
+    "bench update --layout tp2": ("--layout", "got tp2 with update", "write megamix bench train --layout tp2"),
+    "bench --output texts": ("--output", "got texts", "name a file in a folder of yours"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's working folder; `job.toml` in it would train."""
+    folder = tmp_path_factory.mktemp("place")
+    write_data(folder / "data")
+    (folder / "job.toml").write_text(config_to_toml(tiny_job(Path())))
+    for name, text in {
+        "job.yaml": "model:\n  hidden_size: 3\n", "pyproject.toml": "", "file": "", "texts/a.txt": "plain words " * 99,
+        "theirs/thesis.tex": "", "broken/config.json": "{",
+    }.items():  # fmt: skip
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_input_is_told_with_what_to_write(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    try:
+        status: object = main(words.split())
+    except SystemExit as ended:  # how argparse refuses
+        status = ended.code
+    told = capsys.readouterr().err
+    assert status == 2
+    for part in WRONG[words]:
+        assert part in told
+    assert told.startswith(("usage: megamix", f"megamix {words.split()[0]}"))
+    assert "flags: 1 problem" not in told or " --" in told  # said only of flags
+    assert not any(word in told for word in ("Traceback", "Error(", "pyproject"))
+    assert sorted(place.rglob("*")) == before
