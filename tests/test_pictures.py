@@ -1,5 +1,5 @@
-"""The pictures of docs/parallelism.md are those that the script draws, and the page has them all; a timetable, a
-block's way and its matrices are whole.
+"""The pictures and the console on the pages are those that the scripts draw and a run prints today, and the pages have
+them all; a timetable, a block's way and its matrices are whole.
 """
 
 from __future__ import annotations
@@ -10,28 +10,40 @@ from pathlib import Path
 
 import parallelism_pictures as pictures
 import pytest
+import run_pictures
 
 from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.supervise.console import COLUMNS
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_has_every_picture() -> None:
-    page = (ROOT / "docs/parallelism.md").read_text(encoding="utf-8")
-    shown = re.findall(r"\]\(pictures/(\w+)\.png\)", page)
-    assert sorted(shown) == sorted(pictures.ALL)
-    assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL}
+def test_the_pages_have_every_picture() -> None:
+    pages = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("parallelism", "operations"))
+    shown = [sorted(re.findall(r"\]\(pictures/(\w+)\.png\)", page)) for page in pages]
+    assert shown == [sorted(pictures.ALL), sorted(run_pictures.PICTURES)]
+    assert {path.stem for path in pictures.PICTURES.iterdir()} == {*pictures.ALL, *run_pictures.PICTURES}
 
 
-def test_the_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
+def test_the_pictures_are_those_that_the_scripts_draw(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     pin = re.search(r"^matplotlib==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
     pictures.write(tmp_path)
-    for name in pictures.ALL:
+    run_pictures.draw(tmp_path)
+    for name in (*pictures.ALL, *run_pictures.PICTURES):
         drawn = (tmp_path / f"{name}.png").read_bytes()
         assert drawn.startswith(b"\x89PNG")
         if pin and matplotlib.__version__ == pin[1]:  # another one draws letters a little differently
             assert drawn == (pictures.PICTURES / f"{name}.png").read_bytes(), name
+
+
+@pytest.mark.parametrize("name", run_pictures.PAGES)
+def test_the_console_on_a_page_is_what_a_run_prints_today(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert page == run_pictures.with_console(page, run_pictures.PAGES[name]), "write it: python docs/run_pictures.py"
+    shown = page.partition(run_pictures.MARK)[2].partition("```")[0].splitlines()
+    assert len(shown) > 10
+    assert max(map(len, shown)) <= COLUMNS
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

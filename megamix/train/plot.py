@@ -33,7 +33,7 @@ _CURVES = {
 # Which of LayerPrecision's numbers are drawn, their titles, units, and by what the numbers are multiplied.
 _MAPS = {
     "unscaled_below_share": ("gradient below 2^-24 without a loss scale", "% of the layer's elements", 100.0),
-    "headroom": ("headroom: from max abs to 65504, loss scale included", "octaves", 1.0),
+    "headroom": ("headroom from max abs to 65504, loss scale included", "octaves", 1.0),
     "hidden_update_share": ("updates of the master that the half copy does not show", "% of updated elements", 100.0),
 }
 
@@ -103,6 +103,7 @@ def compared(runs: Mapping[str, RunHistory]) -> Figure:
         axes.set(title=title, ylabel=unit)
         axes.grid(alpha=0.3)
     panels[0, 0].legend()
+    panels[1, 1].set_ylim(bottom=0)  # what is noise looks like noise
     for axes in panels[1]:
         axes.set_xlabel("step")
     return figure
