@@ -35,6 +35,7 @@ engine = megamix.ShardedEngine(
     megamix.Precision(torch.bfloat16, grad_dtype=torch.float32),
     clip_grad=1.0,
     grad_accum_steps=ACCUM,
+    compile_update=False,  # torch's AdamW kernel, to compare; leave it out afterwards
 )
 
 for step in range(STEPS):

@@ -43,6 +43,7 @@ engine = megamix.ShardedEngine(
     megamix.Precision(torch.bfloat16, reduce_dtype="half_fp32_sum"),
     megamix.Sharding(units=[*model.blocks]),
     clip_grad=4.0,
+    compile_update=False,  # torch's AdamW kernel, to compare; leave it out afterwards
 )
 
 for step in range(STEPS):
