@@ -52,8 +52,9 @@ for step in range(STEPS):
 model.eval()
 images, labels = batch(1_000_000)
 with torch.no_grad():
-    print(f"held-out loss {F.cross_entropy(model(images.bfloat16()).float(), labels).item()}")
+    held_out = F.cross_entropy(model(images.bfloat16()).float(), labels)
 weights = engine.full_weights()
 if rank == 0:
+    print(f"held-out loss {held_out.item()}")
     torch.save(weights, "classifier.pt")
 dist.destroy_process_group()

@@ -62,7 +62,8 @@ for step in range(STEPS):
 model.eval()
 images, labels = batch(1_000_000)
 with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-    print(f"held-out loss {F.cross_entropy(model(images).float(), labels).item()}")
+    held_out = F.cross_entropy(model(images).float(), labels)
 if rank == 0:
+    print(f"held-out loss {held_out.item()}")
     torch.save(model.state_dict(), "classifier.pt")
 dist.destroy_process_group()
