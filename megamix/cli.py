@@ -78,7 +78,7 @@ def _parser() -> Parser:
     _add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
-    plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (what this machine has)")
+    plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
 
     verify_help = "does a layout of ranks train as one rank does? exit status 1 if not"
@@ -213,16 +213,20 @@ def _plan(arguments: argparse.Namespace) -> None:
     from megamix.plan.command import plan_lines
 
     for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
-        print(line)
+        print(line, flush=True)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     _check_plugins(arguments, config)
-    from megamix.verify.command import verify_lines
+    from megamix.verify.layouts import at_own_size, parse_layouts
+
+    config = at_own_size(config, arguments.overrides)
+    layouts = parse_layouts(config, arguments.layouts.split(","))
+    from megamix.verify.command import verify_lines  # and torch, which takes seconds
 
     failed: list[str] = []
-    for line in verify_lines(config, arguments.layouts.split(","), failed):
+    for line in verify_lines(config, layouts, failed):
         print(line, flush=True)
     return 1 if failed else 0
 

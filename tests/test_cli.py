@@ -151,6 +151,7 @@ def test_wrong_input_is_answered_before_torch_is_imported() -> None:
         *("export nowhere --to hf out", "import nowhere --output out", "prepare --input nowhere --output out"),
         *("checkpoint ls nowhere", "checkpoint verify nowhere", "checkpoint diff configs nowhere"),
         *("checkpoint export nowhere --to dcp out", "export configs --to hf out --shard-gb 0"),
+        *("plan configs/quickstart.toml --memory lots", "verify configs/quickstart.toml --layouts xp4"),
     ]
     code = (
         "import sys; from megamix.cli import main; "

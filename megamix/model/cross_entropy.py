@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from megamix import tuned
 from megamix.data.loader import IGNORE
-from megamix.model.wide import apply, row_slices
+from megamix.model import wide
+from megamix.model.wide import apply
 
 # Slopes lie in [-1, 1], those of rare tokens near 1 / vocab_size, where FP16 has few digits left. An exact power of two
 # that still fits, 2**15 < 65504, and that is divided out again in FP32.
@@ -80,11 +81,11 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
     chunk = tuned.LOSS_CHUNK[hidden.device.type != "cpu"]
-    return row_slices(len(hidden), vocab_size, max(chunk, tuned.LOSS_ROWS * vocab_size))
+    return wide.row_slices(len(hidden), vocab_size, max(chunk, tuned.LOSS_ROWS * vocab_size))
 
 
 def _parts(x: Tensor) -> Iterator[slice]:
-    return row_slices(len(x), x.shape[1], tuned.LOSS_PART[x.device.type != "cpu"])
+    return wide.row_slices(len(x), x.shape[1], tuned.LOSS_PART[x.device.type != "cpu"])
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

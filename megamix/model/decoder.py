@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         self.norm = self.last_norm()
         self.head = Linear(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
         self.slopes, self.is_compiled = slopes, config.compile
-        self.rules = param_rules(self)  # of the whole model: a pipeline's rank takes parts out
+        self.rules = param_rules(self)
         self.reset_parameters()
         if config.compile:
             # Never the whole model: its gradients would all become ready at the very end of backward.
@@ -142,6 +142,15 @@ class Decoder(nn.Module):
         except (RuntimeError, OverflowError, TypeError) as error:
             raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
         model.blocks = nn.ModuleList(model.blocks[kinds.index(layer)] for layer in alike)
+        return model
+
+    @classmethod
+    def part(cls, config: DecoderConfig, layers: Sequence[int]) -> Self:
+        """Return the whole model with these layers' blocks alone, ascending: a rank's few are not built with all."""
+        model = cls(config, like=layers)
+        blocks = dict(zip(layers, model.blocks, strict=True))
+        model.blocks = nn.ModuleList(blocks.get(layer, nn.Module()) for layer in range(config.num_layers))
+        model.config, model.rules = config, param_rules(model)
         return model
 
     @classmethod

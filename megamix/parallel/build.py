@@ -55,11 +55,12 @@ def outline(
     config: DecoderConfig, topology: Topology, stages: Sequence[StagePlan] = (), *, sequence_parallel: bool
 ) -> tuple[Decoder, dict[str, Placement]]:
     """Build it without memory, on the meta device, its layers undivided. `topology`: of any rank, connected or not."""
+    layers = sorted(layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers)
     with torch.device("meta"):
-        model = family_of(config)(config)
+        model = family_of(config).part(config, layers or range(config.num_layers))
     placements = place_params(model, topology, sequence_parallel=sequence_parallel)
     if stages:
-        keep_layers(model, {layer for plan in stages if plan.rank == topology.pp.rank for layer in plan.layers})
+        keep_layers(model, layers)
         if config.tie_embeddings and stages[0].rank != stages[-1].rank:
             placements[EMBEDDING_WEIGHT] = replace(placements[EMBEDDING_WEIGHT], owners=topology.ends)
     take_blocks(model, topology.tp.size)

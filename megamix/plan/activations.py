@@ -14,24 +14,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megamix.comm.collectives import ShapesAlone
 from megamix.comm.topology import Topology
 from megamix.config import DecoderConfig
 from megamix.live_storage import LiveStorage
-from megamix.model.context import Documents
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
-from megamix.model.wide import apply
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import Stage
 from megamix.parallel.tensor_parallel import divide_layers, take_blocks
+from megamix.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices
 
 Machine = Literal["cpu", "gpu"]
 
@@ -129,7 +127,7 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
         from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
 
         without_memory = FakeTensorMode()  # they say that they lie there, as the model's own operations ask
-    with without_memory:
+    with without_memory, few_slices():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # the ends are those of other blocks
         place(model, work.dtype, device)
         kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()
@@ -230,66 +228,3 @@ def place(part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-
-
-class GpuShapes(Ops):
-    """The fused kernels that torch calls on a GPU, as far as memory goes: what they keep and what scratch they take.
-
-    On the meta device torch would take these operations apart. What it keeps of the others is the same anywhere.
-    """
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
-        if query.dtype == torch.float32:  # as Ops does
-            group = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32.
-        return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
-
-
-class CompiledGpuShapes(GpuShapes):
-    """What torch.compile fuses as well: elementwise operations keep their inputs and nothing in between."""
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return apply(_Kernel, (0,), 0, gate, up)
-
-    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
-        return apply(_Kernel, (0,), 0, x)
-
-    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return apply(_Turned, x)
-
-
-class _Turned(torch.autograd.Function):
-    """Rotary positions in one kernel: the way back needs the tables alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.empty_like(grad)
-
-
-class _Kernel(torch.autograd.Function):
-    """A fused kernel: keeps inputs, output and an FP32 statistic, makes a gradient like each input."""
-
-    @staticmethod
-    def forward(ctx: Any, statistic: tuple[int, ...], scratch_bytes: int, *inputs: Tensor) -> Tensor:
-        out = torch.empty_like(inputs[0])
-        kept = out if len(inputs) == 3 else None  # attention's backward reads its output, a norm's does not
-        ctx.save_for_backward(*inputs, inputs[0].new_empty(statistic, dtype=torch.float32), kept)
-        ctx.num_inputs, ctx.scratch_bytes = len(inputs), scratch_bytes
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors[: ctx.num_inputs]
-        scratch = grad.new_empty(ctx.scratch_bytes, dtype=torch.uint8)
-        grads = tuple(torch.empty_like(x) for x in inputs)
-        del scratch
-        return None, None, *grads

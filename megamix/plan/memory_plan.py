@@ -15,6 +15,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.parallel.build import outline
+from megamix.parallel.stages import StagePlan
 from megamix.plan.activations import Activations, Machine, TracedWork, trace_stage
 from megamix.plan.engine_memory import EngineMemory, engine_memory
 from megamix.plan.pipeline_memory import PipelineRank
@@ -67,14 +68,18 @@ def plan_memory(config: Config, dp_size: int, machine: Machine) -> MemoryPlan:
 
     Raises: ValueError if the global batch does not divide.
     """
-    plans = (plan_rank(config, dp_size, pp_rank, machine) for pp_rank in range(config.parallelism.pp_size))
+    stages = plan_pipeline(config)
+    plans = (plan_rank(config, dp_size, pp_rank, machine, stages) for pp_rank in range(config.parallelism.pp_size))
     return max(plans, key=lambda plan: plan.peak)
 
 
-def plan_rank(config: Config, dp_size: int, pp_rank: int, machine: Machine) -> MemoryPlan:
-    """Plan this one of a pipeline's ranks; see `plan_memory`."""
+def plan_rank(
+    config: Config, dp_size: int, pp_rank: int, machine: Machine, stages: list[StagePlan] | None = None
+) -> MemoryPlan:
+    """Plan this one of a pipeline's ranks; see `plan_memory`. `stages`: of all ranks, where they are known."""
     section = config.parallelism
-    part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine)
+    stages = plan_pipeline(config) if stages is None else stages
+    part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
     activations = _activations(part)
     evaluates = config.data.valid is not None or config.data.split is not None
     if part.pipeline is not None and evaluates:
@@ -106,7 +111,7 @@ def held_memory(config: Config, dp_size: int, rank: int, machine: Machine) -> tu
     """Return `held` and `host` of one rank of any mesh, before an evaluation; forward and backward are not looked at.
     Nothing is asked of other ranks: one alone may call it while they train.
     """
-    part = _plan_part(config, dp_size, rank, machine, own_states=True)
+    part = _plan_part(config, dp_size, rank, machine, plan_pipeline(config), own_states=True)
     return part.held, _host(config, part)
 
 
@@ -121,10 +126,11 @@ class _RankPart(NamedTuple):
     pipeline: PipelineRank | None
 
 
-def _plan_part(config: Config, dp_size: int, rank: int, machine: Machine, *, own_states: bool = False) -> _RankPart:
+def _plan_part(
+    config: Config, dp_size: int, rank: int, machine: Machine, stages: list[StagePlan], *, own_states: bool = False
+) -> _RankPart:
     section, training = config.parallelism, config.training
     topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
-    stages = plan_pipeline(config)
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)

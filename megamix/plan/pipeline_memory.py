@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 
 from megamix.parallel.stages import StagePlan
@@ -15,6 +16,27 @@ from megamix.plan.activations import Activations, TracedWork, trace_stage
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 _ACTIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+@cache  # one schedule has those of all ranks
+def timetables(schedule: str, stage_ranks: tuple[int, ...], micro_batches: int) -> list[list[tuple[str, int]]]:
+    """Return (pass, stage) of each rank in the order in which it runs them in a step, as torch's own schedule has it.
+    `stage_ranks`: which rank has each stage.
+    """
+    # torch's pipelines import the compiler: 2 s that no job without a pipeline waits for.
+    from megamix.parallel.pipeline_parallel import SCHEDULES
+
+    num_stages, ranks = len(stage_ranks), 1 + max(stage_ranks)
+    own = [
+        # All that the constructor of a schedule asks of a stage.
+        SimpleNamespace(stage_index=index, num_stages=num_stages, group_size=ranks, group_rank=0, submod=None)
+        for index in range(num_stages)
+        if stage_ranks[index] == 0
+    ]
+    built = SCHEDULES[schedule](own[0] if schedule == "1f1b" else own, micro_batches)
+    orders = [[action for action in built.pipeline_order[rank] if action is not None] for rank in range(ranks)]
+    passes = [[(str(action.computation_type.value), action.stage_index) for action in order] for order in orders]
+    return [[(kind, stage) for kind, stage in order if kind in _ACTIONS] for order in passes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +50,8 @@ class PipelineRank:
     micro_batches: int  # of a step
 
     def timetable(self) -> list[tuple[str, int]]:
-        """(pass, stage) in the order in which the rank runs them in a step, as torch's own schedule has it."""
-        # torch's pipelines import the compiler: 2 s that no job without a pipeline waits for.
-        from megamix.parallel.pipeline_parallel import SCHEDULES
-
-        num_stages, ranks = len(self.stages), 1 + max(plan.rank for plan in self.stages)
-        own = [
-            # All that the constructor of a schedule asks of a stage.
-            SimpleNamespace(
-                stage_index=index, num_stages=num_stages, group_size=ranks, group_rank=self.pp_rank, submod=None
-            )
-            for index in self._own()
-        ]
-        schedule = SCHEDULES[self.schedule](own[0] if self.schedule == "1f1b" else own, self.micro_batches)
-        actions = [action for action in schedule.pipeline_order[self.pp_rank] if action is not None]
-        passes = [(str(action.computation_type.value), action.stage_index) for action in actions]
-        return [(kind, stage) for kind, stage in passes if kind in _ACTIONS]
+        """(pass, stage) in the order in which the rank runs them in a step."""
+        return timetables(self.schedule, tuple(plan.rank for plan in self.stages), self.micro_batches)[self.pp_rank]
 
     def held_buffers(self) -> int:
         """Return the bytes that torch keeps from step to step: for each micro-batch what arrives at each stage, and the

@@ -1,8 +1,9 @@
 """Does a layout train as one rank would? A few steps on real ranks, each judged against the same step in FP64.
 
+layouts      their names and the settings they mean; the size at which they are verified
 observe      on every rank of a layout: take steps and write down all that can be compared; the ranks' pieces become
              whole parameters, gradients and states by name
 reference    the same step on one rank: in FP64, and in the layout's own precision to know its rounding
 judge        every comparison, each within a bound that is derived beside it
-command      the verb `verify`: the names of layouts and the settings they mean, and a table
+command      the verb `verify`: ranks for each layout, and a table
 """

@@ -24,7 +24,7 @@ from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.verify.command import parse_layout
+from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import batches
 from tests.conftest import FULL
 from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from megamix import tuned
 from megamix.config import ModelConfig
 from megamix.live_storage import LiveStorage
+from megamix.model import cross_entropy
 from megamix.model.transformer import Transformer
-from megamix.plan.activations import GpuShapes, TracedWork, trace_stage
+from megamix.plan.activations import TracedWork, trace_stage
+from megamix.plan.stand_ins import GpuShapes
 from tests.model.kept_bytes import kept_bytes_per_token
 
 SMALL = {"vocab_size": 300, "seq_len": 40, "hidden_size": 48, "num_heads": 4}
@@ -44,6 +47,27 @@ def test_traced_is_counted(variant: str, dtype: torch.dtype) -> None:
     model = ModelConfig(**{**SMALL, **VARIANTS[variant], "num_layers": 4})
     traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(4))
     assert (traced.kept, traced.forward, traced.backward) == _counted(Transformer(model).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_of_many_slices_of_the_loss_three_are_run_and_count_for_all(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    sizes = {"LOSS_ROWS": 4, "LOSS_CHUNK": (4, 4), "LOSS_PART": (600, 600)}  # 30 chunks of 2 parts each
+    for name, size in sizes.items():
+        monkeypatch.setattr(tuned, name, size)
+    model = ModelConfig(**SMALL | {"vocab_size": 299, "num_layers": 2})
+    counted = _counted(Transformer(model).to(dtype))
+    chunks, add_product = [], cross_entropy._add_product
+
+    def spy(*args: torch.Tensor) -> None:
+        chunks.append(args[1].shape)
+        add_product(*args)
+
+    monkeypatch.setattr(cross_entropy, "_add_product", spy)
+    traced = trace_stage(TracedWork(model=model, batch=BATCH, dtype=dtype, machine="cpu"), range(2))
+    assert (traced.kept, traced.forward, traced.backward) == counted
+    assert len(chunks) == 2 * 3  # with one block and with two
 
 
 def test_on_a_gpu_attention_and_norm_add_their_output_and_one_number_a_row() -> None:

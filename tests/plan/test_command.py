@@ -2,13 +2,17 @@
 without ranks.
 """
 
+import itertools
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megamix.cli import main
 from megamix.config import ConfigError, load_config
+from megamix.plan import command
 from megamix.plan.command import plan_lines
 from megamix.plan.memory_plan import amount
 
@@ -37,14 +41,14 @@ def test_an_8b_model_on_64_gpus_by_hand() -> None:
 
 def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
-    lines = plan_lines(config, 8, "1.5GiB", "gpu", False)
+    lines = [*plan_lines(config, 8, "1.5GiB", "gpu", False)]
     start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
     advice = dict(line.strip().split(": ") for line in lines[start + 1 :])
     (smaller,) = (change for change in advice if change.startswith("training.micro_batch_size"))
     assert ", fits, " in advice[smaller]
     assert any(change.startswith('model.recompute = "full" and') and ", fits, " in advice[change] for change in advice)
     changed = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4", smaller.replace(" ", "")])
-    assert plan_lines(changed, 8, "1.5GiB", "gpu", False)[-1].startswith("fits: ")
+    assert [*plan_lines(changed, 8, "1.5GiB", "gpu", False)][-1].startswith("fits: ")
 
 
 def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits() -> None:
@@ -56,7 +60,7 @@ def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits
         "parallelism.tp_size = 4", "parallelism.pp_size = 8", "parallelism.tp_size = 8 and pp_size = 2",
     ]  # fmt: skip
     overrides = ["parallelism.tp_size=8", "parallelism.pp_size=2"]
-    cut_lines = plan_lines(load_config(path, overrides), world, "80GiB", "gpu", False)
+    cut_lines = [*plan_lines(load_config(path, overrides), world, "80GiB", "gpu", False)]
     assert cut_lines[0].startswith("1024 rank(s) (pp 2 x dp 64 x tp 8), each on a GPU: ")
     assert cut_lines[0].endswith("which need the most")
     assert cut_lines[-1].startswith("fits: ")
@@ -64,7 +68,7 @@ def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits
 
 def test_where_no_change_is_enough_that_is_said() -> None:
     config = load_config(CONFIGS / "llama3.1-70b.toml", ["parallelism.tp_size=1", "parallelism.pp_size=1"])
-    last = plan_lines(config, 1, "80GiB", "gpu", False)[-1]
+    *_, last = plan_lines(config, 1, "80GiB", "gpu", False)
     assert "the model must be cut into more parts" in last
 
 
@@ -84,9 +88,34 @@ def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--memory: got 'lots', must be a number and a unit; write --memory 80GiB" in said
     for world in (32_768, 0, -1):
         with pytest.raises(ConfigError, match=rf"plan: 1 problem\n  --world: got {world}, must be from 1 to 16384"):
-            plan_lines(load_config(path, ["parallelism.dp_size=1"]), world, None, "cpu", False)
+            next(plan_lines(load_config(path, ["parallelism.dp_size=1"]), world, None, "cpu", False))
 
 
 @pytest.mark.parametrize(("size", "want"), [(2**30, "1.00 GiB"), (3 * 2**20 // 2, "1.50 MiB"), (0, "0.00 MiB")])
 def test_amounts(size: int, want: str) -> None:
     assert amount(size) == want
+
+
+def test_gpus_are_assumed_and_that_is_said() -> None:
+    config = load_config(CONFIGS / "quickstart.toml")
+    said, table = itertools.islice(plan_lines(config, 2, None, None, False), 2)
+    assert said == "GPUs are assumed: --device cpu plans for CPUs"
+    assert table.startswith("2 rank(s), each on a GPU: ")
+    (text,) = plan_lines(config, 2, None, None, True)
+    assert json.loads(text)["machine"] == "gpu"
+
+
+class TimeIsUp:
+    """A timer that has waited long enough when it starts."""
+
+    def __init__(self, seconds: float, function: Callable[..., None], args: Sequence[object]) -> None:
+        assert seconds == command.PATIENCE_S
+        self.start, self.cancel = partial(function, *args), lambda: None
+
+
+def test_whoever_waits_is_told_what_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "Timer", TimeIsUp)
+    assert main(["plan", str(CONFIGS / "quickstart.toml"), "--world", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "megamix plan: counting 2 rank(s); large models take seconds\n"
+    assert json.loads(said.out)["dp_size"] == 2

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from megamix.comm.topology import Topology
-from megamix.config import Config, config_from_dict, grad_accum_steps
+from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_steps
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
-from megamix.plan.memory_plan import EVALUATION, plan_rank
+from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.plan.memory_plan import EVALUATION, held_memory, plan_rank
 from megamix.train.build import build_engine, build_passes, plan_pipeline
-from megamix.verify.command import parse_layout
+from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
 
 BASE = {
@@ -171,3 +173,19 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
 def test_a_pipeline_that_evaluates_holds_the_buffers_for_it(data: dict, there: bool) -> None:
     config = parse_layout("pp2").apply(_config(data=data), 4)
     assert (EVALUATION in plan_rank(config, 1, 0, "cpu").held) == there
+
+
+def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, scheduled, block, schedule = [], [], Transformer.block, SCHEDULES["1f1b"]
+
+    def spy(model: Transformer, config: ModelConfig, layer: int) -> Block:
+        built.append(layer)
+        return block(model, config, layer)
+
+    monkeypatch.setattr(Transformer, "block", spy)
+    monkeypatch.setitem(SCHEDULES, "1f1b", lambda *args: scheduled.append(args) or schedule(*args))
+    config = parse_layout("pp4").apply(_config(model={"num_layers": 9}), 7)
+    for rank in range(4):
+        held_memory(config, 1, rank, "cpu")
+    assert sorted(filter(None, built)) == [*range(1, 9)]  # the first one is looked at for what blocks cost
+    assert len(scheduled) == 1

@@ -17,7 +17,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
 from megamix.parallel import build
-from megamix.verify.command import parse_layout
+from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep, observe
 
 FAMILIES = {

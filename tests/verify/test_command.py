@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from megamix.cli import main
+from megamix.config import Config
 from megamix.ranks import RankFailure
 from megamix.verify import command
 from megamix.verify.judge import Difference, Verdict
@@ -20,7 +21,10 @@ SMALL = [
 
 def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
-    head, row, _ = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr()
+    assert said.err == "megamix verify: dp2 on 2 rank(s)\n"
+    size, head, row, _ = said.out.splitlines()
+    assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
     assert head.split() == ["layout", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
     assert row.split()[:3] == ["dp2", "4", "1"]
     assert row.split()[-1] == "passes"
@@ -37,6 +41,30 @@ def test_a_difference_is_named_and_is_exit_status_1(
     assert "differs" in out
     assert "first: attempt 0: gradient of norm.weight is off by 0.5, bound 0.016" in out
     assert "and 1 more: gradient of head.weight" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "want"),
+    [
+        ([], (2, 24)),
+        (["model.seq_len = 64"], (2, 64)),
+        (["training.micro_batch_size=8", "model.seq_len=256"], (8, 256)),
+    ],
+)
+def test_the_size_is_small_unless_an_override_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], overrides: list[str], want: tuple[int, int]
+) -> None:
+    seen = []
+
+    def verify_layout(config: Config, *_: object) -> Verdict:
+        seen.append((config.training.micro_batch_size, config.model.seq_len))
+        return Verdict(attempts=4)
+
+    monkeypatch.setattr(command, "verify_layout", verify_layout)
+    assert main(["verify", CONFIG, *overrides, "--layouts", "dp2,tp2"]) == 0
+    assert seen == [want, want]
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == f"at training.micro_batch_size={want[0]} model.seq_len={want[1]} (overrides take another size)"
 
 
 def test_wrong_layouts_are_named_before_any_rank_is_started(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +85,7 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
     monkeypatch.setattr(command, "RankPool", lambda *_, **__: mock.Mock())
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
-    assert said.err == ""
-    assert said.out.splitlines()[1:5] == [
+    assert said.err == "megamix verify: dp2 on 2 rank(s)\nmegamix verify: dp1 on 1 rank(s)\n"
+    assert said.out.splitlines()[2:6] == [
         line for name in ("dp2", "dp1") for line in (f"{name}           fails", "rank 1: ValueError: no such thing")
     ]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megamix.config import Config
-from megamix.verify.command import parse_layout
 from megamix.verify.judge import judge
+from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep
 from tests.conftest import FULL
 from tests.verify.covering import Run, covering_runs, whole_matrix

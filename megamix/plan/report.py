@@ -1,0 +1,89 @@
+"""What `plan` prints: a table of what a rank will hold, whether it fits, and what to change if it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import torch
+
+from megamix.comm.topology import Topology
+from megamix.config import Config
+from megamix.plan.activations import Machine
+from megamix.plan.advice import Advice, advise
+from megamix.plan.memory_plan import MemoryPlan, amount, plan_memory
+
+# Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
+RESERVED = 2 * 2**30
+
+
+def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:
+    """Yield what to print. `limit`: bytes that tensors may take; None: what this machine's GPU has, if it has one."""
+    if limit is None and machine == "gpu" and torch.cuda.is_available():  # pragma: CUDA only
+        limit = torch.cuda.get_device_properties(0).total_memory - RESERVED
+    plan = plan_memory(config, dp_size, machine)
+    if not as_json:
+        yield from _table(plan)  # before the changes, which take longer to count
+    advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
+    yield from [json.dumps(_record(plan, limit, advice), indent=2)] if as_json else _verdict(plan, limit, advice)
+
+
+def _record(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> dict[str, object]:
+    fits = None if limit is None else plan.peak <= limit
+    return {
+        **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
+        "memory": limit, "fits": fits, "advice": [dataclasses.asdict(one) for one in advice],
+    }  # fmt: skip
+
+
+def _table(plan: MemoryPlan) -> Iterator[str]:
+    kind = "a GPU" if plan.machine == "gpu" else "a CPU"
+    mesh = Topology.place(0, pp_size=plan.pp_size, dp_size=plan.dp_size, tp_size=plan.tp_size)
+    of_stage = f"; those of pp rank {plan.pp_rank}, which need the most" if plan.pp_size > 1 else ""
+    yield (
+        f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
+        f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"
+    )
+    yield from _rows("held between steps", plan.held, plan.resident)
+    yield from _rows("beside it in forward and backward", plan.in_step, sum(plan.in_step.values()))
+    yield "the most at once"
+    for phase, size in plan.phases.items():
+        yield _row(phase, size) + (" <- peak" if phase == plan.peak_phase else "")
+    beside = "beside it in the same memory" if plan.machine == "cpu" else "on the host"
+    yield from _rows(beside, plan.host, sum(plan.host.values()))
+
+
+def _rows(title: str, sizes: dict[str, int], total: int) -> Iterator[str]:
+    yield title
+    yield from (_row(name, size) for name, size in sizes.items() if size)
+    yield _row("in all", total)
+
+
+def _row(name: str, size: int) -> str:
+    return f"  {name:<36} {amount(size):>12}"
+
+
+def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Iterator[str]:
+    if limit is None:
+        return
+    if plan.peak <= limit:
+        yield f"fits: {amount(limit - plan.peak)} of {amount(limit)} are left at the peak"
+        return
+    yield f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}"
+    for one in advice:
+        left = limit - one.peak
+        verdict = f"fits, {amount(left)} left" if left >= 0 else f"{amount(-left)} too much"
+        yield f"  {one.change}: {amount(one.peak)}, {verdict}"
+    if all(one.peak > limit for one in advice):
+        yield f"  none of these is enough: {_what_else(plan, limit)}"
+
+
+def _what_else(plan: MemoryPlan, limit: int) -> str:
+    whole = plan.held["half parameters"] + plan.held["half gradients"]
+    if whole > limit:
+        return (
+            f"half parameters and gradients, {amount(whole)}, are on every data-parallel rank; the model must be cut "
+            "into more parts (parallelism.tp_size, pp_size, and ranks for them) or be smaller"
+        )
+    return "a smaller model, or a shorter model.seq_len"

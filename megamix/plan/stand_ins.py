@@ -1,0 +1,97 @@
+"""What stands for a model's own operations where memory alone is of interest: kernels of a GPU, few slices for many."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megamix.model import wide
+from megamix.model.context import Documents
+from megamix.model.ops import Ops
+from megamix.model.wide import apply
+
+
+@contextlib.contextmanager
+def few_slices() -> Iterator[None]:
+    """Let loops over slices take the first two and the last alone: those between hold what the second one does, and
+    nobody reads what they write. On a CPU the loss of 8,192 tokens has 60,000.
+    """
+    all_slices = wide.row_slices
+
+    def few(num_rows: int, row_size: int, max_elements: int = wide.MAX_WIDE_ELEMENTS) -> Iterator[slice]:
+        slices = [*all_slices(num_rows, row_size, max_elements)]
+        return iter(slices[:2] + slices[2:][-1:])
+
+    wide.row_slices = few
+    try:
+        yield
+    finally:
+        wide.row_slices = all_slices
+
+
+class GpuShapes(Ops):
+    """The fused kernels that torch calls on a GPU, as far as memory goes: what they keep and what scratch they take.
+
+    On the meta device torch would take these operations apart. What it keeps of the others is the same anywhere.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return apply(_Kernel, x.shape[:-1], 0, x, weight)  # keeps 1 / rms of each row
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
+        if query.dtype == torch.float32:  # as Ops does
+            group = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32.
+        return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
+
+
+class CompiledGpuShapes(GpuShapes):
+    """What torch.compile fuses as well: elementwise operations keep their inputs and nothing in between."""
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return apply(_Kernel, (0,), 0, gate, up)
+
+    def gelu(self, x: Tensor, approximate: str = "none") -> Tensor:
+        return apply(_Kernel, (0,), 0, x)
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply(_Turned, x)
+
+
+class _Turned(torch.autograd.Function):
+    """Rotary positions in one kernel: the way back needs the tables alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.empty_like(grad)
+
+
+class _Kernel(torch.autograd.Function):
+    """A fused kernel: keeps inputs, output and an FP32 statistic, makes a gradient like each input."""
+
+    @staticmethod
+    def forward(ctx: Any, statistic: tuple[int, ...], scratch_bytes: int, *inputs: Tensor) -> Tensor:
+        out = torch.empty_like(inputs[0])
+        kept = out if len(inputs) == 3 else None  # attention's backward reads its output, a norm's does not
+        ctx.save_for_backward(*inputs, inputs[0].new_empty(statistic, dtype=torch.float32), kept)
+        ctx.num_inputs, ctx.scratch_bytes = len(inputs), scratch_bytes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: ctx.num_inputs]
+        scratch = grad.new_empty(ctx.scratch_bytes, dtype=torch.uint8)
+        grads = tuple(torch.empty_like(x) for x in inputs)
+        del scratch
+        return None, None, *grads

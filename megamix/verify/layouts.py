@@ -1,0 +1,87 @@
+"""The names of layouts, the settings they mean, and the size at which they are verified. Imports no torch, so that a
+wrong name is told at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megamix.config import Config, ConfigError, check_world_size
+from megamix.config.checks import check_config
+
+_AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
+ACCUMULATION = 2  # so that micro-batches are summed and divided by as well
+# Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
+SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ranks there are along each axis."""
+
+    name: str
+    sizes: tuple[tuple[str, int], ...]  # (axis, ranks), in the order of the name
+    sequence_parallel: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(size for _, size in self.sizes)
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    def apply(self, config: Config, accumulation: int | None = None) -> Config:
+        """Return the same training on this layout: `accumulation` micro-batches a step for each data-parallel rank,
+        None for as many as `verify` takes.
+        """
+        if accumulation is None:
+            accumulation = ACCUMULATION * self.size("pp")  # every schedule takes twice its stages
+        settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
+        batch = config.training.micro_batch_size * self.size("dp") * accumulation
+        parallelism = config.parallelism.model_copy(update=settings | {"sequence_parallel": self.sequence_parallel})
+        training = config.training.model_copy(update={"global_batch_size": batch})
+        return config.model_copy(update={"parallelism": parallelism, "training": training})
+
+
+def parse_layout(name: str) -> Layout:
+    """Return the layout of that name. Raises: ValueError for a name that is none."""
+    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", name):
+        raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
+    sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", name))
+    if len({axis for axis, _ in sizes}) < len(sizes):
+        raise ValueError(f"--layouts: got {name}, which names an axis twice; write each one once")
+    layout = Layout(name, sizes, name.endswith("sp"))
+    if layout.sequence_parallel and layout.size("tp") == 1:
+        raise ValueError(f"--layouts: got {name}, but sequence parallel needs tp; write {name[:-2]}tp2sp")
+    return layout
+
+
+def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
+    """Return the layouts of these names. Raises: ConfigError for those that cannot be, or not of this model."""
+    problems, layouts = [], []
+    for name in names:
+        try:
+            layouts.append(layout := parse_layout(name))
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            here = layout.apply(config)
+            found = dict.fromkeys([*check_config(here), *check_world_size(here, layout.world_size)])
+            problems += [f"{name}: {problem}" for problem in found]
+    if problems:
+        raise ConfigError(problems, "verify")
+    return layouts
+
+
+def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
+    """Return it with short sequences and small micro-batches, where no override says otherwise."""
+    given = {text.partition("=")[0].strip() for text in overrides}
+    model, training = config.model, config.training
+    if "model.seq_len" not in given:
+        model = model.model_copy(update={"seq_len": min(SEQ_LEN, model.seq_len)})
+    if "training.micro_batch_size" not in given:
+        training = training.model_copy(update={"micro_batch_size": MICRO_BATCH_SIZE})
+    return config.model_copy(update={"model": model, "training": training})
