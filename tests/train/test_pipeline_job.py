@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megamix.train.metrics import TAGS
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
 LAYOUT = {"pp_size": 2, "pp_schedule": "interleaved_1f1b"}
@@ -32,7 +33,8 @@ def _job(folder: Path, tokens: Path, **overrides: Any):
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [{tag: value for tag, value in row.items() if tag != TAGS["time"]} for row in rows]
 
 
 def _values(folder: Path, *tags: str) -> list[Any]:
