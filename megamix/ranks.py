@@ -31,6 +31,8 @@ from megamix.supervise.rendezvous import keep_to_loopback
 T = TypeVar("T")
 
 DEADLINE_S = 120.0
+# What a rank inherits. An engine's construction imports torch._dynamo: 1 s and more in each that does not.
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"]
 _GRACE_S = 1.0  # for the other ranks to answer once one has failed: they may wait for it in a collective
 
 
@@ -39,8 +41,7 @@ def forkserver() -> ForkServerContext:
     imports torch anew for each.
     """
     context = multiprocessing.get_context("forkserver")
-    # An engine's construction imports torch._dynamo: 1 s and more in each rank that does not inherit it.
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "megamix.train.job"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

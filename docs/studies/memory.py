@@ -6,7 +6,6 @@ of linear layers sees one sample. Between steps nothing but the state is alive; 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.live_storage import LiveStorage
+from megamix.ranks import forkserver
 from megamix.supervise.rendezvous import keep_to_loopback
 
 WIDTH = 256  # a layer is 256 * 256 elements: rows of 64 for 4 ranks, so nothing is padded
@@ -112,9 +112,7 @@ def on_rank(rank: int, ranks: int, store: str, num_layers: int) -> list[Held]:
 
 def on_ranks(ranks: int, num_layers: int) -> list[list[Held]]:
     """By case, in rank order. Each worker takes one rank, since none ends before all have met."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=context) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, mp_context=forkserver()) as pool:
         store = str(Path(folder) / "store")
         tasks = [pool.submit(on_rank, rank, ranks, store, num_layers) for rank in range(ranks)]
         return [list(by_rank) for by_rank in zip(*(task.result() for task in tasks), strict=True)]

@@ -16,10 +16,12 @@ from megamix.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
 from tests.conftest import FULL
+from tests.programs import lines_counted
 
 SAMPLE = 12  # points, where not all are taken
 
 
+@lines_counted(False)  # they would die with the rank
 def _save_step_3(folder: Path, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
     engine = make_engine()
     fill(engine, 3)

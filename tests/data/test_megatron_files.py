@@ -81,6 +81,7 @@ def _fuzzed(pick: random.Random, index: bytes) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.uncounted
 def test_a_fuzzed_index_is_refused_or_read_right_and_never_past_the_end(tmp_path: Path) -> None:
     pick = random.Random(20)
     prefix = tmp_path / "t"

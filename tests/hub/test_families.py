@@ -61,6 +61,7 @@ def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
     return texts
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("family", "number", "shape"),
     [(family, number, shape) for family in FAMILIES for number, shape in enumerate(shapes(family, COUNT))],

@@ -246,6 +246,7 @@ def _mutated(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
     return mutated
 
 
+@pytest.mark.uncounted
 def test_any_config_json_is_refused_in_one_line_or_is_a_model_whose_weights_are_there(folders, tmp_path: Path) -> None:
     rng = random.Random(11)
     loaded = 0

@@ -170,6 +170,7 @@ def whole(tmp_path_factory, data, run_ranks) -> Whole:
     return Whole(end_of(folder), {where: [first[where], second[where]] for where in PLACES})
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("trial", range(TRIALS))
 def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_is_bitwise_the_whole(
     tmp_path, data, run_ranks, whole, trial: int

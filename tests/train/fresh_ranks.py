@@ -20,14 +20,18 @@ from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise import watchdog
 from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
+from tests import conftest
 from tests.conftest import FULL
-from tests.programs import count_lines_on_first_rank
+from tests.programs import stop_counting
 
 
-def _rank_main(rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None) -> None:
+def _rank_main(
+    rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None, counts: bool
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
-    count_lines_on_first_rank(rank)
+    if not counts or rank > 0:  # the first runs the others' lines
+        stop_counting()
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -65,7 +69,10 @@ class FreshRanks:
         # Here, as torchrun has it: a store in a file stays locked when a rank is stopped while it reads.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: list[BaseProcess] = [
-            forkserver().Process(target=_rank_main, args=(rank, size, str(self.folder), self._store.port, at_attempt))
+            forkserver().Process(
+                target=_rank_main,
+                args=(rank, size, str(self.folder), self._store.port, at_attempt, conftest.counts),
+            )
             for rank in range(size)
         ]
         for process in self.processes:

@@ -28,6 +28,7 @@ from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.resume import changes
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
+from tests.programs import lines_counted
 from tests.test_config_unread import listed_before
 from tests.train.jobs import (
     Crash,
@@ -103,7 +104,7 @@ def _run_until(config: Config, victim: int, at_call: int) -> None:
         with counted_calls(die):
             return train(trainer, leave)
 
-    with mock.patch.object(Trainer, "train", train_and_die):
+    with lines_counted(False), mock.patch.object(Trainer, "train", train_and_die):  # they would die with it
         _run(config)
 
 
@@ -148,6 +149,7 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[Path, int, list[At
     return folder, min(calls, elsewhere), applied
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("trial", range(KILLS))
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     tmp_path, data, run_ranks, uninterrupted, trial: int

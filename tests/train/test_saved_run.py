@@ -338,6 +338,7 @@ def _trains_on(checkpoint: Path, data: Path, folder: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.uncounted
 def test_mutants_are_refused_or_train_on(data, run, tmp_path) -> None:
     rng = random.Random(0)
     newest, _ = checkpoints(run / "run/checkpoints")
