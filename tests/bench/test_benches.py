@@ -26,7 +26,7 @@ from megamix.bench.update_bench import (
     update,
 )
 from megamix.cli import main
-from tests.bench.tiny import MODEL, WORK
+from tests.bench.tiny import MODEL, WORK, fork_ranks
 from tests.conftest import FULL
 
 TINY = Settings(work=WORK, rounds=1, ranks=1)
@@ -132,6 +132,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
 ) -> None:
     output = tmp_path / "bench.jsonl"
     if not FULL:
+        fork_ranks(monkeypatch)
         monkeypatch.setattr(update_bench, "_DTYPES", {"fp16": torch.float16})  # each in a process of its own
     command.report([lambda: update(TINY, threads=(1,), calls=1), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]

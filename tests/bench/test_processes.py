@@ -8,7 +8,7 @@ import pytest
 from megamix.bench import ranks as bench_ranks
 from megamix.bench.ranks import start_ranks
 from megamix.ranks import RankFailure
-from tests.bench.tiny import Adder, unbuildable
+from tests.bench.tiny import Adder, fork_ranks, unbuildable
 
 
 def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
@@ -25,7 +25,8 @@ def test_ranks_keep_their_object_between_calls_and_know_each_other() -> None:
             ranks.call(Adder.fail_on_rank, 1)
 
 
-def test_a_rank_that_dies_or_cannot_be_built_is_named() -> None:
+def test_a_rank_that_dies_or_cannot_be_built_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     with pytest.raises(RankFailure, match=r"broken: rank 0: Traceback(.|\n)*LookupError: nothing to build"):
         start_ranks("broken", unbuildable).call(Adder.die)
     with (
@@ -36,6 +37,7 @@ def test_a_rank_that_dies_or_cannot_be_built_is_named() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_ranks(monkeypatch)
     monkeypatch.setattr(bench_ranks, "_DEADLINE_S", 0.0)
     before = set(multiprocessing.active_children())  # pools of other tests
     with pytest.raises(RankFailure, match="slow: rank 0: did not answer in time"):

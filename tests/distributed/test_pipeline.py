@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,6 +22,7 @@ from megamix.checkpoint.snapshot import take_snapshot
 from megamix.checkpoint.together import Together
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.passes import Passes
 from megamix.parallel.pipeline_parallel import SCHEDULES
@@ -55,7 +56,7 @@ def _picks(count: int, pp_size: int = 2) -> list[Case]:
     random.Random(3).shuffle(product)
     covering, seen = [], set()
     for case in product:
-        new = {("schedule", case.schedule), ("dtype", case.dtype, case.grad_dtype, case.schedule[:5])} - seen
+        new = {("schedule", case.schedule), ("dtype", case.dtype, case.grad_dtype)} - seen
         if new | ({("model", case.model, case.rounds)} - seen):
             seen |= new | {("model", case.model, case.rounds)}
             covering.append(case)
@@ -100,13 +101,13 @@ def test_every_schedule_equals_one_process(run_ranks) -> None:
 @pytest.mark.uncounted
 def test_pipelines_side_by_side_equal_data_parallel_ranks(run_ranks) -> None:
     cases = [case for case in _picks(1000) if case.dtype != FP32 or FULL]
-    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 @pytest.mark.uncounted
 def test_four_stages_and_eight_equal_one_process(run_ranks) -> None:
     cases = _picks(1000, pp_size=4)
-    assert run_ranks(_all_differences, 4, cases[: None if FULL else 3], deadline_s=DEADLINE_S) == [[]] * 4
+    assert run_ranks(_all_differences, 4, cases[: None if FULL else 2], deadline_s=DEADLINE_S) == [[]] * 4
 
 
 @pytest.mark.uncounted
@@ -226,44 +227,62 @@ def test_the_sum_of_a_tied_table_begins_when_all_messages_of_a_step_are_out(run_
 # With every other way of dividing a model.
 
 
-def _on_a_full_mesh(cases: list[Case]) -> list[str]:
-    """What is too far from one process that takes all micro-batches."""
+class _Trained(NamedTuple):
+    """Two steps and an evaluation: what a rank knows of them."""
+
+    losses_and_norms: list[float]
+    valid_loss: float
+    weights: dict[str, Any]  # arrays: each tensor would travel in a file of its own
+
+
+def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
     topology = Topology.connect(pp_size=2, tp_size=2)
-    wrong = []
+    trained = []
     for number, case in enumerate(cases):
         engine, pipeline = make_pipeline(case, topology, sequence=number % 2 == 0)
-        torch.manual_seed(5)
-        whole = make_engine(case, Transformer(case.config()), Topology(), copies=2)
+        steps = []
         for step in range(2):
             pipeline.backward(micro_batches(case, step, topology.dp.rank))
-            Passes(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
-            got, want = engine.step(), whole.step()
-            for one, other in ((got.loss, want.loss), (got.grad_norm, want.grad_norm)):
-                if abs(one / other - 1) > 64 * 2.0**-24:
-                    wrong.append(f"{case}, step {step}: {one} instead of {other}")
+            steps.append(engine.step())
         loss, weight = engine.collectives.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
-        evaluated = [Passes(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)]
-        expected = sum(evaluated)
-        if abs(loss / weight - float(expected[0] / expected[1])) > 1e-5:
-            wrong.append(f"{case}: {loss / weight} instead of {expected[0] / expected[1]} in an evaluation")
-        weights, reference = engine.full_weights(), whole.full_weights()
-        # Sums over tensor-parallel ranks, of data-parallel ones and of a tied table are taken in other orders.
-        bound = 64 * 2.0**-24 * max(float(weight.abs().max()) for weight in reference.values())
-        wrong += [
-            f"{case}: {name} is {(weights[name] - weight).abs().max()} off"
-            for name, weight in reference.items()
-            if (weights[name] - weight).abs().max() > bound
-        ]
-    return wrong
+        trained.append(_Trained(_told(steps), loss / weight, _arrays(engine)))
+    return trained
+
+
+def _by_one_process(case: Case) -> _Trained:
+    """It takes the micro-batches of both data-parallel ranks."""
+    torch.manual_seed(5)
+    whole, steps = make_engine(case, Transformer(case.config()), Topology(), copies=2), []
+    for step in range(2):
+        Passes(whole).backward(batch for dp_rank in range(2) for batch in micro_batches(case, step, dp_rank))
+        steps.append(whole.step())
+    loss, weight = sum(Passes(whole).evaluate(batches(case, 9, dp_rank)) for dp_rank in range(2)).tolist()
+    return _Trained(_told(steps), loss / weight, _arrays(whole))
+
+
+def _arrays(engine: ShardedEngine) -> dict[str, Any]:
+    return {name: weight.numpy() for name, weight in engine.full_weights().items()}
+
+
+def _told(steps: list[StepResult]) -> list[float]:
+    return [float(value) for step in steps for value in (step.loss, step.grad_norm)]
 
 
 def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -> None:
-    cases = [
-        Case(tied=True, model="gpt"),
-        Case(schedule="zbv_zero_bubble"),
-        Case(schedule="interleaved_1f1b", tied=True),
-    ]
-    assert run_ranks(_on_a_full_mesh, 8, cases) == [[]] * 8
+    cases = [Case(tied=True, model="gpt"), Case(schedule="zbv_zero_bubble")]
+    cases += [Case(schedule="interleaved_1f1b", tied=True)] if FULL else []
+    by_rank = run_ranks(_on_a_full_mesh, 8, cases)
+    for case, *ranks in zip(cases, *by_rank, strict=True):
+        want = _by_one_process(case)
+        # Sums over tensor-parallel ranks, of data-parallel ones and of a tied table are taken in other orders.
+        bound = 64 * 2.0**-24
+        largest = max(abs(weight).max() for weight in want.weights.values())
+        for got in ranks:
+            assert got.losses_and_norms == pytest.approx(want.losses_and_norms, rel=bound), case
+            assert got.valid_loss == pytest.approx(want.valid_loss, abs=1e-5), case
+            assert got.weights.keys() == want.weights.keys()
+            for name, weight in want.weights.items():
+                assert abs(got.weights[name] - weight).max() <= bound * largest, f"{case}: {name}"
 
 
 # Checkpoints.

@@ -24,6 +24,7 @@ from megamix.ranks import DEADLINE_S
 from megamix.supervise.processes import children_of, process_start
 from tests.conftest import FULL
 from tests.programs import with_settings
+from tests.train.fresh_ranks import FreshRanks
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 
@@ -187,6 +188,21 @@ def _end(job: Job, ranks: dict[int, int]) -> Ended:
     return Ended(exit_statuses, json.loads((job.folder / "run/status.json").read_text()), job.folder)
 
 
+def _started_again(config: Config, nodes: int) -> str:
+    again = _start(config, nodes, by_script=True)
+    said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
+    statuses = [launcher.returncode for launcher in again.launchers]
+    assert statuses == [0] * nodes, (again.folder / "stderr.txt").read_text()
+    return said
+
+
+def _forked_again(config: Config, nodes: int) -> str:
+    """Without the launcher and the import of torch; those end well in test_pretrain.py."""
+    again = FreshRanks(config, 2)
+    assert again.join(DEADLINE_S) == [0, 0], again.said(0)
+    return again.said(0)
+
+
 def _saved(folder: Path) -> int:
     """The update of the newest checkpoint."""
     return read_manifest(checkpoints(folder / "run/checkpoints")[0] / "manifest.json").applied_updates
@@ -229,13 +245,11 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
     assert names == {"checkpoints", "config.toml", "metrics.jsonl", "status.json"}
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("case", ASKED, ids=str)
 def test_the_same_command_goes_on_as_if_nobody_had_asked(ended, tmp_path, data, run_ranks, case: Case) -> None:
     folder = ended[case].folder
-    again = _start(_config(folder, data), case.nodes, by_script=FULL)
-    said = "".join(launcher.communicate(timeout=DEADLINE_S)[0] for launcher in again.launchers)
-    errors = (folder / "stderr.txt").read_text()
-    assert [launcher.returncode for launcher in again.launchers] == [0] * case.nodes, errors
+    said = (_started_again if FULL else _forked_again)(_config(folder, data), case.nodes)
     assert f"after update {ended[case].status['update']}\n" in said
     run_ranks(run_on_ranks, 2, _config(tmp_path / "whole", data))
     assert differences(end_of(folder), end_of(tmp_path / "whole")) == []

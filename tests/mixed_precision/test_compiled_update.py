@@ -1,8 +1,8 @@
 """The compiled update: right within rounding, equal on any cut, one graph, gated, in any number of engines; the
 fallback, agreed on by all ranks.
 
-Each process that compiles pays seconds, so this file compiles AdamW on FP16, and NAG on BF16 and in the velocity
-form on FP32, once each.
+To compile takes seconds: this file compiles AdamW on FP16, and NAG on BF16 and with --full in the velocity form on
+FP32, once each.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, 
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
 from megamix.mixed_precision.settings import Placement
+from tests.conftest import FULL
 
 EPS = 2.0**-23
 KINDS = {
@@ -41,7 +42,7 @@ def _groups(optimizer) -> list[UpdateGroup]:
     return [UpdateGroup(1.0, 0.1, states), UpdateGroup(0.5, 0.0, states)]
 
 
-@pytest.fixture(scope="module", params=KINDS.keys())
+@pytest.fixture(scope="module", params=[*KINDS][: None if FULL else 2])
 def kind(request):
     """(optimizer, dtype, compiled update, compiled statistics)."""
     optimizer, dtype = KINDS[request.param]
@@ -70,6 +71,7 @@ def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -
     return StepScalars(torch.tensor(multiplier), torch.tensor(found_inf), torch.tensor(0.01), update, coefficients)
 
 
+@pytest.mark.uncounted
 def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
     optimizer, dtype, update, _ = kind
     step = _step(optimizer)
@@ -97,6 +99,7 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
         assert torch.equal(ours[2], ours[0].to(dtype))
 
 
+@pytest.mark.uncounted
 def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
     optimizer, dtype, update, _ = kind
     step = _step(optimizer)
@@ -123,6 +126,7 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.uncounted
 def test_compiled_gate_leaves_every_bit(kind) -> None:
     optimizer, dtype, update, _ = kind
     grad, *after = _tensors(optimizer, dtype)
@@ -134,6 +138,7 @@ def test_compiled_gate_leaves_every_bit(kind) -> None:
     assert torch.equal(before[2], after[2])
 
 
+@pytest.mark.uncounted
 def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
     optimizer, dtype, _, stats = kind
     grad = _tensors(optimizer, dtype)[0]
@@ -147,6 +152,7 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
             assert torch.equal(torch.cat([compute(grad[:cut]), compute(grad[cut:])], dim=1), whole)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
     optimizer, dtype, _, stats = kind

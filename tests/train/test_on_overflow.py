@@ -152,7 +152,7 @@ def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path
     assert all(torch.equal(weights[name], want[name]) for name in want)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if FULL else 4))
 def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, data, seed: int) -> None:
     rng = random.Random(seed)
     precision = {
@@ -187,7 +187,7 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
     assert f"  {injected[0]}: {fault} on rank 0, micro-batch" in report
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(20 if FULL else 4))
 def test_a_clean_run_names_nobody(tmp_path, data, seed: int, capsys) -> None:
     config = _job(tmp_path, data, {"loss_scale": {"init_scale": 2.0**6}}, steps=5, seed=seed)
     record = run_recorded(config)

@@ -5,6 +5,7 @@ shows every pair.
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.conftest import FULL
 from tests.verify.covering import Run, covering_runs, whole_matrix
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
 
-MOST_RUNS = 24
+MOST_RUNS = 20
 AT_ONCE = 6  # of more runs, what ranks have seen would fill the memory, and groups that they have made the threads
 LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
@@ -43,6 +44,7 @@ def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
     return [observe_case(config) for config in configs]
 
 
+@cache
 def _runs() -> list[Run]:
     return whole_matrix(AXES, _allowed) if FULL else covering_runs(AXES, _allowed, MOST_RUNS)
 
