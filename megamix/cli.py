@@ -131,7 +131,7 @@ def _add_prepare(prepare: argparse.ArgumentParser) -> None:
     text.add_argument("--corpus", choices=["stdlib", "torch"], default="stdlib", help="sources on this machine")
     text.add_argument(
         "--input", metavar="PATH", nargs="+",
-        help="files or folders instead: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .arrow or a dataset saved by "
+        help="files or folders instead: .jsonl, .json (also .gz, .zst), .parquet, .arrow or a dataset saved by "
         "`datasets` hold records, any other file is one document; hf:NAME is loaded by `datasets`",
     )  # fmt: skip
     prepare.add_argument("--output", metavar="DIR", type=Path, required=True, help="reused if it holds the same result")

@@ -65,8 +65,9 @@ FILE_KINDS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
-    ".json.gz": "jsonl",
-    ".json.zst": "jsonl",
+    ".json": "json",  # or jsonl, by what it holds
+    ".json.gz": "json",
+    ".json.zst": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }

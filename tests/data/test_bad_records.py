@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megamix.data.prepare import records
-from megamix.data.prepare.corpus import input_corpus, make_plan
+from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.pieces import PieceReport, Split, documents_of
+from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 
@@ -48,13 +49,13 @@ BAD_LINES = {
     "half a surrogate pair, escaped": (b'{"text": "a\\ud800b"}', "holds half a surrogate pair at character 1"),
     "a byte order mark in the middle": (b'\xef\xbb\xbf{"text": "a"}', "no JSON: "),
     "longer than a document may be": (b'{"text": "' + b"a" * 5000 + b'"}', "longer than 4096 bytes"),
-    "longer than a line may be": (b'{"text": "a", "x": "' + b"b" * 20_000 + b'"}', "a line longer than 8192 bytes"),
+    "longer than a line may be": (b'{"text": "a", "x": "' + b"b" * 20_000 + b'"}', "a record longer than 8192 bytes"),
 }
 
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamix.data.prepare.records._LONGEST_LINE", 8192)
+    monkeypatch.setattr("megamix.data.prepare.json_records._LONGEST_RECORD", 8192)
     monkeypatch.setattr("megamix.data.prepare.records.LONGEST_DOCUMENT", 4096)
 
 
@@ -80,6 +81,56 @@ def test_a_bad_line_is_left_out_with_its_number_and_reason(tmp_path: Path, short
     assert texts == ["good", "good"]
     assert (bad["path"], bad["line"]) == (str(path), 2)
     assert reason in bad["reason"]
+
+
+@pytest.mark.parametrize("kind", BAD_LINES.keys() - {"an object cut short", "nested too deep"})
+def test_a_bad_element_of_an_array_is_left_out_likewise(tmp_path: Path, short_limits: None, kind: str) -> None:
+    line, reason = BAD_LINES[kind]
+    path = tmp_path / "x.json"
+    path.write_bytes(b"[" + GOOD + b"," + line + b", " + GOOD + b"]")
+    texts, (bad,), _ = read(path)
+    assert texts == ["good", "good"]
+    assert (bad["path"], bad["record"]) == (str(path), 2)
+    assert reason in bad["reason"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts", "number"),
+    [
+        (b'[{"text": "a"}, {"text": "b"', ["a"], 2),
+        (b'[{"text": "a"},', ["a"], 2),
+        (b'[{"text": "a"}, {"text": "b}]', ["a"], 2),
+        (b'[{"text": "a"}]}', ["a"], 2),
+        (b'[{"text": "a"}] no JSON', ["a"], 2),
+        (b'{\n"text": "a"}\n{\n"text": "b"\n', ["a"], 2),
+        (b'[{"text": "a"}, {"x": ' + b"[" * 8000, ["a"], 2),
+        (b'[{"text": "a"}, {"text": "' + b"b" * 20_000, ["a"], 2),
+    ],
+)
+def test_of_an_array_that_does_not_end_what_came_before_is_kept(
+    tmp_path: Path, short_limits: None, content: bytes, texts: list[str], number: int
+) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    found, (bad,), _ = read(tmp_path / "x.json")
+    assert (found, bad["record"]) == (texts, number)
+    assert "the rest of the file cannot be read: " in bad["reason"]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b'[{"text": "a, [b] {c} \\"d\\" \\\\"}, {"text": "e", "x": [{"text": "f"}, 1]}]', ['a, [b] {c} "d" \\', "e"]),
+        (b'\xef\xbb\xbf [\r\n{"text": "a"}\r\n,\n{"text": "b"}\n] \n', ["a", "b"]),
+        (b'{\n "text": "a",\n "x": {"text": "b"}\n}\n', ["a"]),
+        (b'\n{\r\n "text": "a"}{\n "text": "b"}\n', ["a", "b"]),
+        (b'{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        (b"[]", []),
+        (b"", []),
+    ],
+)
+def test_a_json_file_is_an_array_or_lines_or_objects(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    assert read(tmp_path) == (texts, [], 0)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +181,7 @@ def test_of_a_damaged_compressed_file_what_came_before_is_kept(tmp_path: Path, e
     path.write_bytes(DAMAGE[damage](_compressed(ending, LINES)))
     texts, bad, _ = read(path)
     assert bad[-1]["line"] >= len(texts)
-    assert "the rest of the file cannot be decompressed: " in bad[-1]["reason"]
+    assert "the rest of the file cannot be read: " in bad[-1]["reason"]
     whole = [json.loads(line)["text"] for line in LINES.splitlines()]
     assert texts == whole[: len(texts)] or damage == "with a changed byte"
     assert len(texts) > 1000 or damage == "that is not compressed"

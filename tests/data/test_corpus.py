@@ -1,5 +1,6 @@
 """Which files are read, in which order: each once, and what is not there is refused by flag, value and fix."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -32,9 +33,46 @@ def test_inputs_come_in_the_order_they_are_given(tmp_path: Path) -> None:
 def test_the_ending_says_which_files_hold_records(tmp_path: Path) -> None:
     endings = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet", "arrow", "txt", "json", "gz"]
     write_files(tmp_path, *(f"x.{ending}" for ending in endings))
-    kinds = {file.name: file.kind for file in input_corpus([str(tmp_path)]).files}
-    want = ["jsonl"] * 5 + ["parquet", "arrow"] + ["text"] * 3
+    kinds = {file.name: file.kind for file in folder_files(tmp_path)}
+    want = ["jsonl"] * 5 + ["parquet", "arrow", "text", "jsonl", "text"]
     assert kinds == {f"x.{ending}": kind for ending, kind in zip(endings, want, strict=True)}
+
+
+def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_files(
+        tmp_path, "README.md", "infos.json", "a.csv", "x.jsonl", "data/x.parquet", *(f"{n}.py" for n in range(7))
+    )
+    assert names(tmp_path) == ["data/x.parquet", "x.jsonl"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--input '{tmp_path}': files beside Parquet or Arrow are passed over: "
+        "0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, README.md and 2 more"
+    ]
+    assert names(tmp_path, tmp_path / "README.md")[-1] == "README.md"
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", gzip.compress(b"text"), b"\x7fELF\2\1\1\0"])
+def test_what_is_no_text_is_refused_by_name_or_passed_over_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/y.bin").write_bytes(content)
+    for path in (tmp_path / "x", tmp_path / "x/y.bin"):
+        with pytest.raises(
+            ValueError, match=rf"--input '{path}' holds no text in UTF-8, but y.bin; give text, .jsonl, "
+        ):
+            names(path)
+    write_files(tmp_path, "x/a.txt")
+    assert names(tmp_path / "x") == ["a.txt"]
+    assert caplog.records[-1].getMessage().endswith("x': files that are no text in UTF-8 are passed over: y.bin")
+
+
+def test_comma_separated_values_are_refused_by_name(tmp_path: Path) -> None:
+    write_files(tmp_path, "a.txt", "b/c.csv")
+    for path in (tmp_path, tmp_path / "b/c.csv"):
+        with pytest.raises(
+            ValueError, match=r"b/c.csv holds comma-separated values, .* save them as Parquet .*--text-key"
+        ):
+            names(path)
 
 
 def test_hidden_and_left_out_places_are_not_read(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import tokenizer_choice
-from megamix.data.prepare.corpus import input_corpus, make_plan
+from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.pieces import Split
+from megamix.data.prepare.plan import make_plan
 from megamix.data.prepare.prepare_corpus import Prepared, Request, prepare_corpus
 from megamix.data.prepare.tokenizer_choice import TokenizerChoice
 from megamix.data.token_file import TokenFile

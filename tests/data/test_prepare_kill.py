@@ -16,8 +16,8 @@ import pytest
 
 from megamix.data.prepare import prepare_corpus as prepare_module
 from megamix.data.prepare import workers
-from megamix.data.prepare.corpus import CorpusPiece
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece
+from megamix.data.prepare.plan import CorpusPiece
 from megamix.data.token_file import TokenFile
 from tests.conftest import FULL
 from tests.data.prepare_job import prepare

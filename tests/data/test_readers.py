@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megamix.data.prepare.corpus import input_corpus, make_plan, named_corpus, read_piece
+from megamix.data.prepare.corpus import input_corpus, named_corpus
+from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.prepare.records import Document
 from tests.conftest import FULL
 
@@ -22,8 +23,14 @@ def write(folder: Path, kind: str) -> str:
     """The texts as one file or dataset; what to give as --input."""
     lines = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(TEXTS)).encode()
     path = folder / f"x.{kind}"
-    if kind == "jsonl":
+    if kind in ("jsonl", "lines.json"):
         path.write_bytes(lines)
+    elif kind == "json":
+        path.write_text(json.dumps([json.loads(line) for line in lines.splitlines()], ensure_ascii=False))
+    elif kind == "objects.json":
+        path.write_text("\n".join(json.dumps(json.loads(line), indent=1) for line in lines.splitlines()))
+    elif kind == "json.gz":
+        path.write_bytes(gzip.compress(b"[" + b",".join(lines.splitlines()) + b"]"))
     elif kind == "jsonl.gz":
         path.write_bytes(gzip.compress(lines))
     elif kind == "jsonl.zst":
@@ -48,7 +55,10 @@ def write(folder: Path, kind: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow", "saved by datasets"])
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "lines.json", "objects.json", "parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "saved by datasets"])
 def test_every_kind_gives_the_same_documents_however_it_is_cut(tmp_path: Path, kind: str) -> None:
     corpus = input_corpus([write(tmp_path, kind)])
     for piece_bytes in (1, 1000, 10_000, 2**30):
@@ -122,16 +132,18 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, kind: str) -> None:
     """Four times the text, or with --full a GB of it: about the same peak, and under 500 MB."""
-    line = (json.dumps({"text": "some words of a document " * 160}) + "\n").encode()
+    line = (json.dumps({"text": "some words of a document " * 160}) + (",\n" if kind == "json" else "\n")).encode()
     peaks = []
     for mebibytes in (4, 1024 if FULL else 16):
         path = tmp_path / f"{mebibytes}.{kind}"
         with gzip.open(path, "wb", 1) if kind == "jsonl.gz" else path.open("wb") as file:
+            file.write(b"[" if kind == "json" else b"")
             for _ in range(mebibytes):
                 file.write(line * (2**20 // len(line)))
+            file.write(b"{}]" if kind == "json" else b"")
         done = subprocess.run(
             [sys.executable, "-c", _PEAK, str(path), "bytes"], capture_output=True, text=True, check=True
         )

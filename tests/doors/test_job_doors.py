@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megamix.config import Config
-from megamix.data.prepare.corpus import input_corpus, make_plan, read_piece
+from megamix.data.prepare.corpus import input_corpus
+from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
 from megamix.train.build_data import data_fingerprints, data_problems, training_source, validation_source
 from tests.data.prepare_job import prepare

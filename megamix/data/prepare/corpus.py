@@ -1,49 +1,38 @@
-"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied.
-
-And how it is cut into pieces of work: each is encoded on its own, by any worker, and kept when prepare is stopped.
-"""
+"""Which files a corpus is: text that is already on the machine, or what the user names. Nothing is copied."""
 
 import importlib.util
 import json
+import logging
 import os
 import sysconfig
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megamix.data import import_extra
-from megamix.data.prepare.records import (
-    BadRecord,
-    Blocks,
-    Document,
-    Records,
-    Stretch,
-    cut_jsonl,
-    cut_text,
-    read_jsonl,
-    read_registered,
-    read_text,
-)
-from megamix.data.prepare.tables import cut_arrow, cut_parquet, read_arrow, read_parquet
-from megamix.machine import num_cores
+from megamix.data.prepare.json_records import json_kind
 from megamix.plugins import FILE_KINDS, READERS
+
+log = logging.getLogger("megamix")
 
 # Directories without prose or with code that is not there on every machine (distributions strip tests and idlelib).
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 )
 _HUB = "hf:"
+_TABLES = ("parquet", "arrow")
+_CSV = (".csv", ".tsv")  # text, but none to learn from
+_HEAD = 2**13  # bytes; no text has a zero among them
+_TOLD = 8  # files in a message
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
     path: str  # where it lies
     name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
-    kind: str  # text, jsonl, parquet, arrow, or the ending of what a plugin reads
+    kind: str  # text, jsonl, json (no lines), parquet, arrow, or the ending of what a plugin reads
     drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
 
 
@@ -129,13 +118,50 @@ def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozen
 
 
 def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
-    return tuple(CorpusFile(str(root / name), name, _kind_of(name)) for name in names)
+    return tuple(CorpusFile(str(root / name), name, _kind_of(root / name)) for name in names)
 
 
-def _kind_of(name: str) -> str:
+def _kind_of(path: Path) -> str:
     """By the first ending that fits."""
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
-    return next((kind for ending, kind in kinds.items() if name.endswith(ending)), "text")
+    kind = next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
+    return json_kind(str(path)) if kind == "json" else kind
+
+
+def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
+    """Pass over what holds no text, and what lies beside tables, with a line that says so.
+
+    Raises: ValueError if nothing else is left; or for a file of comma-separated values.
+    """
+    if any(file.kind in _TABLES for file in files):
+        others = [file for file in files if file.kind == "text" or file.name.endswith(".json")]
+        which = "files beside Parquet or Arrow"
+    else:
+        texts = [file for file in files if file.kind == "text"]
+        for file in texts:
+            if file.name.endswith(_CSV):
+                raise ValueError(
+                    f"--input {given!r}: {file.path} holds comma-separated values, which are not read; save them as "
+                    "Parquet (pandas: read_csv(...).to_parquet(...)) and name the column of the text by --text-key"
+                )
+        others = [file for file in texts if _is_binary(file.path)]
+        which = "files that are no text in UTF-8"
+    if not others:
+        return files
+    names = ", ".join(file.name for file in others[:_TOLD])
+    more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
+    if len(others) == len(files):
+        raise ValueError(
+            f"--input {given!r} holds no text in UTF-8, but {names}{more}; give text, .jsonl, .json, .parquet or .arrow"
+        )
+    log.warning("--input %r: %s are passed over: %s%s", given, which, names, more)
+    left_out = {*others}
+    return tuple(file for file in files if file not in left_out)
+
+
+def _is_binary(path: str) -> bool:
+    with open(path, "rb") as file:
+        return b"\0" in file.read(_HEAD)
 
 
 def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
@@ -143,7 +169,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
         raise ValueError("--input '' names nothing; give files or folders, . for the current one")
     path = Path(given)
     if path.is_file():
-        return _files(path.parent, [path.name])
+        return _readable(given, _files(path.parent, [path.name]))
     if not path.is_dir():
         raise ValueError(f"--input {given!r} is not there; give files, or a folder of them")
     if (path / "dataset_dict.json").is_file():
@@ -153,7 +179,7 @@ def _path_files(given: str, split: str) -> tuple[CorpusFile, ...]:
         path = path / split
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return _files(path, _saved(path / "state.json", lambda state: [x["filename"] for x in state["_data_files"]]))
-    return folder_files(path)
+    return _readable(given, folder_files(path))
 
 
 def _saved(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
@@ -181,98 +207,3 @@ def _hub_files(path: str, split: str) -> tuple[CorpusFile, ...]:
             "give that folder"
         )
     return files
-
-
-PIECE_BYTES = 2**24  # a second or two of work: what a kill costs, and what the last worker may be late
-
-
-class Reader(NamedTuple):
-    """Two functions for a kind of file. What is wrong with one record is a BadRecord, with the request a ValueError."""
-
-    cut: Callable[[str, Blocks, int], list[Stretch]]  # what of a file can be read on its own, in order
-    read: Callable[[str, Stretch, str], Records]  # its records, in order; never holds the whole file
-
-
-_READERS = {
-    "text": Reader(cut_text, read_text),
-    "jsonl": Reader(cut_jsonl, read_jsonl),
-    "parquet": Reader(cut_parquet, read_parquet),
-    "arrow": Reader(cut_arrow, read_arrow),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A file as it was when it was hashed."""
-
-    file: CorpusFile
-    num_bytes: int
-    mtime_ns: int
-    sha256: str
-    stretches: tuple[Stretch, ...]
-    reader: Reader  # not by its name: a worker imports the plugin that it is of
-
-
-@dataclass(frozen=True, slots=True)
-class CorpusPiece:
-    """Stretches in order, each with the file it is part of."""
-
-    stretches: tuple[tuple[PlannedFile, Stretch], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(stretch.num_bytes for _, stretch in self.stretches)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    files: tuple[PlannedFile, ...]
-    pieces: tuple[CorpusPiece, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-
-def make_plan(corpus: Corpus, piece_bytes: int = PIECE_BYTES) -> Plan:
-    """Read every file once, for its checksum and for where it can be cut.
-
-    Where the pieces begin changes no byte of the result. Raises: ValueError if a package for a file is missing.
-    """
-    with ThreadPoolExecutor(num_cores()) as threads:  # hashing holds no lock of Python's
-        files = tuple(threads.map(lambda file: _plan_file(file, piece_bytes), corpus.files))
-    pieces: list[CorpusPiece] = []
-    waiting: list[tuple[PlannedFile, Stretch]] = []
-    num_bytes = 0
-    for file in files:
-        for stretch in file.stretches:
-            waiting.append((file, stretch))
-            num_bytes += stretch.num_bytes
-            if num_bytes >= piece_bytes:
-                pieces.append(CorpusPiece(tuple(waiting)))
-                waiting, num_bytes = [], 0
-    if waiting:
-        pieces.append(CorpusPiece(tuple(waiting)))
-    return Plan(files, tuple(pieces))
-
-
-def _plan_file(file: CorpusFile, piece_bytes: int) -> PlannedFile:
-    path = Path(file.path)
-    before = path.stat()
-    blocks = Blocks(path)
-    reader = _READERS.get(file.kind) or Reader(cut_text, partial(read_registered, READERS.registered[file.kind]))
-    stretches = reader.cut(file.path, blocks, piece_bytes)
-    return PlannedFile(file, before.st_size, before.st_mtime_ns, blocks.sha256(), tuple(stretches), reader)
-
-
-def read_piece(piece: CorpusPiece, text_key: str) -> Iterator[tuple[CorpusFile, Document | BadRecord]]:
-    """Yield its records in order; holds the memory of one at a time, about.
-
-    Raises: ValueError if a file is no longer what the plan saw: its checksum in the manifest would be a lie.
-    """
-    for planned, stretch in piece.stretches:
-        for record in planned.reader.read(planned.file.path, stretch, text_key):
-            yield planned.file, record
-        now = os.stat(planned.file.path)
-        if (now.st_size, now.st_mtime_ns) != (planned.num_bytes, planned.mtime_ns):
-            raise ValueError(f"{planned.file.path} changed while it was being read; run prepare again")

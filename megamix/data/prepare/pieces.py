@@ -12,13 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from megamix.data.prepare.corpus import CorpusFile, CorpusPiece, read_piece
+from megamix.data.prepare.corpus import CorpusFile
+from megamix.data.prepare.plan import CorpusPiece, read_piece
 from megamix.data.prepare.records import BadRecord
 from megamix.data.token_file import TokenFileWriter, bin_path, idx_path
 from megamix.data.tokenizer import TextTokenizer, open_tokenizer
 from megamix.durable import written_aside
 
 PARTS = ("train", "valid")
+_UNITS = {"jsonl": "line", "json": "record"}
 _BLOCK = 2**22
 _BATCH_DOCUMENTS = 256  # enough to keep every core of an encoder with threads busy
 _BATCH_CHARACTERS = 2**20  # ... and few enough to hold in memory with their token ids
@@ -138,7 +140,7 @@ def documents_of(
     """
     for file, record in read_piece(piece, text_key):
         if isinstance(record, BadRecord):
-            place = {"line" if file.kind == "jsonl" else "row": record.number} if record.number else {}
+            place = {_UNITS.get(file.kind, "row"): record.number} if record.number else {}
             report.bad_records.append({"path": file.path, **place, "reason": record.reason})
             if len(report.bad_records) > max_bad_records:
                 return

@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.corpus import PIECE_BYTES, Corpus, Plan, make_plan
+from megamix.data.prepare.corpus import Corpus
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
+from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
 from megamix.data.prepare.records import Blocks
 from megamix.data.prepare.tokenizer_choice import TRAIN, TRAIN_BYTES, TokenizerChoice, make_tokenizer, sample_texts
 from megamix.data.prepare.workers import call_apart, encode_pieces, wait_for_orphans
@@ -60,7 +61,12 @@ class Request:
             **self.tokenizer.manifest(),
             "valid_fraction": self.valid_fraction,
             "text_key": self.text_key,
-            "files": [{"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256} for x in plan.files],
+            "files": [
+                # Told of .json, which was one document before it held records.
+                ({"kind": x.file.kind} if x.file.name.endswith(".json") else {})
+                | {"path": x.file.name, "num_bytes": x.num_bytes, "sha256": x.sha256}
+                for x in plan.files
+            ],
         }
 
 
@@ -227,7 +233,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], object]]:
 
 
 def _told(line: dict[str, Any]) -> str:
-    place = "".join(f" {unit} {line[unit]}" for unit in ("line", "row") if unit in line)
+    place = "".join(f" {unit} {line[unit]}" for unit in ("line", "record", "row") if unit in line)
     return f"{line['path']}{place}: {line['reason']}"
 
 

@@ -7,8 +7,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.corpus import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, documents_of
+from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
 from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer

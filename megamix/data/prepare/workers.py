@@ -14,8 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.data.prepare.corpus import CorpusPiece
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, encode_piece, opened_tokenizer
+from megamix.data.prepare.plan import CorpusPiece
 from megamix.durable import open_own
 
 _LOCK_NAME = "workers.lock"

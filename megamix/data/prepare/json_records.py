@@ -1,0 +1,198 @@
+"""Readers of JSON: an object a line; or arrays of objects, or objects over several lines. As they are, or compressed by
+gzip or Zstandard. Only lines that are not compressed can be cut.
+"""
+
+import gzip
+import io
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from megamix.data import import_extra
+from megamix.data.prepare.records import (
+    LONGEST_DOCUMENT,
+    BadRecord,
+    Blocks,
+    Record,
+    Records,
+    Stretch,
+    checked,
+    cut_text,
+    not_utf8,
+)
+
+_LONGEST_RECORD = 2 * LONGEST_DOCUMENT  # bytes; escapes take room
+_MOST_KEYS = 8  # of a record, told when it lacks the one asked for
+_COMPRESSED = (".gz", ".zst")
+_BOM = b"\xef\xbb\xbf"
+_HEAD, _BLOCK = 2**12, 2**20  # bytes
+_ZST_BLOCK = 2**14  # compressed bytes; where one is damaged, what it held before that place is lost too
+# The beginning of a file of records that are no lines: an array, or an object whose first line is its bracket alone.
+_NO_LINES = re.compile(rb"(?:%s)?\s*(?:\[|\{[ \t\r]*\n)" % _BOM)
+# On to the next bracket or comma that stands in no string; of text without escapes.
+_STEP = re.compile(rb'(?:[^"\[\]{},]++|"[^"]*+")*+([\[\]{},])')
+_DEEPER = {b"[": 1, b"{": 1, b",": 0, b"]": -1, b"}": -1}
+
+Parts: TypeAlias = Callable[[str, Stretch], Iterator[bytes]]
+
+
+class DamagedFile(Exception):
+    """Nobody knows where the next record begins."""
+
+
+def json_kind(path: str) -> str:
+    """Return how a .json, .json.gz or .json.zst holds its records: "jsonl" or "json"."""
+    try:
+        with _open(path) as file:
+            return "json" if _NO_LINES.match(file.read(_HEAD)) else "jsonl"
+    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile):
+        return "jsonl"  # its reader will say so
+
+
+def cut_jsonl(path: str, blocks: Blocks, piece_bytes: int) -> list[Stretch]:
+    if path.endswith(_COMPRESSED):
+        return cut_text(path, blocks, piece_bytes)
+    stretches: list[Stretch] = []
+    start, num_lines_before = 0, 0  # of the stretch that is being made
+    place, num_lines = 0, 0  # of the block
+    for block in blocks:
+        begin = 0  # where the block is counted from
+        # The first line that ends in this block after the stretch has grown long enough.
+        while (end := block.find(b"\n", max(begin, start + piece_bytes - place)) + 1) > 0:
+            num_lines += block.count(b"\n", begin, end)
+            stretches.append(Stretch(start, place + end, num_lines_before, place + end - start))
+            start, num_lines_before, begin = place + end, num_lines, end
+        num_lines += block.count(b"\n", begin)
+        place += len(block)
+    if start < place:
+        stretches.append(Stretch(start, place, num_lines_before, place - start))
+    return stretches
+
+
+def read_json(parts: Parts, path: str, stretch: Stretch, text_key: str) -> Records:
+    """Yield the records, one in each of the parts; `parts`: `lines` or `elements`."""
+    number = stretch.num_records_before
+    try:
+        for part in parts(path, stretch):
+            number += 1
+            if record := _parse(number, part, text_key):
+                yield record
+    except (EOFError, zlib.error, gzip.BadGzipFile, DamagedFile) as error:  # what came before it is whole
+        yield BadRecord(number + 1, f"the rest of the file cannot be read: {error}")
+
+
+def lines(path: str, stretch: Stretch) -> Iterator[bytes]:
+    """Yield the lines; of one that is too long no more than shows that."""
+    with _open(path) as file:
+        left = math.inf  # bytes
+        if not path.endswith(_COMPRESSED):
+            file.seek(stretch.start)
+            left = stretch.stop - stretch.start
+        while left > 0 and (line := file.readline(_LONGEST_RECORD + 1)):
+            left -= len(line)
+            yield line
+            while len(line) >= _LONGEST_RECORD and not line.endswith(b"\n"):
+                line = file.readline(_LONGEST_RECORD)
+                left -= len(line)
+
+
+def elements(path: str, stretch: Stretch) -> Iterator[bytes]:
+    """Yield what commas part in an array, and objects that follow each other. Brackets and quotes alone are looked at:
+    what else is wrong with an element costs no other.
+    """
+    text, start, place = b"", 0, 0  # start: of the element; place: up to which its brackets are counted
+    depth, in_array = 0, 0  # brackets that are open; 1 within an array that holds the elements
+    with _open(path) as file:
+        while block := file.read(_BLOCK + len(text) - start):  # doubled for a long record, which is looked at again
+            text, start, place = text[start:] + block, 0, place - start
+            plain = text.replace(rb"\\", b"..").replace(rb"\"", b"..")
+            while step := _STEP.match(plain, place):
+                place, mark = step.end(), step[1]
+                depth += _DEEPER[mark]
+                if depth == 1 and mark == b"[":
+                    start, in_array = place, 1
+                elif not depth or (mark == b"," and depth == in_array):
+                    yield text[start : place - in_array]
+                    start, in_array = place, depth
+            if len(text) - start > _LONGEST_RECORD:
+                raise DamagedFile(f"a record longer than {_LONGEST_RECORD} bytes, or a bracket or quote is missing")
+    if depth or text[start:].strip():
+        raise DamagedFile("it ends amid an array or object")
+
+
+def _open(path: str) -> IO[bytes]:
+    """Raises: ValueError if `zstandard` is needed and not installed. Reading raises DamagedFile, or as gzip."""
+    if path.endswith(".gz"):
+        return gzip.open(path)  # type: ignore[return-value]  # a file of bytes in all but name
+    if path.endswith(".zst"):
+        zstandard = import_extra("zstandard", "data", what=f"{path}: ")
+        return io.BufferedReader(_ZstFrames(path, zstandard), 2**20)
+    return Path(path).open("rb")
+
+
+def _parse(number: int, content: bytes, text_key: str) -> Record | None:
+    """None for white space."""
+    if len(content) > _LONGEST_RECORD:
+        return BadRecord(number, f"a record longer than {_LONGEST_RECORD} bytes; cut it into several")
+    if number == 1:
+        content = content.removeprefix(_BOM)  # some editors' first three bytes
+    if content.isspace() or not content:
+        return None
+    try:
+        value = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        return BadRecord(number, not_utf8(error))
+    except RecursionError:
+        return BadRecord(number, "no JSON that can be read: nested too deep")
+    except ValueError as error:
+        return BadRecord(number, f"no JSON: {error}")
+    if not isinstance(value, dict):
+        return BadRecord(number, f"no JSON object but a {type(value).__name__}")
+    if text_key not in value:
+        keys = ", ".join(sorted(value)[:_MOST_KEYS]) or "none"
+        return BadRecord(number, f"no key {text_key!r} (keys: {keys})")
+    return checked(number, value[text_key], f"the value of {text_key!r}")
+
+
+class _ZstFrames(io.RawIOBase):
+    """Frames one after the other. zstandard's own stream reader takes a file cut short for one that ends there."""
+
+    def __init__(self, path: str, zstandard: Any) -> None:
+        self._file = Path(path).open("rb")  # noqa: SIM115  # closed by close()
+        self._zstandard = zstandard
+        self._frame: Any = None  # being decompressed
+        self._compressed = b""  # read from the file, not used yet
+        self._ready = memoryview(b"")  # decompressed, not taken yet
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        target = memoryview(buffer)
+        while not self._ready:
+            if not self._compressed:
+                self._compressed = self._file.read(_ZST_BLOCK)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise DamagedFile("the compressed file ended before the end of a frame")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(self._compressed))
+            except self._zstandard.ZstdError as error:
+                raise DamagedFile(str(error)) from error
+            self._compressed = b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        taken = min(len(target), len(self._ready))
+        target[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
