@@ -119,6 +119,8 @@ class ModelConfig(DecoderConfig):
     """Whether linear layers and layernorm carry a bias."""
     qkv_bias: bool | None = None
     """Whether the projections to query, key and value carry one. Not set: bias."""
+    mlp_bias: bool | None = None
+    """Whether the feed-forward part's linear layers carry one. Not set: bias."""
     qk_norm: bool = False
     """Whether each head's query and key pass an RMSNorm before they are rotated."""
     scaled_init: bool = True

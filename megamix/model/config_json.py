@@ -1,4 +1,4 @@
-"""GPT-2, Llama, Qwen 2 and Qwen 3 as transformers has them: names of modeling_*.py, defaults and rules of
+"""GPT-2, Llama, Mistral, Qwen 2 and Qwen 3 as transformers has them: names of modeling_*.py, defaults and rules of
 configuration_*.py.
 
 What our transformer does not compute is refused; keys that change neither weights nor logits, such as `use_cache`, are
@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megamix.config import ModelConfig, RopeScaling, model_problems
-from megamix.model.formats import Factor, Format, Json, Location, first_problem, shown
-from megamix.model.sizes import effective
+from megamix.model.formats import LIBRARY, Factor, Format, Json, Location, first_problem, shown
+from megamix.model.sizes import effective, mlp_bias
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _UNSET_OR_ONE = (None, 1, 1.0)
@@ -26,6 +26,13 @@ ROTARY_SIZES = {
     "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
 }  # fmt: skip
+# Of keys that may be missing.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    "qwen2": {"max_position_embeddings": 32768},
+    "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
+}
 _GPT2 = {
     "embedding": Location("transformer.wte"),
     "position_embedding": Location("transformer.wpe"),
@@ -77,7 +84,7 @@ class GPT2Format(Format):
         problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
         _refuse(json, problems)
         model = self.config_of(
-            json, {"n_inner": None}, norm="layernorm", position="learned",
+            {"n_inner": None, **json}, norm="layernorm", position="learned",
             norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
         )  # fmt: skip
         return _possible(model)
@@ -93,32 +100,30 @@ class GPT2Format(Format):
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
         return {
             "norm": ("layernorm",), "position": ("learned",), "activation": ("gelu_tanh", "gelu"), "bias": (True,),
-            "qkv_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
+            "qkv_bias": (True,), "mlp_bias": (True,), "qk_norm": (False,), "num_kv_heads": (config.num_heads,),
             "head_dim": (config.hidden_size // config.num_heads,),
         }  # fmt: skip
 
 
 class RotaryFormat(Format):
-    """Llama's, and Qwen's, which differ from it in biases and norms."""
+    """Llama's; Mistral's, a Llama where it has no window, exported as one; and Qwen's, of other biases and norms."""
 
     def read(self, json: Json) -> ModelConfig:
-        seq_len, given, problems = 32768, dict[str, Any](), list[str]()
+        attention_bias, given = json.get("attention_bias", False), dict[str, Any]()
         match self.model_type:
             case "llama":
-                seq_len, given["bias"] = 2048, json.get("attention_bias", False)
-                # Ours has a bias in all linear layers, in query, key and value alone, or in none.
-                problems = _unlike(json, "mlp_bias", False, (given["bias"],))
+                given = {"bias": attention_bias, "mlp_bias": json.get("mlp_bias", False)}
             case "qwen2":
-                given["qkv_bias"], problems = True, _slides(json)
+                given = {"qkv_bias": True}
             case "qwen3":
-                given["qk_norm"], problems = True, _slides(json) + _unlike(json, "attention_bias", False, (False,))
-                json = {"head_dim": 128, **json}
-        problems += _unlike(json, "hidden_act", "silu", ("silu", "swish"))
-        theta, scaling, rope_problems = _read_rope(json, json.get("max_position_embeddings", seq_len))
+                given = {"bias": attention_bias, "mlp_bias": False, "qk_norm": True}
+        json = {"num_key_value_heads": None, "head_dim": None, **_DEFAULTS[self.model_type], **json}
+        problems = _unlike(json, "hidden_act", "silu", ("silu", "swish"))
+        problems += [] if self.model_type == "llama" else _windows(self.model_type, json)
+        theta, scaling, rope_problems = _read_rope(json)
         _refuse(json, problems + rope_problems)
-        defaults = {"max_position_embeddings": seq_len, "num_key_value_heads": None, "head_dim": None}
         model = self.config_of(
-            json, defaults, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
+            json, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
             position="rotary", rope_theta=theta, rope_scaling=scaling, activation="swiglu",
             tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
         )  # fmt: skip
@@ -132,23 +137,24 @@ class RotaryFormat(Format):
                 scaling["low_freq_factor"] = config.rope_scaling.low_freq_factor
                 scaling["high_freq_factor"] = config.rope_scaling.high_freq_factor
                 scaling["original_max_position_embeddings"] = config.rope_scaling.original_seq_len
-        biases = {"attention_bias": config.bias, "mlp_bias": config.bias}
         return {
             **self.sizes_of(effective(config)), "hidden_act": "silu", "rms_norm_eps": config.norm_eps,
             # The two keys of transformers 4, which 5 reads as well; 4 does not know 5's `rope_parameters`.
             "rope_theta": config.rope_theta, "rope_scaling": scaling, "attention_dropout": 0.0,
-            **(biases if self.model_type == "llama" else {"use_sliding_window": False}),
+            "attention_bias": config.bias,
+            **({"mlp_bias": mlp_bias(config)} if self.model_type == "llama" else {"use_sliding_window": False}),
         }  # fmt: skip
 
     def allowed(self, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-        bias, qkv_bias, qk_norm = {
-            "llama": (config.bias, config.bias, False),
-            "qwen2": (False, True, False),
-            "qwen3": (False, False, True),
+        bias, qkv_bias, feed_forward_bias, qk_norm = {
+            "llama": (config.bias, config.bias, mlp_bias(config), False),
+            "mistral": (False, False, False, False),
+            "qwen2": (False, True, False, False),
+            "qwen3": (config.bias, config.bias, False, True),
         }[self.model_type]
         return {
             "norm": ("rmsnorm",), "position": ("rotary",), "activation": ("swiglu",),
-            "bias": (bias,), "qkv_bias": (qkv_bias,), "qk_norm": (qk_norm,),
+            "bias": (bias,), "qkv_bias": (qkv_bias,), "mlp_bias": (feed_forward_bias,), "qk_norm": (qk_norm,),
         }  # fmt: skip
 
 
@@ -159,7 +165,7 @@ def _possible(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, list[str]]:
+def _read_rope(json: Json) -> tuple[float, RopeScaling | None, list[str]]:
     """Theta, scaling, and what is in the way. The older form has theta beside `rope_scaling`, the newer one inside
     `rope_parameters`.
     """
@@ -181,7 +187,7 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
         return theta, None, [*problems, f"rope_type is {shown(kind)}, ours are 'default', 'linear' and 'llama3'"]
     given = {key: rope[key] for key in ("factor", "low_freq_factor", "high_freq_factor") if key in rope}
     if kind == "llama3":
-        given["original_seq_len"] = rope.get("original_max_position_embeddings", seq_len)
+        given["original_seq_len"] = rope.get("original_max_position_embeddings", json["max_position_embeddings"])
         if isinstance(given["original_seq_len"], int) and given["original_seq_len"] >= 2**63:
             told = shown(given["original_seq_len"])
             return theta, None, [*problems, f"rope_scaling: original_max_position_embeddings is {told}"]
@@ -191,17 +197,29 @@ def _read_rope(json: Json, seq_len: int) -> tuple[float, RopeScaling | None, lis
         return theta, None, [f"rope_scaling: {first_problem(error, {})}"]
 
 
-def _slides(json: Json) -> list[str]:
-    """What Qwen's configurations say of a window that is in use: of all layers, or of some."""
-    problems = []
-    if json.get("use_sliding_window", False) and json.get("sliding_window", 4096) is not None:
-        problems.append("use_sliding_window is true, our attention looks back on all tokens")
-    kinds = _first_set(json.get("layer_types"), [])
+def _windows(model_type: str, json: Json) -> list[str]:
+    """What is in the way of attention that looks back on all tokens: a window shorter than a sequence, in all layers of
+    Mistral, in Qwen's that `layer_types` names, or from `max_window_layers` on.
+    """
+    window, kinds = json.get("sliding_window", 4096), _first_set(json.get("layer_types"), [])
+    if _at_least(window, json["max_position_embeddings"]):
+        return []
     if not isinstance(kinds, list):
-        problems.append(f"layer_types is {shown(kinds)}, and must be a list")
-    elif "sliding_attention" in kinds:
-        problems.append("layer_types names sliding_attention, our attention looks back on all tokens")
-    return problems
+        return [f"layer_types is {shown(kinds)}, and must be a list"]
+    if model_type == "mistral":
+        told, slides = f"sliding_window is {shown(window)}", window is not None
+    elif kinds:
+        told, slides = "layer_types names sliding_attention", "sliding_attention" in kinds
+    else:
+        in_no_layer = _at_least(json.get("max_window_layers", 28), json.get("num_hidden_layers"))
+        in_use = window is not None and bool(json.get("use_sliding_window"))
+        told, slides = "use_sliding_window is true", in_use and not in_no_layer
+    step = "a max_position_embeddings of at most sliding_window makes them the same"
+    return [f"{told}, our attention looks back on all tokens ({step})"] if slides else []
+
+
+def _at_least(value: Any, other: Any) -> bool:
+    return isinstance(value, int) and isinstance(other, int) and value >= other
 
 
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
@@ -213,7 +231,7 @@ def _refuse(json: Json, problems: list[str]) -> None:
     if json.get("quantization_config"):
         problems = [*problems, "quantization_config: the weights are quantised, give a folder of plain ones"]
     if problems:
-        raise ValueError("config.json: our transformer does not do this: " + "; ".join(problems))
+        raise ValueError(f"config.json: our transformer does not do this: {'; '.join(problems)}; {LIBRARY}")
 
 
 def _first_set(*values: Any) -> Any:
@@ -221,7 +239,12 @@ def _first_set(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-_ROTARY = (("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM"))
+_ROTARY = (
+    ("llama", "LlamaForCausalLM"),
+    ("mistral", "MistralForCausalLM"),
+    ("qwen2", "Qwen2ForCausalLM"),
+    ("qwen3", "Qwen3ForCausalLM"),
+)
 FORMATS = (
     GPT2Format("gpt2", "GPT2LMHeadModel", "transformer.", _GPT2, GPT2_SIZES, ModelConfig, _FACTORS),
     *(RotaryFormat(*names, "model.", _LLAMA, ROTARY_SIZES, ModelConfig, _FACTORS) for names in _ROTARY),

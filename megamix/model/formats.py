@@ -12,6 +12,7 @@ from megamix.config import DecoderConfig
 
 Json = Mapping[str, Any]
 _SHOWN = 80  # characters
+LIBRARY = "any other model trains through the library, see docs/library.md"
 
 
 class Location(NamedTuple):
@@ -40,7 +41,7 @@ class Format:
 
     def read(self, json: Json) -> DecoderConfig:
         """Read a config.json. Raises: ValueError naming what our model does not do, or the keys that are missing."""
-        config: DecoderConfig = self.config_of(json, {})
+        config: DecoderConfig = self.config_of(json)
         return config
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -51,14 +52,14 @@ class Format:
         """Return the values that it has, by key of the section [model]; of a key that is left out any."""
         return {}
 
-    def config_of(self, json: Json, defaults: Json, **values: Any) -> Any:
+    def config_of(self, json: Json, **values: Any) -> Any:
         """Return the section of these values and of the sizes in config.json. Raises: ValueError naming a key."""
         values["init_std"] = json.get("initializer_range", 0.02)
         values.setdefault("tie_embeddings", json.get("tie_word_embeddings", True))
         for ours, theirs in self.size_keys.items():
-            if theirs not in json and theirs not in defaults:
+            if theirs not in json:
                 raise ValueError(f"config.json has no {theirs}")
-            values[ours] = json.get(theirs, defaults.get(theirs))
+            values[ours] = json[theirs]
             if isinstance(values[ours], int) and values[ours] >= 2**63:
                 raise ValueError(f"config.json: {theirs}: got {shown(values[ours])}: no tensor is as large")
         try:

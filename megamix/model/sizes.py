@@ -27,6 +27,10 @@ def qkv_bias(config: ModelConfig) -> bool:
     return config.bias if config.qkv_bias is None else config.qkv_bias
 
 
+def mlp_bias(config: ModelConfig) -> bool:
+    return config.bias if config.mlp_bias is None else config.mlp_bias
+
+
 def branch_end_std(config: ModelConfig) -> float:
     """Standard deviation of the weights that end a branch, at first. With scaled_init init_std / sqrt(2 * num_layers)
     (GPT-2, Radford et al. 2019, section 2.3); Llama and Qwen, as transformers initialises them, draw all weights alike.
@@ -37,7 +41,7 @@ def branch_end_std(config: ModelConfig) -> float:
 
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values, those that are not set replaced by what they come to."""
-    filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias)}
+    filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)}
     return dict(config) | filled
 
 

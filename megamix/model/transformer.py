@@ -66,11 +66,11 @@ class FeedForward(Branch):
         super().__init__()
         ffn_hidden_size, self.ops = sizes.ffn_hidden_size(config), ops
         self.selective = config.recompute == "selective"
-        size, std, end_std = config.hidden_size, config.init_std, sizes.branch_end_std(config)
-        widen = partial(Linear, size, ffn_hidden_size, config.bias, ops, std=std, divides="columns")
+        size, bias, end_std = config.hidden_size, sizes.mlp_bias(config), sizes.branch_end_std(config)
+        widen = partial(Linear, size, ffn_hidden_size, bias, ops, std=config.init_std, divides="columns")
         self.gate = widen() if config.activation == "swiglu" else None
         self.up = widen()
-        self.down = Linear(ffn_hidden_size, size, config.bias, ops, std=end_std, divides="rows")
+        self.down = Linear(ffn_hidden_size, size, bias, ops, std=end_std, divides="rows")
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
 
     def forward(self, x: Tensor) -> Tensor:

@@ -53,7 +53,12 @@ def shapes(family: str, count: int) -> Iterator[dict[str, Any]]:
             "hidden_size": hidden, "num_hidden_layers": rng.randint(1, 3), "num_attention_heads": heads,
             "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": rng.choice((24, 40)),
             "max_position_embeddings": 2 * SEQ_LEN, "rms_norm_eps": 1e-6, "rope_parameters": rope,
-        } | ({"attention_bias": number % 4 == 3, "mlp_bias": number % 4 == 3} if family == "llama" else {})  # fmt: skip
+        } | {
+            "llama": {"attention_bias": number % 2 == 1, "mlp_bias": number % 4 > 1},
+            "mistral": {"sliding_window": None if tied else 2 * SEQ_LEN},  # as long as a sequence
+            "qwen2": {} if tied else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+            "qwen3": {} if tied else {"use_sliding_window": True, "sliding_window": 64, "attention_bias": True},
+        }[family]  # fmt: skip
 
 
 def random_model(family: str, shape: dict[str, Any]) -> Any:

@@ -64,7 +64,11 @@ def _greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
 @pytest.mark.uncounted
 @pytest.mark.parametrize(
     ("family", "number", "shape"),
-    [(family, number, shape) for family in FAMILIES for number, shape in enumerate(shapes(family, COUNT))],
+    [
+        (family, number, shape)
+        for family in (*FAMILIES, "mistral")
+        for number, shape in enumerate(shapes(family, COUNT))
+    ],
 )
 def test_a_model_of_transformers_imports_trains_and_exports(
     family: str, number: int, shape: dict[str, Any], data: Path, tmp_path: Path

@@ -34,6 +34,7 @@ def _change(folder: Path, **keys: Any) -> None:
 
 
 Tensors = dict[str, Tensor]
+WINDOW = {"use_sliding_window": True, "sliding_window": 16}
 
 
 def _rewrite(folder: Path, change: Callable[[Tensors], object]) -> None:
@@ -61,7 +62,8 @@ def test_an_imported_folder_is_a_verified_checkpoint_a_base_and_a_tokenizer(
     assert "step_00000000: good; 1 files" in capsys.readouterr().out
 
     config = job_from(tmp_path / "new/in", tmp_path / "data", tmp_path / "run")
-    assert config.model == LLAMA.model_copy(update={"scaled_init": False, "ffn_hidden_size": 64, "head_dim": 6})
+    told = {"scaled_init": False, "ffn_hidden_size": 64, "head_dim": 6, "mlp_bias": False}
+    assert config.model == LLAMA.model_copy(update=told)
     assert config.data.tokenizer == str(tmp_path / "new/in/tokenizer.json")
     weights = CheckpointWeights(read_checkpoint(Path(config.checkpoint.resume)))
     for name, parameter in model.named_parameters():
@@ -96,18 +98,24 @@ def test_shards_and_pieces_of_any_size_hold_the_same_weights(
 @pytest.mark.parametrize(
     ("config", "keys", "told"),
     [
-        (LLAMA, {"model_type": "mixtral"}, "model_type is 'mixtral'; what is known here: gpt2, llama, qwen2, qwen3"),
+        (
+            LLAMA,
+            {"model_type": "mixtral"},
+            "model_type is 'mixtral'; what is known here: gpt2, llama, mistral, qwen2, qwen3; any",
+        ),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu', ours has 'silu' or 'swish'"),
-        (LLAMA, {"attention_bias": True}, "mlp_bias is False, ours has True"),
+        (LLAMA, {"attention_bias": "x"}, "bias: got 'x': Input should be a valid boolean"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 0.5}}, "rope_scaling: factor: got 0.5"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, ours turns whole heads"),
         (LLAMA, {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "rope_parameters differ by layer"),
         (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantised"),
         (LLAMA, {"vocab_size": "64"}, "vocab_size: got '64'"),
-        (LLAMA, {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window is true"),
-        (LLAMA, {"model_type": "qwen2", "layer_types": ["sliding_attention"]}, "layer_types names sliding_attention"),
-        (LLAMA, {"model_type": "qwen3", "attention_bias": True}, "attention_bias is True, ours has False"),
+        (LLAMA, {"model_type": "qwen2", **WINDOW, "max_window_layers": 1}, "use_sliding_window is true, our attention"),
+        (LLAMA, {"model_type": "qwen2", **WINDOW, "layer_types": ["sliding_attention"]}, "layer_types names sliding_"),
+        (LLAMA, {"model_type": "qwen2", "layer_types": 3, "sliding_window": None}, "layer_types is 3, and must be a"),
+        (LLAMA, {"model_type": "mistral", **WINDOW}, "(a max_position_embeddings of at most sliding_window makes them"),
+        (LLAMA, {"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x'"),
         (GPT2, {"activation_function": "relu"}, "activation_function is 'relu'"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention is True"),
@@ -124,6 +132,16 @@ def test_what_our_transformer_does_not_do_is_refused(
     assert error.startswith(f"megamix import: {tmp_path / 'hf'}")
     assert told in error
     assert listing(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"model_type": "mixtral"}, {"hidden_act": "gelu"}, {"quantization_config": {"bits": 4}}]
+)
+def test_what_cannot_be_imported_is_told_with_the_next_step(keys: dict[str, Any], tmp_path: Path) -> None:
+    write_hugging_face(LLAMA, tmp_path / "hf")
+    _change(tmp_path / "hf", **keys)
+    with pytest.raises(ValueError, match=r"; any other model trains through the library, see docs/library\.md$"):
+        import_model(tmp_path / "hf", tmp_path / "in")
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
