@@ -165,7 +165,7 @@ def test_an_unknown_corpus_is_refused_with_the_known_ones() -> None:
 
 def test_a_missing_package_is_answered_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # makes the import fail
-    with pytest.raises(ValueError, match=r"pip install 'megamix\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"run pip install -e '.\[datasets\]' in the checkout"):
         input_corpus(["hf:somebody/something"])
 
 
