@@ -122,7 +122,7 @@ class Optimizer:
         `shape`: of the whole parameter, whatever ranks divide it. Equal names and dtypes mean interchangeable contents.
         A half state is widened for the equation, and what the equation returns of it is rounded to nearest.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks states(name, shape); return {{}} where it has none")
 
     def lr_table(self) -> list[float]:
         """Return one per update; a number counts for all. Empty where `lr` is neither."""
@@ -167,7 +167,7 @@ class Optimizer:
         is zero, as padding's is. `states`: those of a run of parameters that share them.
         Shapes: grad, master and each state FP32 (n,).
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")
 
     def gated_equation(
         self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, found_inf: Tensor

@@ -363,3 +363,11 @@ def test_a_job_by_its_name_has_its_keys_is_planned_goes_on_bitwise_and_is_export
     assert main(["export", str(tmp_path / "whole"), "--to", "hf", str(tmp_path / "hf"), "--plugins", PLUGIN]) == 0
     exported = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(exported, one["embedding.weight"])
+
+
+def test_a_function_that_is_lacking_is_named() -> None:
+    lacking = Optimizer(lr=LR)
+    with pytest.raises(NotImplementedError, match=r"Optimizer lacks states\(name, shape\); return \{\} where"):
+        lacking.group_of("a", (2,))
+    with pytest.raises(NotImplementedError, match=r"Optimizer lacks equation"):
+        lacking.equation(torch.ones(1), torch.ones(1), {}, UpdateScalars(torch.ones(()), 0.0, ()))
