@@ -47,7 +47,7 @@ class UpdateRank:
         self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
-        specs, self._groups, _, _ = describe_params(described, self._optimizer, Topology(), {})
+        specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), {})
         self.layout = build_layout(specs, [1])
         cpu = torch.device("cpu")
         self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, cpu)

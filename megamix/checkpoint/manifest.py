@@ -10,10 +10,12 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from safetensors import SafetensorError
 
 from megamix.config.load import toml_tables
 
@@ -26,6 +28,15 @@ def printable(text: str, longest: int = _LONGEST) -> str:
     """Return one line of a text that may hold anything: what would move a terminal's cursor is escaped, the end cut."""
     shown = text if len(text) <= longest else text[:longest] + "..."
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in shown)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let what is wrong with a file or folder name it. Raises: ValueError."""
+    try:
+        yield
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 class DamagedCheckpoint(ValueError):
@@ -70,8 +81,8 @@ _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
 _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
-_Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
-StateSet = dict[_Name, _Dtype]  # by state
+Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
+StateSet = dict[_Name, Dtype]  # by state
 
 # The state name of the weights themselves, as optimizers.MASTER, which needs torch; the others are the optimizer's.
 MASTER = "master"
@@ -194,24 +205,19 @@ def read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{path}: its checksum does not fit its content")
     if text.count(b",") > _MOST_VALUES:
         raise ValueError(f"{path}: more than {_MOST_VALUES} values")
-    try:
+    with naming(path):
         if b'"version": 1,' in body[:_BEGINNING]:
             manifest = _Version1.from_json(body + b"}").as_manifest()
         else:
             manifest = Manifest.from_json(body + b"}")
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    for field, names in (
-        ("files", [file.name for file in manifest.files]),
-        ("params", [param.name for param in manifest.params]),
-    ):
-        if len(set(names)) != len(names):
-            raise ValueError(f"{path}: {field}: a name is there twice")
-    for param in manifest.params:
-        if math.prod(param.shape) >= 2**63:
-            raise ValueError(f"{path}: params: {printable(param.name)} has more elements than a tensor can have")
-    if {param.state_set for param in manifest.params} != {*range(len(manifest.states))}:
-        raise ValueError(f"{path}: states: a parameter's set is not there, or a set is no parameter's")
-    if not all(states.get(MASTER) == "F32" or [*states] == [BUFFER] for states in manifest.states):
-        raise ValueError(f"{path}: states: a set has no {MASTER} in F32")
+        for field, records in (("files", manifest.files), ("params", manifest.params)):
+            if len({record.name for record in records}) != len(records):
+                raise ValueError(f"{field}: a name is there twice")
+        for param in manifest.params:
+            if math.prod(param.shape) >= 2**63:
+                raise ValueError(f"params: {printable(param.name)} has more elements than a tensor can have")
+        if {param.state_set for param in manifest.params} != {*range(len(manifest.states))}:
+            raise ValueError("states: a parameter's set is not there, or a set is no parameter's")
+        if not all(states.get(MASTER) == "F32" or [*states] == [BUFFER] for states in manifest.states):
+            raise ValueError(f"states: a set has no {MASTER} in F32")
     return manifest

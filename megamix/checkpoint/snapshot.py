@@ -6,20 +6,19 @@ It is saved as the snapshot of one instant: views of the engine, or a copy that 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
-from megamix.checkpoint.manifest import BUFFER, MASTER, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
+from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.half_params import SAVED_DTYPES, BufferSpec
+from megamix.mixed_precision.half_params import SAVED_DTYPES, Entry
 from megamix.mixed_precision.optimizers import Optimizer
 
-_NAMES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
-DTYPES = dict(zip(_NAMES, SAVED_DTYPES, strict=True))
+DTYPES: dict[str, torch.dtype] = dict(zip(get_args(Dtype), SAVED_DTYPES, strict=True))
 DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # each of a Literal type
 
 
@@ -45,10 +44,10 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
     return {MASTER: "F32", **{state: DTYPE_NAMES[str(dtype)] for state, dtype in states}}
 
 
-def state_sets(engine: ShardedEngine) -> list[tuple[ParamSpec | BufferSpec, StateSet]]:
+def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     """Return what there is to save of the whole model: every parameter, then every buffer."""
-    params = [(spec, state_set(engine.optimizer, spec.name, spec.full_shape)) for spec in engine.params]
-    return [*params, *((spec, {BUFFER: DTYPE_NAMES[spec.dtype]}) for spec in engine.buffers)]
+    params = [(entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.params]
+    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.buffers)]
 
 
 def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor) -> Iterator[Part]:
@@ -77,8 +76,8 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 def buffer_parts(engine: ShardedEngine) -> list[Part]:
     """Return the buffers of this rank's module, as they are."""
     held = dict(engine.module.named_buffers(remove_duplicate=False))
-    own = [spec for spec in engine.buffers if spec.name in held]
-    return [Part(spec.name, BUFFER, Box.whole(spec.full_shape), held[spec.name]) for spec in own]
+    own = [entry for entry in engine.buffers if entry.name in held]
+    return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class Snapshot:
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     """Return the engine's state between two steps: views, so save it before the next one. Reads the device."""
-    sets = [(spec, tuple(states.items())) for spec, states in state_sets(engine)]
+    sets = [(entry, tuple(states.items())) for entry, states in state_sets(engine)]
     places = {states: place for place, states in enumerate(dict.fromkeys(states for _, states in sets))}
     manifest = Manifest(
         applied_updates=int(engine.applied_updates),
@@ -113,13 +112,13 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
         ),
         states=tuple(map(dict, places)),
         params=tuple(
-            ParamRecord(name=spec.name, shape=spec.full_shape, aliases=spec.aliases, states=places[states])
-            for spec, states in sets
+            ParamRecord(name=entry.name, shape=entry.full_shape, aliases=entry.aliases, states=places[states])
+            for entry, states in sets
         ),
     )
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
-        first = {spec.name for spec in engine.buffers if spec.stage == engine.topology.pp.rank}
+        first = {entry.name for entry in engine.buffers if entry.stage == engine.topology.pp.rank}
         own = (part for part in buffer_parts(engine) if part.param in first)
         parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
     # The widest first, so that in a file and in the host's memory each begins at a multiple of its elements' size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, ch
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_grad_shards
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, describe_buffers, describe_params, single_device
+from megamix.mixed_precision.half_params import HalfParams, describe_params, describe_whole, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
@@ -63,9 +63,9 @@ class ShardedEngine:
         grad_dtype = precision.own_grad_dtype
 
         topology = self.topology = sharding.topology or Topology.current()
-        specs, groups, axes, self.params = describe_params(model, optimizer, topology, sharding.placements)
-        self.param_names = [spec.name for spec in self.params]  # of the whole model, in registration order
-        self.buffers = describe_buffers(model, topology)  # likewise
+        specs, groups, axes = describe_params(model, optimizer, topology, sharding.placements)
+        self.params, self.buffers = describe_whole(model, specs, topology)
+        self.param_names = [entry.name for entry in self.params]  # of the whole model, in registration order
         if topology.world.rank == 0:
             optimizer.warn_of_idle_groups(self.param_names)
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
@@ -150,16 +150,14 @@ class ShardedEngine:
             self.half_grads.fill_missing()
             self.grad_reduce.launch()
 
-    @contextmanager
-    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> AbstractContextManager[None]:
         """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
 
         `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
         when all of it is.
         """
         look_at = look(self.under_way.examination, micro_batch)
-        with self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at):
-            yield
+        return self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
@@ -246,7 +244,8 @@ class ShardedEngine:
     def full_weights(self) -> dict[str, Tensor]:
         """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        return full_weights(self.module, self.half_params, self.master_shard, self.params, self._tp, self._pp)
+        entries = [*self.params, *self.buffers]
+        return full_weights(self.module, self.half_params, self.master_shard, entries, self._tp, self._pp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
@@ -255,7 +254,7 @@ class ShardedEngine:
         Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
         """
         self._require_between_steps("load_weights()")
-        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.params)
+        load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""

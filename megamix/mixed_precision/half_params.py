@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,9 @@ def single_device(model: nn.Module) -> torch.device:
 
 def describe_params(
     model: nn.Module, optimizer: Optimizer, topology: Topology, placements: Mapping[str, Placement]
-) -> tuple[list[ParamSpec], list[UpdateGroup], list[Axis], list[ParamSpec]]:
-    """Return (specs of the trainable parameters in registration order, the optimizer groups and the axes of owners
-    that their numbers mean, specs of the whole model). Every rank must call it.
+) -> tuple[list[ParamSpec], list[UpdateGroup], list[Axis]]:
+    """Return specs of this rank's trainable parameters in registration order, the optimizer groups and the axes of
+    owners that their numbers mean.
 
     A shared parameter is described once, under its first name; frozen and empty parameters are not described.
     """
@@ -60,65 +60,56 @@ def describe_params(
             raise ValueError(
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
-        at, shape = placements.get(name), tuple(param.shape)
-        group = groups.setdefault(optimizer.group_of(name, shape if at is None else at.full_shape), len(groups))
+        shape = tuple(param.shape)
+        at = placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
+        group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
+        axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
-        if at is not None:
-            axis = axes.setdefault(at.owners, len(axes))
-            spec = replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts)
-        specs.append(spec)
-    return specs, list(groups), list(axes), _all_stages(ParamSpec, specs, topology.pp, model)
+        specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
+    return specs, list(groups), list(axes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferSpec:
-    """A buffer that the module's state_dict has: equal on all ranks of its stage, or the first one's counts."""
+class Entry(NamedTuple):
+    """A trained parameter of the model that all ranks hold together, or a buffer that its state_dict has: equal on all
+    ranks of its stage, or the first one's counts.
+    """
 
     name: str
     full_shape: tuple[int, ...]
-    dtype: str  # as torch prints it
-    stage: int  # the first that has it
+    dtype: str  # as torch prints it; of a parameter its master's
+    stage: int  # the first of the pipeline that has it
     aliases: tuple[str, ...] = ()
 
 
-def describe_buffers(model: nn.Module, topology: Topology) -> list[BufferSpec]:
-    """Return those of the whole model. Every rank must call it. Raises: ValueError naming one that cannot be saved."""
+def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], topology: Topology) -> tuple[list[Entry], list[Entry]]:
+    """Return (parameters, buffers) of the model that all ranks train, from what this one trains of it, stage by stage.
+    Every rank must call it. Raises: ValueError naming a buffer that cannot be saved.
+    """
     persistent, stage = model.state_dict().keys(), topology.pp.rank
-    own = [
-        BufferSpec(name=name, full_shape=tuple(buffer.shape), dtype=str(buffer.dtype), stage=stage)
+    params = [Entry(spec.name, spec.full_shape, str(torch.float32), stage, spec.aliases) for spec in specs]
+    buffers = [
+        Entry(name, tuple(buffer.shape), str(buffer.dtype), stage)
         for name, buffer in model.named_buffers(remove_duplicate=False)
         if name in persistent and buffer.numel()
     ]
-    for spec in own:
-        if spec.dtype not in map(str, SAVED_DTYPES):
+    for buffer in buffers:
+        if buffer.dtype not in map(str, SAVED_DTYPES):
             raise ValueError(
-                f"buffer {spec.name} is {spec.dtype}, which no checkpoint holds; keep it out of the state_dict by "
+                f"buffer {buffer.name} is {buffer.dtype}, which no checkpoint holds; keep it out of the state_dict by "
                 "module.register_buffer(..., persistent=False)"
             )
-    return _all_stages(BufferSpec, own, topology.pp, model)
+    device = single_device(model)
+    pp = make_collectives(topology.pp, 0, torch.uint8, device)
+    texts = gather_texts(pp, json.dumps((params, buffers)), device)
+    params, buffers = map(_each_once, zip(*map(json.loads, texts), strict=True))
+    return params, buffers
 
 
-_Spec = TypeVar("_Spec", ParamSpec, BufferSpec)
-
-
-def _all_stages(kind: type[_Spec], specs: list[_Spec], pp: Axis, model: nn.Module) -> list[_Spec]:
-    """Each once, stage by stage. Of another stage's parameters, names and full shapes alone mean something here."""
-    by_stage = [specs]
-    if pp.group is not None:
-        device = single_device(model)
-        own = json.dumps([asdict(spec) for spec in specs])
-        texts = gather_texts(make_collectives(pp, 0, torch.uint8, device), own, device)
-        by_stage = [[kind(**_tuples(fields)) for fields in json.loads(text)] for text in texts]
-    found: dict[str, _Spec] = {}
-    for stage in by_stage:
-        for spec in stage:
-            found.setdefault(spec.name, spec)  # one may be held by two stages
+def _each_once(by_stage: Iterable[list[Any]]) -> list[Entry]:
+    found: dict[str, Entry] = {}
+    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # one may be held by two stages
+        found.setdefault(name, Entry(name, tuple(full_shape), dtype, stage, tuple(aliases)))
     return list(found.values())
-
-
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """As they were before they went through JSON."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def without_values(model: nn.Module, device: torch.device) -> None:

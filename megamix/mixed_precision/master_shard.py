@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
-from megamix.mixed_precision.half_params import HalfParams
+from megamix.mixed_precision.half_params import Entry, HalfParams
 from megamix.mixed_precision.optimizers import MASTER, States, UpdateGroup
 
 
@@ -79,12 +79,10 @@ class MasterShard:
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Copy back what `state_dict` gave."""
-        for own, other in zip(self.master, saved["master"], strict=True):
-            own.copy_(other)
+        torch._foreach_copy_(self.master, saved["master"])
         for parts, wholes in zip(self._parts_by_name(), saved["states"], strict=True):
             for own_parts, whole in zip(parts, wholes, strict=True):
-                for own, other in zip(own_parts, whole.split([own.numel() for own in own_parts]), strict=True):
-                    own.copy_(other)
+                torch._foreach_copy_(own_parts, whole.split([own.numel() for own in own_parts]))
 
     def _parts_by_name(self) -> list[list[list[Tensor]]]:
         """Per bucket, per name of a state: that state of all runs that have it."""
@@ -100,13 +98,13 @@ class MasterShard:
 
 
 def full_weights(
-    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, params: Sequence[ParamSpec],
+    model: nn.Module, half_params: HalfParams, master_shard: MasterShard, entries: Sequence[Entry],
     tp: Collectives, pp: Collectives,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the state dict of the model that all ranks train, its trained weights taken in FP32 from every rank's
     masters. Copies, on the host.
 
-    `params`: of the whole model. `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold
+    `entries`: of the whole model. `tp`: among the ranks that divide this rank's parameters; `pp`: among those that hold
     others.
     """
     trained: dict[str, Tensor] = {}
@@ -117,21 +115,23 @@ def full_weights(
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
     own = model.state_dict()
     weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
-    if pp.axis.size > 1:
-        weights |= _of_all_stages(trained, params, pp, master_shard.master[0].device)
-    return weights
+    return _of_all_stages(weights, entries, pp, master_shard.master[0].device) if pp.axis.size > 1 else weights
 
 
 def _of_all_stages(
-    own: Mapping[str, Tensor], params: Sequence[ParamSpec], pp: Collectives, device: torch.device
+    own: Mapping[str, Tensor], entries: Sequence[Entry], pp: Collectives, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return every parameter, from the first of `pp` that holds it."""
-    held = pp.table(torch.tensor([spec.name in own for spec in params], dtype=torch.uint8, device=device))
-    weights: dict[str, Tensor] = {}
-    for spec, source in zip(params, held.argmax(0).tolist(), strict=True):
-        weight = own[spec.name].to(device) if spec.name in own else torch.empty(spec.full_shape, device=device)
+    """Return what this rank has, and every entry from the first of `pp` that holds it."""
+    held = pp.table(torch.tensor([entry.name in own for entry in entries], dtype=torch.uint8, device=device))
+    weights = {**own}
+    for entry, source in zip(entries, held.argmax(0).tolist(), strict=True):
+        if entry.name in own:
+            weight = own[entry.name].to(device).contiguous()
+        else:
+            dtype = getattr(torch, entry.dtype.removeprefix("torch."))
+            weight = torch.empty(entry.full_shape, dtype=dtype, device=device)
         pp.broadcast(weight, source)
-        weights |= dict.fromkeys((spec.name, *spec.aliases), weight.cpu())
+        weights |= dict.fromkeys((entry.name, *entry.aliases), weight.cpu())
     return weights
 
 
@@ -165,24 +165,21 @@ def take_over(
             full = among.gather(master_shard.master[bucket].to(half_params.dtype)).view(-1)
         half_params.install(full)
         del full  # before the next one comes
-    trained = {id(half_params.params[slot.spec.name]) for bucket in half_params.layout.buckets for slot in bucket.slots}
-    for param in model.parameters():
-        if id(param) not in trained:
-            if param.is_floating_point():
-                param.data = param.data.to(half_params.dtype)
-            dp.broadcast(param.data)
-            replicas.broadcast(param.data)
-    for buffer in model.buffers():
-        dp.broadcast(buffer)
-        replicas.broadcast(buffer)
+    frozen = [param for param in model.parameters() if not param.requires_grad or not param.numel()]
+    for param in frozen:
+        if param.is_floating_point():
+            param.data = param.data.to(half_params.dtype)
+    for tensor in (*(param.data for param in frozen), *model.buffers()):
+        dp.broadcast(tensor)
+        replicas.broadcast(tensor)
 
 
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
-    params: Sequence[ParamSpec],
+    entries: Sequence[Entry],
 ) -> None:  # fmt: skip
     """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
-    `params`: of the whole model; entries of other ranks' are left to these.
+    `entries`: of the whole model; those that other ranks hold are left to these.
 
     Raises: ValueError naming every missing, unknown or misshapen entry, before anything is changed.
     """
@@ -195,7 +192,7 @@ def load_weights(
         for name in (slot.spec.name, *slot.spec.aliases)
     }
     shapes |= trained
-    elsewhere = {name for spec in params for name in (spec.name, *spec.aliases)}
+    elsewhere = {name for entry in entries for name in (entry.name, *entry.aliases)}
     problems = [f"missing {name}" for name in own if name not in state_dict]
     problems += [f"unknown {name}" for name in state_dict if name not in own and name not in elsewhere]
     problems += [

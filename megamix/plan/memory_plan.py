@@ -134,7 +134,7 @@ def _plan_part(
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, groups, axes, _ = describe_params(module, optimizer, topology, placements)
+    specs, groups, axes = describe_params(module, optimizer, topology, placements)
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     engine = engine_memory(
         layout,

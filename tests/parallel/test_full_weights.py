@@ -1,11 +1,13 @@
-"""Full weights go out and in on any mesh; a copy that differs is named on all of its ranks."""
+"""Full weights and buffers go out and in on any mesh; a copy that differs is named on all of its ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.replicas import DamagedMemory, check_replicas
 from tests.parallel.layouts import Case, Owned, assemble, backward, build, states, world_rank
 
@@ -31,6 +33,42 @@ def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case: Case) -> None:
         assert same
         assert weights.keys() == masters.keys() | ({"head.weight"} if case.tied else set())
         assert all(torch.equal(weights[name], masters[name]) for name in masters)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(2, 3, dtype=torch.bfloat16).T)
+
+
+def _buffers_through_the_engine() -> tuple[dict[str, Tensor], bool]:
+    """(full weights, whether what was loaded from them is what there was) of stages that count for themselves."""
+    stage = world_rank()
+    model = nn.ModuleDict({f"stage{stage}": _Counting()})
+    sharding = Sharding(topology=Topology.connect(pp_size=2))
+    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.bfloat16), sharding, compile_update=False)
+    for buffer in model.buffers():
+        buffer.add_(stage + 1)
+    weights = engine.full_weights()
+    for buffer in model.buffers():
+        buffer.zero_()
+    engine.load_weights(weights)
+    return weights, all(bool((buffer == stage + 1).all()) for buffer in model.buffers())
+
+
+def test_full_weights_have_the_buffers_of_all_stages(run_ranks) -> None:
+    (first, first_same), (second, second_same) = run_ranks(_buffers_through_the_engine, 2)
+    leaves = ("inner.weight", "inner.bias", "seen", "rows")
+    assert first.keys() == second.keys() == {f"stage{stage}.{leaf}" for stage in range(2) for leaf in leaves}
+    assert first_same
+    assert second_same
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert tensor.dtype == {"seen": torch.int64, "rows": torch.bfloat16}.get(name.split(".")[1], torch.float32)
+    assert [int(first[f"stage{stage}.seen"]) for stage in range(2)] == [1, 2]
+    assert torch.equal(first["stage1.rows"], torch.full((3, 2), 2.0, dtype=torch.bfloat16))
 
 
 def _damage(case: Case, victim: int, name: str) -> str:
