@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ _LARGEST_PEAK = 2.0**128 / SMALLEST_USED  # beyond every gradient that FP32 hold
 _EXPONENT = 0x7FF0_0000_0000_0000  # the bits of an FP64 number that are left when it is rounded down to a power of two
 
 
+@dataclass(eq=False)
 class HeadroomLossScale(LossScale):
     """The largest power of two that keeps `margin` between the largest gradient of the last `window` steps and 65504.
 
@@ -32,26 +34,24 @@ class HeadroomLossScale(LossScale):
     itself runs at `init_scale`.
     """
 
+    init_scale: float = 1.0  # of the probe
+    margin: float = 4.0
+    window: int = 1000  # steps
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+
     state_names = ("loss_scale", "peaks")
 
-    def __init__(
-        self,
-        init_scale: float = 1.0,  # of the probe
-        margin: float = 4.0,
-        window: int = 1000,  # steps
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**32,
-    ):
-        super().__init__(init_scale, min_scale, max_scale)
-        require_power_of_two("margin", margin)
-        if margin < 2:
-            raise ValueError(f"margin must be at least 2, got {margin}; the next gradient is often the larger one")
-        if window < 1:
-            raise ValueError(f"window must be at least 1 step, got {window}; use 1000")
-        self.margin = margin
+    def __post_init__(self) -> None:
+        super().__init__(self.init_scale, self.min_scale, self.max_scale)
+        require_power_of_two("margin", self.margin)
+        if self.margin < 2:
+            raise ValueError(f"margin must be at least 2, got {self.margin}; the next gradient is often the larger one")
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1 step, got {self.window}; use 1000")
         # FP64 (window,): largest magnitude of each step's summed gradient, without the scale, newest first; 0: nothing
         # known.
-        self.peaks = torch.zeros(window, dtype=torch.float64)
+        self.peaks = torch.zeros(self.window, dtype=torch.float64)
         self.wants_probe = True
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:

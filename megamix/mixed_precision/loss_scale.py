@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class StaticLossScale(LossScale):
         pass
 
 
+@dataclass(eq=False)
 class DynamicLossScale(LossScale):
     """Searches the largest scale that does not overflow: grows after clean steps, backs off at an overflow.
 
@@ -115,29 +117,26 @@ class DynamicLossScale(LossScale):
     one, and it is met.
     """
 
+    init_scale: float = 2.0**24
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000  # clean steps in a row before the scale grows
+    hysteresis: int = 1
+    min_scale: float = 1.0
+    max_scale: float = 2.0**32
+
     state_names = ("loss_scale", "clean_steps", "patience")
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**24,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,  # clean steps in a row before the scale grows
-        hysteresis: int = 1,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**32,
-    ):
-        super().__init__(init_scale, min_scale, max_scale)
-        for name, value in (("growth_factor", growth_factor), ("backoff_factor", backoff_factor)):
-            require_power_of_two(name, value)
-        if growth_factor <= 1 or backoff_factor >= 1:
-            raise ValueError(
-                f"growth_factor must exceed 1 and backoff_factor stay below it, got {growth_factor}, {backoff_factor}"
-            )
-        if growth_interval < 1 or hysteresis < 1:
-            raise ValueError(f"growth_interval and hysteresis must be at least 1, got {growth_interval}, {hysteresis}")
-        self.growth_factor, self.backoff_factor = growth_factor, backoff_factor
-        self.growth_interval, self.hysteresis = growth_interval, hysteresis
+    def __post_init__(self) -> None:
+        super().__init__(self.init_scale, self.min_scale, self.max_scale)
+        growth, backoff = self.growth_factor, self.backoff_factor
+        require_power_of_two("growth_factor", growth)
+        require_power_of_two("backoff_factor", backoff)
+        if growth <= 1 or backoff >= 1:
+            raise ValueError(f"growth_factor must exceed 1 and backoff_factor stay below it, got {growth}, {backoff}")
+        interval, hysteresis = self.growth_interval, self.hysteresis
+        if interval < 1 or hysteresis < 1:
+            raise ValueError(f"growth_interval and hysteresis must be at least 1, got {interval}, {hysteresis}")
         self.clean_steps = torch.zeros((), dtype=torch.int32)  # in a row, since the scale last grew
         # Which overflow from here backs off: the first (1), the second (2) ... The first scale has yet to work.
         self.patience = torch.ones((), dtype=torch.int32)
@@ -172,6 +171,7 @@ class DynamicLossScale(LossScale):
         self.loss_scale.copy_(torch.where(grow, grown, torch.where(back_off, lowered, self.loss_scale)))
 
 
+@dataclass(eq=False)
 class TorchLossScale(DynamicLossScale):
     """`torch.amp.GradScaler`: every overflow backs off, nothing is too small, and a growth to inf is left out.
 
@@ -179,16 +179,10 @@ class TorchLossScale(DynamicLossScale):
     Source: `torch._amp_update_scale_`, aten/src/ATen/native/cpu/AmpGradScalerKernels.cpp.
     """
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float = 0.0,
-        max_scale: float = LARGEST,
-    ):
-        super().__init__(init_scale, growth_factor, backoff_factor, growth_interval, 1, min_scale, max_scale)
+    init_scale: float = 2.0**16
+    hysteresis: int = field(default=1, init=False)
+    min_scale: float = 0.0
+    max_scale: float = LARGEST
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
@@ -198,6 +192,7 @@ class TorchLossScale(DynamicLossScale):
         self.clean_steps.masked_fill_(due, 0)
 
 
+@dataclass(eq=False)
 class MegatronLossScale(DynamicLossScale):
     """Megatron-LM's DynamicGradScaler: the `hysteresis`-th overflow since the last growth backs off, and so does
     every later one until the scale grows again. Clean steps in between forgive nothing.
@@ -205,18 +200,18 @@ class MegatronLossScale(DynamicLossScale):
     Source: megatron/core/optimizer/grad_scaler.py at 00caa53, defaults in optimizer_config.py beside it.
     """
 
+    init_scale: float = 2.0**32
+    growth_factor: float = field(default=2.0, init=False)
+    backoff_factor: float = field(default=0.5, init=False)
+    growth_interval: int = 1000  # --loss-scale-window
+    hysteresis: int = 2
+    max_scale: float = LARGEST
+
     _window_starts_at = 0  # clean steps
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**32,
-        growth_interval: int = 1000,  # --loss-scale-window
-        hysteresis: int = 2,
-        min_scale: float = 1.0,
-        max_scale: float = LARGEST,
-    ):
-        super().__init__(init_scale, 2.0, 0.5, growth_interval, hysteresis, min_scale, max_scale)
-        self.patience.fill_(hysteresis)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.patience.fill_(self.hysteresis)
 
     def update_(self, found_inf: Tensor, max_abs: Tensor, scale_used: Tensor) -> None:
         self._count_(found_inf)
@@ -229,6 +224,7 @@ class MegatronLossScale(DynamicLossScale):
         return grow
 
 
+@dataclass(eq=False)
 class DeepSpeedLossScale(MegatronLossScale):
     """DeepSpeed's DynamicLossScaler: as Megatron's, but the window begins at the first clean step after an overflow,
     so growth comes one step later: after 1 + n * growth_interval clean steps.
@@ -238,19 +234,10 @@ class DeepSpeedLossScale(MegatronLossScale):
     Source: deepspeed/runtime/fp16/loss_scaler.py at 18fd4c9, defaults in deepspeed/runtime/precision_config.py.
     """
 
-    _window_starts_at = 1
+    init_scale: float = 2.0**16  # 2**initial_scale_power; growth_interval: loss_scale_window
+    consecutive_hysteresis: bool = False
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,  # 2**initial_scale_power
-        growth_interval: int = 1000,  # loss_scale_window
-        hysteresis: int = 2,
-        min_scale: float = 1.0,
-        max_scale: float = LARGEST,
-        consecutive_hysteresis: bool = False,
-    ):
-        super().__init__(init_scale, growth_interval, hysteresis, min_scale, max_scale)
-        self.consecutive_hysteresis = consecutive_hysteresis
+    _window_starts_at = 1
 
     def _restores(self, grow: Tensor, found_inf: Tensor) -> Tensor:
         return ~found_inf if self.consecutive_hysteresis else grow
