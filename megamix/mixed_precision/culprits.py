@@ -4,6 +4,7 @@ examination. For the host, between steps.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megamix.comm.collectives import gather_texts
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import Piece
 from megamix.mixed_precision.headroom import FP16_MAX
@@ -89,36 +91,22 @@ class Origins(NamedTuple):
 
 
 def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
-    """Rank and micro-batch of every fault in an examined step. Every rank must call it: one small collective."""
-    mine = pack_origins(examination.local.cpu())
-    table = engine.collectives.table(mine.to(engine.device))
-    return merge_origins(table.cpu(), engine.param_names)
+    """Rank and micro-batch of every fault in an examined step. Every rank must call it: a small collective or two."""
+    mine = origins_of(examination.local.cpu(), engine.param_names, engine.collectives.axis.rank)
+    texts = gather_texts(engine.collectives, json.dumps(mine), engine.device)
+    by_rank = [json.loads(text) for text in texts]
+    found = [Origin(*origin) for of_rank, _ in by_rank for origin in of_rank]
+    return Origins(found, sum(left_out for _, left_out in by_rank))
 
 
-def pack_origins(local: Tensor) -> Tensor:
-    """Return one rank's faults as a row of fixed length: their number, then micro-batch, parameter and fault of the
-    first.
-
-    Shapes: FP64 (micro_batches, params, 3), an `Examination.local` -> FP64 (1 + 3 * 64,).
-    """
+def origins_of(local: Tensor, param_names: Sequence[str], rank: int) -> Origins:
+    """Return what one rank found. Shapes: local FP64 (micro_batches, params, 3), an `Examination.local`."""
     inf, nan, large = local[..., 0] > 0, local[..., 1] > 0, local[..., 2] >= _TOO_LARGE
     fault = torch.where(inf & nan, 2, torch.where(nan, 0, torch.where(inf, 1, torch.where(large, 3, -1))))
     # Parameters from the last to the first: about the order of backward, in which a fault spreads.
-    micro_batch, reverse = (fault.flip(1) >= 0).nonzero(as_tuple=True)
-    param = local.shape[1] - 1 - reverse
-    first = torch.stack([micro_batch, param, fault[micro_batch, param]], dim=1)[:_MOST_ORIGINS]
-    row = torch.zeros(1 + 3 * _MOST_ORIGINS, dtype=torch.float64)
-    row[0] = len(param)
-    row[1 : 1 + first.numel()] = first.flatten()
-    return row
-
-
-def merge_origins(table: Tensor, param_names: Sequence[str]) -> Origins:
-    """Return all ranks' `pack_origins` as one. Shapes: FP64 (ranks, 1 + 3 * 64)."""
-    found, left_out = [], 0
-    for rank, row in enumerate(table.long()):
-        number = int(row[0])
-        left_out += max(0, number - _MOST_ORIGINS)
-        for micro_batch, param, fault in row[1:].view(-1, 3)[:number].tolist():
-            found.append(Origin(param_names[param], rank, micro_batch, _FAULTS[fault]))
-    return Origins(found, left_out)
+    places = (fault.flip(1) >= 0).nonzero()
+    found = [
+        Origin(param_names[-1 - reverse], rank, micro_batch, _FAULTS[int(fault[micro_batch, -1 - reverse])])
+        for micro_batch, reverse in places[:_MOST_ORIGINS].tolist()
+    ]
+    return Origins(found, len(places) - len(found))

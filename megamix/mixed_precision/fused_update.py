@@ -86,12 +86,8 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         grad: Tensor, master: Tensor, states: States, half: Tensor,
         multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
-        wide = {name: state.float() for name, state in states.items()}
-        new_master, new_states = optimizer.gated_equation(grad.float() * multiplier, master, wide, at, found_inf)
-        half.copy_(new_master)
-        master.copy_(new_master)
-        for name, state in states.items():
-            state.copy_(new_states[name])
+        optimizer.gated_update_(grad.float() * multiplier, master, states, at, found_inf)
+        half.copy_(master)
 
     # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
     # every engine of the process would share this one.

@@ -169,15 +169,16 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")
 
-    def gated_equation(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, found_inf: Tensor
-    ) -> tuple[Tensor, States]:
-        """Return `equation`'s, or master and states as they were where `found_inf` is set."""
-        new_master, new_states = self.equation(grad, master, states, at)
+    def gated_update_(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, found_inf: Tensor) -> None:
+        """Put what `equation` gives into master and states; leave them as they were where `found_inf` is set. States in
+        their own dtypes.
+        """
+        wide = {name: state.float() for name, state in states.items()}
+        new_master, new_states = self.equation(grad, master, wide, at)
         # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
-        return torch.where(found_inf, master, new_master), {
-            name: torch.where(found_inf, state, new_states[name]) for name, state in states.items()
-        }
+        master.copy_(torch.where(found_inf, master, new_master))
+        for name, state in states.items():
+            state.copy_(torch.where(found_inf, wide[name], new_states[name]))
 
     def library_update_(
         self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
@@ -188,11 +189,7 @@ class Optimizer:
         tensors = (grad, master, *states.values())
         pieces = zip(*(torch.split(tensor, tuned.EQUATION_PIECE) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
-            piece_states = dict(zip(states, rest, strict=True))
-            new_master, new_states = self.gated_equation(piece_grad, piece_master, piece_states, at, found_inf)
-            piece_master.copy_(new_master)
-            for name, state in piece_states.items():
-                state.copy_(new_states[name])
+            self.gated_update_(piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,8 @@ from megamix.mixed_precision.culprits import (
     gather_origins,
     gather_peaks,
     headroom,
-    merge_origins,
     merge_peaks,
-    pack_origins,
+    origins_of,
 )
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
@@ -133,7 +132,7 @@ def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> N
     local[1, 9, 0] = 1
     local[0, 7] = torch.tensor([0.0, 3.0, NAN])
     names = [str(number) for number in range(40)]
-    found, left_out = merge_origins(torch.stack([pack_origins(torch.zeros_like(local)), pack_origins(local)]), names)
+    found, left_out = origins_of(local, names, 1)
     assert [(origin.micro_batch, origin.param, origin.fault) for origin in found] == [
         (0, "7", "NaN"),
         (1, "9", "inf"),
@@ -142,7 +141,7 @@ def test_origins_come_in_the_order_of_backward_and_the_surplus_is_counted() -> N
     assert {origin.rank for origin in found} == {1}
     assert left_out == 0
     local[..., 0] = 1
-    found, left_out = merge_origins(pack_origins(local)[None], names)
+    found, left_out = origins_of(local, names, 0)
     assert len(found) + left_out == 3 * 40
     assert [origin.param for origin in found[:41]] == [*reversed(names), "39"]
 
