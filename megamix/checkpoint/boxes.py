@@ -62,33 +62,17 @@ def boxes_of_range(start: int, end: int, block: Box) -> Iterator[Box]:
     In order, each contiguous in the block, so that they cut the flat range into consecutive pieces: at most
     2 (N - 1) + 1 of them, because at each dim but the last one there is at most one incomplete row at either end.
     """
-    for box in _range_of_shape(start, end, block.size):
-        yield box.moved(block.offset)
-
-
-def _range_of_shape(start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    if start >= end:
+    if not block.size:
+        yield from [block][start:end]
         return
-    if not shape:
-        yield Box((), ())
-        return
-    row_numel = math.prod(shape[1:])
-    first, head = divmod(start, row_numel)
-    last, tail = divmod(end, row_numel)
-    if first == last:  # within one row
-        yield from _in_row(first, head, tail, shape)
-        return
-    if head:
-        yield from _in_row(first, head, row_numel, shape)
-        first += 1
-    if first < last:
-        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
-    yield from _in_row(last, 0, tail, shape)
-
-
-def _in_row(row: int, start: int, end: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    for box in _range_of_shape(start, end, shape[1:]):
-        yield Box((row, *box.offset), (1, *box.size))
+    row_sizes = [math.prod(block.size[dim + 1 :]) for dim in range(len(block.size))]
+    while start < end:
+        # The outermost dim of which a whole row begins here, and as many of its rows as there are.
+        dim = next(dim for dim, size in enumerate(row_sizes) if start % size == 0 and start + size <= end)
+        place = tuple(start // size % length for size, length in zip(row_sizes, block.size, strict=True))
+        rows = min((end - start) // row_sizes[dim], block.size[dim] - place[dim])
+        yield Box(place, (*(1,) * dim, rows, *block.size[dim + 1 :])).moved(block.offset)
+        start += rows * row_sizes[dim]
 
 
 def pieces(box: Box, largest: int | None = None) -> Iterator[Box]:

@@ -32,11 +32,9 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
         yield f"{folder} holds no checkpoint"
         return
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, step, written, size, layout, state in rows:
-        yield (
-            f"{name:<{widths[0]}}  {step:>{widths[1]}}  {written:<{widths[2]}}  {size:>{widths[3]}}  "
-            f"{layout:<{widths[4]}}  {state}"
-        )
+    for row in rows:  # numbers to the right
+        cells = zip(row, "<><><<", widths, strict=True)
+        yield "  ".join(f"{text:{side}{width}}" for text, side, width in cells).rstrip()
 
 
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 
 from megamix import durable
 from megamix.durable import ASIDE, folder_aside
@@ -102,13 +101,6 @@ def new_folder(output: Path, setting: str) -> AbstractContextManager[Path]:
     return folder_aside(output)
 
 
-class Written(NamedTuple):
-    """What was handed to the disk."""
-
-    size: int  # bytes
-    crc32: int
-
-
 class Files:
     """Writes checkpoints and removes them. Every method raises OSError."""
 
@@ -139,8 +131,8 @@ class Files:
         """Return the bytes that an ordinary user may still write there."""
         return shutil.disk_usage(path).free
 
-    def write_file(self, path: Path, chunks: Iterable[memoryview]) -> Written:
-        """Write a new file that is on the disk when this returns."""
+    def write_file(self, path: Path, chunks: Iterable[memoryview]) -> tuple[int, int]:
+        """Write a new file that is on the disk when this returns; its bytes, and the CRC32 of what was handed over."""
         size = begun = crc32 = 0
         try:
             with self.create(path) as file:
@@ -156,7 +148,7 @@ class Files:
         except OSError as error:
             error.filename = str(path)  # a failed write or sync does not say of what
             raise
-        return Written(size, crc32)
+        return size, crc32
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and what is in it, or a file, if it is there. A link is removed, never followed."""

@@ -7,7 +7,6 @@ import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,12 +47,11 @@ def newest_checkpoint(
     """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
     not are set aside, with one line each. Every rank must call it.
     """
-    while name := together.first(partial(_newest_name, folder, before)):
+    for name in together.first(lambda: [path.name for path in checkpoints(folder, before)]):
         try:
             return read_together(folder / name, together, check)
         except DamagedCheckpoint as error:
             _set_aside(folder / name, error, together)
-            before = name  # set aside or not: the disk may be read-only
     return None
 
 
@@ -75,10 +73,6 @@ def load_or_older(
             _set_aside(found.path, error, together)
             found = newest_checkpoint(found.path.parent, together, before=found.path.name, check=check)
     return found
-
-
-def _newest_name(folder: Path, before: str | None) -> str | None:
-    return next((path.name for path in checkpoints(folder, before)), None)
 
 
 def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> None:

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megamix import tuned
@@ -92,15 +92,8 @@ def safetensors_header(
     return struct.pack("<Q", len(text)) + text
 
 
-def read_header(path: Path) -> list[tuple[str, str, Stored]]:
-    """Parameter, state and place of every tensor. Raises: ValueError, OSError."""
-    try:
-        return list(_places(path))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _places(path: Path) -> Iterator[tuple[str, str, Stored]]:
+def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
+    """Yield parameter, state and place of every tensor. Raises: ValueError, OSError."""
     with open(path, "rb", buffering=0) as file:
         # Left alone, the disk reads megabytes beyond a header while one waits for it: of every file, on every rank.
         os.posix_fadvise(file.fileno(), 0, _USUAL_HEADER, os.POSIX_FADV_WILLNEED)

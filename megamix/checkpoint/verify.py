@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, naming, read_manifest
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 
@@ -62,12 +62,13 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     for record in manifest.files:
         try:
             check_size(path / record.name, record)
-            for param, state, place in read_header(path / record.name):
-                if (param, state) not in wanted:
-                    raise ValueError(f"{path / record.name}: {place.key!r} is no state that the manifest names")
-                if place.dtype != (dtype := wanted[param, state][1]):
-                    raise ValueError(f"{path / record.name}: {place.key!r} is {place.dtype}, the manifest has {dtype}")
-                stored[param, state].append(place)
+            with naming(path / record.name):
+                for param, state, place in read_header(path / record.name):
+                    if (param, state) not in wanted:
+                        raise ValueError(f"{place.key!r} is no state that the manifest names")
+                    if place.dtype != (dtype := wanted[param, state][1]):
+                        raise ValueError(f"{place.key!r} is {place.dtype}, the manifest has {dtype}")
+                    stored[param, state].append(place)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     if not problems:  # else what is missing is known already
@@ -106,12 +107,10 @@ class PieceReader:
         Raises: ValueError naming the file; OSError.
         """
         path = self._folder / stored.file
-        try:
+        with naming(path):
             if path != self._path:
                 self._file, self._path = safe_open(path, "pt"), path
             part: Tensor = self._file.get_slice(stored.key)[piece.slices_in(stored.box)]
-        except SafetensorError as error:
-            raise ValueError(f"{path}: {error}") from None
         return part
 
     def gather(self, param: str, state: str, box: Box) -> Tensor:

@@ -10,7 +10,6 @@ import datetime
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -264,9 +263,4 @@ def make_collectives(
     return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
 
 
-class MakeCollectives(Protocol):
-    """`make_collectives`, or what takes its place for the owners of parameters."""
-
-    def __call__(
-        self, axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
-    ) -> Collectives: ...
+MakeCollectives = Callable[..., Collectives]  # with the parameters of `make_collectives`, in whose place it stands

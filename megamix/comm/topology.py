@@ -59,11 +59,14 @@ class Topology:
         for name in names:
             if name not in (*self.sizes, "pp", "dp", "tp"):
                 raise ValueError(f"the mesh has no axis {name!r}; it has {', '.join(self.sizes)}")
+        return self._axis(self._places(names))
+
+    def _places(self, names: Sequence[str]) -> list[int]:
         strides = self._strides()
         chosen = [name for name in self.sizes if name in names]
         first = self.place_in_mesh - sum(self._place(name) * strides[name] for name in chosen)
         steps = (range(0, self.sizes[name] * strides[name], strides[name]) for name in chosen)
-        return self._axis([first + sum(moves) for moves in itertools.product(*steps)])
+        return [first + sum(moves) for moves in itertools.product(*steps)]
 
     @cached_property
     def world(self) -> Axis:
@@ -108,7 +111,7 @@ class Topology:
         if 0 < self.pp.rank < self.pp.size - 1:
             return self._axis([self.place_in_mesh])
         stride = self._strides().get("pp", 0)
-        own = {place - self.pp.rank * stride for place in self._places(self.owners)}
+        own = {place - self.pp.rank * stride for place in self._places(self.owns)}
         return self._axis(sorted(own | {place + (self.pp.size - 1) * stride for place in own}))
 
     @property
@@ -139,9 +142,6 @@ class Topology:
     def _axis(self, places: Sequence[int]) -> Axis:
         ranks = tuple(places if self.ranks is None else (self.ranks[place] for place in places))
         return Axis(ranks, places.index(self.place_in_mesh), self.groups.get(ranks))
-
-    def _places(self, axis: Axis) -> Sequence[int]:
-        return axis.ranks if self.ranks is None else [self.ranks.index(rank) for rank in axis.ranks]
 
     @staticmethod
     def current(group: dist.ProcessGroup | None = None) -> Topology:

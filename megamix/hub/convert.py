@@ -17,7 +17,7 @@ from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import CHECKPOINTS, Files, new_folder
 from megamix.checkpoint.manifest import MASTER, UNTRAINED, LayoutRecord, Manifest, ParamRecord, RunRecord
 from megamix.checkpoint.save import begin, commit, write_rank
-from megamix.checkpoint.snapshot import Snapshot, StateBox
+from megamix.checkpoint.snapshot import DTYPE_NAMES, Snapshot, StateBox
 from megamix.checkpoint.tensor_file import header, safetensors_header, tensor_chunks
 from megamix.config import DecoderConfig
 from megamix.config.toml_text import tables_to_toml, value_text
@@ -101,7 +101,6 @@ def _box_chunks(boxes: list[StateBox], weights: WatchedWeights) -> Iterator[memo
 
 
 SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it; a larger tensor has a shard of its own
-_FORMAT = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def export_model(
@@ -143,7 +142,7 @@ def _write_shards(folder: Path, weights: Weights, links: list[Link], dtype: str,
     shards = [dict(tensors) for tensors in filled]
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names if len(shards) > 1 else [WEIGHTS], shards, strict=True):
-        tensors = {tensor: (_FORMAT[dtype], shape) for tensor, shape in shard.items()}
+        tensors = {tensor: (DTYPE_NAMES[str(DTYPES[dtype])], shape) for tensor, shape in shard.items()}
         head = safetensors_header(tensors, {"format": "pt"})
         Files().write_file(folder / name, _chunks(head, weights, shard, by_tensor, DTYPES[dtype]))
     size = itemsize * sum(map(math.prod, shapes.values()))

@@ -5,17 +5,16 @@ The sizes in config.json are held against those of the tensors before anything i
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box
-from megamix.checkpoint.manifest import printable
+from megamix.checkpoint.manifest import naming, printable
 from megamix.config import DecoderConfig
 from megamix.hub.links import Link, formats, links_of, their_shapes
 from megamix.hub.place import CONFIG, read_json
@@ -41,7 +40,7 @@ class HuggingFaceWeights:
         self.folder = folder
         self.json = read_json(folder / CONFIG)
         self.form = _format(self.json, folder)
-        with _naming(folder):
+        with naming(folder):
             self.config = self.form.read(self.json)
         self._files = _open(folder, _file_names(folder))  # mapped: a header is parsed once
         # An open file is no mapping: it has keys() and cannot be iterated.
@@ -50,7 +49,7 @@ class HuggingFaceWeights:
         based = any(name.startswith(self.form.base) for name in self._file_of)
         self._base = "" if based else self.form.base
         shapes = {name: tuple(self._slice(name).get_shape()) for name in self._file_of}
-        with _naming(folder):
+        with naming(folder):
             if problems := contradictions(self.form, self._base, self.config, shapes):
                 raise ValueError(f"{CONFIG} and the tensors contradict each other: {'; '.join(problems)}")
             links = links_of(self.form, self.config)
@@ -94,14 +93,6 @@ class HuggingFaceWeights:
             )
 
 
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-
-
 def _open(folder: Path, names: list[str]) -> dict[str, Any]:
     """The files by name. Raises: ValueError naming one that is no safetensors file; OSError."""
     files, left = {}, _LARGEST_HEADERS
@@ -112,10 +103,8 @@ def _open(folder: Path, names: list[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{folder / name}: its header and those before it take more than {_LARGEST_HEADERS:,} bytes"
             )
-        try:
+        with naming(folder / name):
             files[name] = safe_open(folder / name, "pt")
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name}: {error}") from None
     return files
 
 

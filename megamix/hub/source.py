@@ -15,15 +15,15 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST
-from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint
+from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint, naming
 from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
 from megamix.hub.place import find_model, is_hugging_face
 from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.decoder import Decoder
-from megamix.model.family import meta_model, section_of
-from megamix.model.formats import shown
+from megamix.model.family import family_of, section_of
+from megamix.model.formats import first_problem, shown
 from megamix.train.saved_run import check_if_run, check_params
 
 log = logging.getLogger("megamix")
@@ -95,7 +95,7 @@ class Source:
     def load(self, dtype: torch.dtype, device: torch.device, *, allow_non_finite: bool = False) -> Decoder:
         """Return the model with its weights, for inference. Raises: ValueError if one is not finite and may not be."""
         watched = WatchedWeights(self.weights)
-        model = meta_model(self.config).to(dtype).to_empty(device=device)
+        model = family_of(self.config).on_meta(self.config).to(dtype).to_empty(device=device)
         model.tie()
         with torch.no_grad():
             for name, param in model.named_parameters():
@@ -141,21 +141,14 @@ def _of_checkpoint(checkpoint: Checkpoint) -> Source:
         tokenizer, dtype = _text(tables, "data.tokenizer"), _text(tables, "precision.dtype") or "fp32"
         if dtype not in DTYPES:
             raise ValueError(f"its configuration: precision.dtype is {shown(dtype)}, none of {', '.join(DTYPES)}")
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise DamagedCheckpoint(
-            [f"{checkpoint.path / MANIFEST}: its configuration: model.{key}: {problem['msg']}"]
-        ) from None
     except ValueError as error:
-        raise DamagedCheckpoint([f"{checkpoint.path / MANIFEST}: {error}"]) from None
-    try:
+        wrong = f"its configuration: model.{first_problem(error, {})}" if isinstance(error, ValidationError) else error
+        raise DamagedCheckpoint([f"{checkpoint.path / MANIFEST}: {wrong}"]) from None
+    with naming(checkpoint.path):
         check_params(checkpoint.manifest, config)
-    except ValueError as error:
-        raise ValueError(f"{checkpoint.path}: {error}") from None
-    saved = {param.name: param.shape for param in checkpoint.manifest.params}
-    if problems := tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
-        raise ValueError(f"{checkpoint.path}: {problems[0]}")
+        saved = {param.name: param.shape for param in checkpoint.manifest.params}
+        for problem in tables_problem(config, "model.seq_len", saved, _LARGEST_TABLES):
+            raise ValueError(problem)
     return Source(
         checkpoint.path, config, CheckpointWeights(checkpoint), dtype,
         None if tokenizer is None else Path(tokenizer), _one_prefix(tables.get("data", {}).get("valid")),

@@ -206,10 +206,9 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
             buckets.append(_bucket(held, num_shards))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
-    def turn(bucket: Bucket) -> tuple[bool, int]:
-        if bucket.num_shards > axis_sizes[0]:
-            return True, bucket.axis
-        return False, max(places[slot.spec.name] for slot in bucket.slots)
+    def turn(bucket: Bucket) -> int:  # of those that are last, the order in which they stand here is kept
+        shared = bucket.num_shards > axis_sizes[0]
+        return len(specs) if shared else max(places[slot.spec.name] for slot in bucket.slots)
 
     return FlatLayout(tuple(sorted(buckets, key=turn)))
 

@@ -112,14 +112,13 @@ def check_arguments(
             "megamix.AdamW(lr=3e-4) or megamix.NAG(lr=0.1), with ParamGroup(pattern=...) for groups: the engine gives "
             "it the FP32 masters"
         )
-    for name, value, kind in (
-        ("model", model, nn.Module), ("optimizer", optimizer, Optimizer), ("precision", precision, Precision),
-        ("sharding", sharding, Sharding),
-    ):  # fmt: skip
+    for name, value, kind, example in (
+        ("model", model, nn.Module, "the nn.Module itself"),
+        ("optimizer", optimizer, Optimizer, "megamix.AdamW(lr=3e-4)"),
+        ("precision", precision, Precision, "megamix.Precision(...)"),
+        ("sharding", sharding, Sharding, "megamix.Sharding(...)"),
+    ):
         if not isinstance(value, kind):
-            example = {"model": "the nn.Module itself", "optimizer": "megamix.AdamW(lr=3e-4)"}.get(
-                name, f"megamix.{kind.__name__}(...)"
-            )
             raise TypeError(f"{name} is a {type(value).__name__}, not of {kind.__name__}; pass {example}")
     for name, module in model.named_modules():
         _check_module(f"module {name}" if name else "the model", module, precision.dtype)

@@ -52,12 +52,10 @@ class Costs:
     tied_params: int  # that first and last share
 
     @property
-    def params(self) -> int:
-        return sum(part.params for part in (self.first, *self.blocks, self.last)) - self.tied_params
-
-    @property
-    def flops(self) -> int:
-        return sum(part.flops for part in (self.first, *self.blocks, self.last))
+    def total(self) -> Cost:
+        """Of the whole model, what is shared once."""
+        parts = (self.first, *self.blocks, self.last)
+        return Cost(sum(part.params for part in parts) - self.tied_params, sum(part.flops for part in parts))
 
 
 class Decoder(nn.Module):
@@ -129,6 +127,12 @@ class Decoder(nn.Module):
         return [first.setdefault(cls.kind(config, layer), layer) for layer in range(config.num_layers)]
 
     @classmethod
+    def on_meta(cls, config: DecoderConfig, like: Sequence[int] | None = None) -> Self:
+        """Return the modules without memory, not compiled, in the dtype that is torch's default. `like`: as above."""
+        with torch.device("meta"):
+            return cls(config.model_copy(update={"compile": False}), like=like)
+
+    @classmethod
     def sketch(cls, config: DecoderConfig) -> Self:
         """Return the modules without memory, one block in the place of all of its kind: to build a thousand takes 20 s.
 
@@ -137,8 +141,7 @@ class Decoder(nn.Module):
         alike = cls.alike(config)
         kinds = [*dict.fromkeys(alike)]
         try:
-            with torch.device("meta"):
-                model = cls(config.model_copy(update={"compile": False}), like=kinds)
+            model = cls.on_meta(config, kinds)
         except (RuntimeError, OverflowError, TypeError) as error:
             raise ValueError(f"no memory holds a model of these sizes: {str(error).splitlines()[0]}") from None
         model.blocks = nn.ModuleList(model.blocks[kinds.index(layer)] for layer in alike)
@@ -176,10 +179,10 @@ class Decoder(nn.Module):
         return {name: shape for name, shape in shapes.items() if name != HEAD_WEIGHT or not config.tie_embeddings}
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw all weights anew by their rules. `seed` alone decides them; None: the one that torch.manual_seed set."""
+    def reset_parameters(self) -> None:
+        """Draw all weights anew by their rules. The seed that torch.manual_seed has set alone decides them."""
         self.tie()
-        seed = torch.initial_seed() if seed is None else seed
+        seed = torch.initial_seed()
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:  # nothing to draw
                 shape = tuple(parameter.shape)

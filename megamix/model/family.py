@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
-
 from megamix.config import FAMILY, DecoderConfig
 from megamix.model.decoder import Decoder
 from megamix.model.transformer import Transformer
@@ -30,19 +28,13 @@ def section_of(table: Mapping[str, Any]) -> type[DecoderConfig]:
     return cast(type[DecoderConfig], FAMILY.section(table, {}))
 
 
-def meta_model(config: DecoderConfig) -> Decoder:
-    """Return the modules without memory, in the dtype that is torch's default."""
-    with torch.device("meta"):
-        return family_of(config)(config.model_copy(update={"compile": False}))
-
-
 def parameter_count(config: DecoderConfig) -> int:
     """Return all parameters, shared ones once."""
-    return family_of(config).costs(config).params
+    return family_of(config).costs(config).total.params
 
 
 def flops_per_token(config: DecoderConfig) -> int:
     """Forward and backward of one token in a full sequence: 6 per weight that multiplies it and, for attention, 12 per
     layer, head, number of a head and position; the causal half is not subtracted, recompute is never counted.
     """
-    return family_of(config).costs(config).flops
+    return family_of(config).costs(config).total.flops

@@ -51,13 +51,13 @@ class Border:
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all positions. Shapes: (B, T or T / tp_size, hidden) -> (B, T, hidden)."""
         if self.sequence:
-            return self._cross(_Crossing, x, self._gather_positions, self._sum_positions)
+            return self._cross(_Crossing, x, self._gather, self._sum_positions)
         return self._cross(_Crossing, x, _same, self._sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum over the ranks. Shapes: (B, T, hidden) -> (B, T or T / tp_size, hidden)."""
         if self.sequence:
-            return self._cross(_Crossing, x, self._sum_positions, self._gather_positions)
+            return self._cross(_Crossing, x, self._sum_positions, self._gather)
         return self._cross(_Crossing, x, self._sum, _same)
 
     def join_columns(self, x: Tensor) -> Tensor:
@@ -84,10 +84,7 @@ class Border:
         parts = torch.stack(x.chunk(self.tp.axis.size, SEQUENCE))
         return self.tp.sum_parts(parts.view(self.tp.axis.size, -1)).view(parts.shape[1:])
 
-    def _gather_positions(self, x: Tensor) -> Tensor:
-        return self._gather(x, SEQUENCE)
-
-    def _gather(self, x: Tensor, dim: int) -> Tensor:
+    def _gather(self, x: Tensor, dim: int = SEQUENCE) -> Tensor:
         """The ranks' tensors one behind the other in `dim`."""
         parts = self.tp.gather(x.reshape(-1)).view(self.tp.axis.size, *x.shape)
         return torch.cat(parts.unbind(), dim)

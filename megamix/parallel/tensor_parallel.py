@@ -57,21 +57,20 @@ def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowOps(Ops):
-    """For a layer that has a part of its inputs: the ranks' outputs add up, and the bias comes once, after that."""
-
+class _DividedOps(Ops):
     border: Border
+
+
+class _RowOps(_DividedOps):
+    """For a layer that has a part of its inputs: the ranks' outputs add up, and the bias comes once, after that."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = self.border.leave(super().linear(x, weight, None))
         return out if bias is None else out + bias
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TableOps(Ops):
+class _TableOps(_DividedOps):
     """For a table of which this rank has some rows: of each token one rank has the row, and the others add zeros."""
-
-    border: Border
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         row = tokens - self.border.tp.axis.rank * weight.shape[0]
@@ -80,11 +79,8 @@ class _TableOps(Ops):
         return self.border.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PositionOps(Ops):
+class _PositionOps(_DividedOps):
     """For a part of the positions: the units that drop out are those that would in one process."""
-
-    border: Border
 
     def dropout(self, x: Tensor, share: float) -> Tensor:
         if not self.border.sequence:
@@ -122,15 +118,11 @@ def divide_layers(model: Decoder, border: Border) -> None:
     model.slopes = VocabularySlopes(border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
-        _divide_positions(model, border)
-
-
-def _divide_positions(model: Decoder, border: Border) -> None:
-    for module in (model, *model.blocks):
-        if hasattr(module, "ops"):  # a block of another rank of the pipeline computes nothing
-            _swap(module, _PositionOps, border)  # what they compute themselves is dropout
-    if model.position_embedding is not None:
-        model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
+        for module in (model, *model.blocks):
+            if hasattr(module, "ops"):  # a block of another rank of the pipeline computes nothing
+                _swap(module, _PositionOps, border)  # what they compute themselves is dropout
+        if model.position_embedding is not None:
+            model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
 
 
 def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:

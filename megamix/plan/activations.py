@@ -71,8 +71,7 @@ class TracedWork:
         """Build a rank's part of a model of such layers' blocks with both ends, on the meta device; nothing needs to be
         connected.
         """
-        with torch.device("meta"):
-            part = family_of(self.model)(self.model.model_copy(update={"compile": False}), like=like)
+        part = family_of(self.model).on_meta(self.model, like)
         take_blocks(part, self.tp_size)
         if self.tp_size > 1:
             tp = ShapesAlone(Topology.place(0, tp_size=self.tp_size).tp)

@@ -23,7 +23,7 @@ from megamix.hub.convert import import_model
 from megamix.hub.hugging_face import HuggingFaceWeights
 from megamix.hub.source import open_source
 from megamix.model.config_json import GPT2_SIZES, ROTARY_SIZES
-from megamix.model.family import family_of, meta_model
+from megamix.model.family import family_of
 from tests.checkpoint.faults import listing
 from tests.checkpoint.seal import edit as edit_manifest
 from tests.conftest import FULL
@@ -271,7 +271,7 @@ def test_any_config_json_is_refused_in_one_line_or_is_a_model_whose_weights_are_
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA, QWEN3, LLAMA.model_copy(update={"num_layers": 11})])
 def test_the_shapes_of_many_layers_are_those_of_the_model(config: ModelConfig) -> None:
-    built = {name: tuple(param.shape) for name, param in meta_model(config).named_parameters()}
+    built = {name: tuple(param.shape) for name, param in family_of(config).on_meta(config).named_parameters()}
     assert list(family_of(config).shapes(config).items()) == list(built.items())
 
 
