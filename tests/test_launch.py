@@ -134,6 +134,8 @@ def test_quickstart_prepares_and_trains_on_what_is_there(
     sandbox.program("python3")
     done = sandbox.run("quickstart.sh", "optimizer.lr=1e-3", **variables)
     assert done.returncode == 0, done.stderr
+    stages = re.findall(r"^(\d/3 \w+): .*(?:minute|second)", done.stderr, flags=re.MULTILINE)
+    assert stages == ["1/3 install", "2/3 text", "3/3 training"]  # nobody waits without a word
     lines = [line for line in sandbox.lines() if not line.startswith(("pip", "python3"))]
     assert lines[0].startswith("python -m megamix prepare --corpus stdlib --output runs/data/stdlib ")
     assert lines[1].split()[3:] == [
