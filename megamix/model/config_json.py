@@ -119,6 +119,8 @@ class RotaryFormat(Format):
                 given = {"bias": attention_bias, "mlp_bias": False, "qk_norm": True}
         json = {"num_key_value_heads": None, "head_dim": None, **_DEFAULTS[self.model_type], **json}
         problems = _unlike(json, "hidden_act", "silu", ("silu", "swish"))
+        problems += _unlike(json, "attention_bias", False, (False, True))
+        problems += _unlike(json, "mlp_bias", False, (False, True))
         problems += [] if self.model_type == "llama" else _windows(self.model_type, json)
         theta, scaling, rope_problems = _read_rope(json)
         _refuse(json, problems + rope_problems)
@@ -202,10 +204,10 @@ def _windows(model_type: str, json: Json) -> list[str]:
     Mistral, in Qwen's that `layer_types` names, or from `max_window_layers` on.
     """
     window, kinds = json.get("sliding_window", 4096), _first_set(json.get("layer_types"), [])
-    if _at_least(window, json["max_position_embeddings"]):
-        return []
     if not isinstance(kinds, list):
         return [f"layer_types is {shown(kinds)}, and must be a list"]
+    if _at_least(window, json["max_position_embeddings"]):
+        return []
     if model_type == "mistral":
         told, slides = f"sliding_window is {shown(window)}", window is not None
     elif kinds:
