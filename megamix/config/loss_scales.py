@@ -18,7 +18,7 @@ def loss_scale_rule(rule: str, dtype: object) -> str:
 
 
 class LossScaleConfig(Section):
-    """What multiplies the loss, so that gradients do not vanish below FP16's range."""
+    """The factor on the loss, so that gradients do not vanish below FP16's range."""
 
     rule: Annotated[str, OneOf(LOSS_SCALES, "auto")] = "auto"
     """auto (dynamic for fp16, off otherwise), dynamic, headroom, the rule of torch, megatron or deepspeed, static,
@@ -34,9 +34,11 @@ LOSS_SCALE = _Rule(LOSS_SCALES, LossScaleConfig, "rule")
 
 InitScale = Annotated[PowerOfTwo, Field(description="The first scale.")]
 GrowthInterval = Annotated[PositiveInt, Field(description="Clean steps in a row before the scale grows.")]
-MinScale = Annotated[PowerOfTwo, Field(description="The scale never falls below.")]
-MaxScale = Annotated[PowerOfTwo, Field(description="The scale never grows beyond.")]
-NoCeiling = Annotated[PowerOfTwo | None, Field(description="The scale never grows beyond. Not set: where FP32 ends.")]
+MinScale = Annotated[PowerOfTwo, Field(description="The scale never falls below this.")]
+MaxScale = Annotated[PowerOfTwo, Field(description="The scale never grows beyond this.")]
+NoCeiling = Annotated[
+    PowerOfTwo | None, Field(description="The scale never grows beyond this. Not set: FP32's range is the limit.")
+]
 
 
 class TorchScale(LossScaleConfig):
@@ -49,7 +51,7 @@ class TorchScale(LossScaleConfig):
     """Multiplies the scale after an overflow."""
     growth_interval: GrowthInterval = 2000
     min_scale: PowerOfTwo | None = None
-    """The scale never falls below. Not set: it may vanish."""
+    """The scale never falls below this. Not set: it may vanish."""
     max_scale: NoCeiling = None
 
 
@@ -83,12 +85,12 @@ class DeepSpeedScale(MegatronScale):
 
 
 class HeadroomScale(LossScaleConfig):
-    """A scale that is measured: as far below overflow as margin says."""
+    """A measured scale: as far below overflow as margin says."""
 
     init_scale: PowerOfTwo = 1.0
     """The scale of the probe that finds the first one."""
     margin: Annotated[PowerOfTwo, Field(ge=2)] = 4.0
-    """Room that the largest gradient of the last 1000 steps keeps below overflow."""
+    """Factor between the largest gradient of the last 1000 steps and overflow."""
     min_scale: MinScale = 1.0
     max_scale: MaxScale = 2.0**32
 

@@ -43,27 +43,27 @@ def _above_low(value: float, info: ValidationInfo) -> float:
 
 
 class RopeScaling(Section):
-    """How rotary wavelengths are stretched, so that a model reads further than it was first trained to."""
+    """How rotary wavelengths are stretched, so that a model reads longer sequences than in its first training."""
 
     model_config = ConfigDict(validate_default=True)  # high_freq_factor's may be too small for a low_freq_factor
 
     rule: Annotated[Literal["linear", "llama3"], Field(examples=["llama3"])]
     """linear stretches every wavelength by factor; llama3 only the long ones, as Llama 3.1 does."""
     factor: Annotated[float, Field(ge=1, examples=[8.0])]
-    """What a wavelength is multiplied by."""
+    """The number that multiplies a wavelength."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths above original_seq_len / low_freq_factor are stretched in full."""
     high_freq_factor: Annotated[PositiveFloat, AfterValidator(_above_low)] = 4.0
-    """llama3: wavelengths below original_seq_len / high_freq_factor stay; above low_freq_factor."""
+    """llama3: wavelengths below original_seq_len / high_freq_factor stay. Must be greater than low_freq_factor."""
     original_seq_len: PositiveInt = 8192
-    """llama3: the sequence length of the training before."""
+    """llama3: the sequence length of the earlier training."""
 
 
 class FamilyConfig(Section):
     """What is trained."""
 
     family: Annotated[str, OneOf(FAMILIES)] = "transformer"
-    """What kind of model it is, which names the other keys."""
+    """The kind of model; it decides which other keys exist."""
 
 
 class DecoderConfig(FamilyConfig):
@@ -80,13 +80,13 @@ class DecoderConfig(FamilyConfig):
     tie_embeddings: bool = True
     """Whether the head reads the embedding table instead of its own weight."""
     dropout: Share = 0.0
-    """Share of the embedding's and each branch's outputs that training sets to zero, drawn by training.seed, sample
-    and try."""
+    """Share of the outputs of the embedding and of each branch that training sets to zero; drawn by training.seed,
+    sample and try."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, the outputs of norms and activation function, or
-    whole blocks; the same gradients."""
+    """What backward recomputes instead of keeping it: nothing, the outputs of norms and activation function, or whole
+    blocks. The gradients are the same."""
     compile: bool = False
     """Whether each block runs through torch.compile."""
 
@@ -108,23 +108,23 @@ class ModelConfig(DecoderConfig):
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (rmsnorm) or variance (layernorm) before its root."""
     position: Literal["rotary", "learned"] = "rotary"
-    """How a token learns its place: rotated queries and keys, or an added table of seq_len rows."""
+    """How the model encodes a token's position: rotated queries and keys, or an added table of seq_len rows."""
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary wavelengths; only with position = "rotary"."""
     rope_scaling: Annotated[RopeScaling | None, Field(examples=[{"rule": "llama3", "factor": 8.0}])] = None
-    """How rotary wavelengths are stretched. Not set: not at all."""
+    """How rotary wavelengths are stretched. Not set: they are not."""
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
     """The feed-forward part's nonlinearity; gelu is the exact one, gelu_tanh the approximation of GPT-2."""
     bias: bool = False
-    """Whether linear layers and layernorm carry a bias."""
+    """Whether linear layers and layernorm have a bias."""
     qkv_bias: bool | None = None
-    """Whether the projections to query, key and value carry one. Not set: bias."""
+    """Whether the projections to query, key and value have a bias. Not set: as bias."""
     mlp_bias: bool | None = None
-    """Whether the feed-forward part's linear layers carry one. Not set: bias."""
+    """Whether the feed-forward part's linear layers have a bias. Not set: as bias."""
     qk_norm: bool = False
-    """Whether each head's query and key pass an RMSNorm before they are rotated."""
+    """Whether each head's query and key pass an RMSNorm before rotation."""
     scaled_init: bool = True
-    """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as GPT-2's."""
+    """Whether the weights that end a branch start smaller by sqrt(2 * num_layers), as in GPT-2."""
 
 
 FAMILIES.sections |= {"transformer": ModelConfig}
@@ -139,14 +139,16 @@ def default_ffn_hidden_size(activation: str, hidden_size: int) -> int:
 
 
 class DataSource(Section):
-    """What samples are taken from: token files, or a made-up chain of tokens."""
+    """A source of samples: token files, or a made-up chain of tokens."""
 
     path: Annotated[Text | None, Field(examples=["runs/data/train"])] = None
     """Prefix of the tokens: PREFIX.bin and PREFIX.idx."""
     markov: Annotated[PositiveInt | None, Field(examples=[4])] = None
-    """In place of path: each token is followed by one of so many, all equally likely. No loss goes below ln(markov)."""
+    """Instead of path: a chain in which this many tokens may follow each token, all equally likely. No loss goes below
+    ln(markov)."""
     weight: Annotated[PositiveFloat | None, Field(examples=[1.0])] = None
-    """Share of the samples, on any scale. Not set for all: the files are read as one corpus, by their tokens."""
+    """Share of the samples, on any scale. Without weights all files are one corpus, each with the share of its
+    tokens."""
 
     @property
     def name(self) -> str | int:
@@ -220,10 +222,10 @@ Sources = Annotated[
 
 
 class DataStage(Section):
-    """Another mixture from some sample on."""
+    """Another mixture from a given sample on."""
 
     from_sample: Annotated[PositiveInt, Field(examples=[100000])]
-    """Number of its first sample: so many sequences the run has read before it."""
+    """Number of its first sample: the number of sequences that the run reads before it."""
     train: Sources
     """As data.train."""
 
@@ -236,7 +238,7 @@ def _check_stages(stages: tuple[DataStage, ...]) -> tuple[DataStage, ...]:
 
 
 class DataConfig(Section):
-    """Token files; paths are relative to the folder the command is started in."""
+    """Token files; paths are relative to the folder in which you start the command."""
 
     train: Sources
     """Prefix of the training tokens, PREFIX.bin and PREFIX.idx; or a list of tables, mixed by weight."""
@@ -245,13 +247,13 @@ class DataConfig(Section):
         AfterValidator(_check_stages),
         Field(strict=False, examples=[[{"from_sample": 100000, "train": "runs/data/train"}]]),
     ] = ()
-    """What takes the place of train later in the run. Empty: nothing."""
+    """Mixtures that replace train later in the run. Empty: none."""
     valid: Sources | None = None
-    """The validation tokens, likewise. Not set: no validation, unless split is set."""
+    """The validation tokens, written as for train. Not set: no validation, unless split is set."""
     split: Annotated[tuple[PositiveFloat, PositiveFloat] | None, Field(strict=False, examples=[[95, 5]])] = None
     """Shares of each file's documents for training and for validation, on any scale. Not set: train has all."""
     packing: Literal["none", "documents"] = "none"
-    """none: a sequence runs on from one document into the next. documents: attention stays within a document,
+    """none: a sequence continues from one document into the next. documents: attention stays within a document,
     positions restart with each, and its first token is not predicted."""
     tokenizer: Text | None = None
     """A tokenizer.json, needed for the sample of text at the end of a run. Not set: no sample."""

@@ -32,7 +32,7 @@ class AdamWConfig(Section):
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
     """Decay rates of the first and second moment, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
-    """Addend to the root of the second moment."""
+    """Added to the root of the second moment."""
 
 
 class NAGConfig(Section):
@@ -41,10 +41,10 @@ class NAGConfig(Section):
     momentum: Share = 0.9
     """In [0, 1). 0: plain SGD."""
     momentum_form: Literal["gradient", "velocity"] = "gradient"
-    """What the momentum adds up: gradients, as torch's SGD, or velocity: steps, as MXNet's. They differ where the
+    """What the momentum adds up. gradient: gradients, as torch's SGD. velocity: steps, as MXNet's. They differ when the
     learning rate changes."""
     decoupled_weight_decay: bool = False
-    """Whether weight decay shrinks the weights, as AdamW's does, instead of entering the gradient."""
+    """Whether weight decay shrinks the weights, as in AdamW, instead of entering the gradient."""
 
 
 OPTIMIZERS.sections |= {"adamw": AdamWConfig, "nag": NAGConfig}
@@ -54,11 +54,11 @@ class OptimizerConfig(Section):
     """The update of the FP32 master weights."""
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """adamw, or nag: SGD with Nesterov momentum; the table beneath of the same name has its own keys."""
+    """adamw, or nag (SGD with Nesterov momentum); its own keys are in the table of the same name."""
     lr: Annotated[PositiveFloat, Field(examples=[3e-4])]
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Where the decay ends; at most lr."""
+    """Learning rate at the end of the decay; at most lr."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of parameters with two or more dimensions."""
     clip_grad: NonNegativeFloat = 1.0
@@ -66,10 +66,9 @@ class OptimizerConfig(Section):
     groups: Annotated[
         tuple[OptimizerGroup, ...], Field(strict=False, examples=[[{"pattern": "*.bias", "weight_decay": 0.0}]])
     ] = ()
-    """Exceptions by parameter name, the first match wins. Empty: all alike, but no decay on 1-d parameters."""
+    """Exceptions by parameter name; the first match wins. Empty: all alike, but no decay on 1-d parameters."""
     compile: bool = True
-    """Whether the update is fused by torch.compile; without a working compiler, or with false, torch's own kernels
-    are used."""
+    """Whether torch.compile fuses the update. With false, or without a working compiler, torch's own kernels run."""
 
 
 OPTIMIZERS.beside = OptimizerConfig.model_fields
@@ -80,32 +79,32 @@ class LrScheduleConfig(Section):
     """The learning rate as a function of applied updates (a skipped step does not count)."""
 
     decay_style: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """Shape of the way from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) holds lr until its final
-    decay."""
+    """Shape of the learning rate from lr to min_lr after the warm-up; wsd (warm-up, stable, decay) holds lr until its
+    final decay."""
     warmup_steps: NonNegativeInt = 0
     """Updates of linear growth up to lr."""
     decay_steps: PositiveInt | None = None
-    """Updates of the decay, counted from the end of the warm-up; for wsd the last decay_steps of the run, and
-    required. Not set: all updates after the warm-up."""
+    """Updates of the decay, counted from the end of the warm-up. wsd needs it, and counts the run's last updates. Not
+    set: all updates after the warm-up."""
 
 
 class PrecisionConfig(Section):
-    """Number formats, and what becomes of an overflow."""
+    """Number formats, and what follows an overflow."""
 
     dtype: Literal["fp16", "bf16", "fp32"] = "bf16"
     """Format of parameters, activations and gradients; master weights are always FP32."""
     grad_dtype: Literal["half", "fp32"] = "half"
-    """Format in which a step's gradients are added up: half is dtype's own, fp32 costs two more bytes a parameter."""
+    """Format in which a step's gradients are added up. half is dtype's own; fp32 costs two more bytes a parameter."""
     reduce_dtype: Literal["half", "half_fp32_sum", "fp32"] | None = None
-    """How gradients travel to the rank that owns their sum, and what it keeps: half and half, half and FP32, FP32 and
-    FP32. Not set: half, or fp32 where grad_dtype is fp32."""
+    """How gradients travel to the rank that owns their sum, and how it keeps the sum. half: both half. half_fp32_sum:
+    half, then FP32. fp32: both FP32. Not set: half, or fp32 if grad_dtype is fp32."""
     loss_scale: Annotated[LossScaleConfig, LOSS_SCALE] = left_out()
-    """What multiplies the loss."""
+    """The factor on the loss."""
     on_overflow: Literal["requeue", "redo", "skip"] = "requeue"
-    """What becomes of a batch that overflowed: requeue tries it again two attempts later, redo at once (which waits
-    for the device once a step), skip loses it."""
+    """What happens to a batch that overflowed. requeue: it is tried again two attempts later. redo: at once, with one
+    wait for the device a step. skip: it is lost."""
     max_retries: NonNegativeInt = 3
-    """Retries of one batch at scales that had worked before; after them it is set aside, and named in
+    """Retries of one batch at scales that had worked before. After them the run sets it aside and names it in
     set_aside.jsonl."""
     max_overflows_in_a_row: PositiveInt = 50
     """The run gives up after this many overflows in a row; the search down from max_scale needs 33."""
@@ -123,7 +122,8 @@ class TrainingConfig(Section):
     micro_batch_size: Annotated[PositiveInt, Field(examples=[8])]
     """Sequences in one forward and backward of one rank."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[16])]
-    """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size, the rest is accumulation."""
+    """Sequences in one step over all ranks; a multiple of micro_batch_size * dp_size. Accumulation supplies the
+    factor."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
     eval_interval: NonNegativeInt = 0
@@ -136,47 +136,46 @@ class ParallelismConfig(Section):
     """How the ranks share the work."""
 
     dp_size: PositiveInt | None = None
-    """Data-parallel ranks. Not set: those that tp_size and pp_size leave."""
+    """Data-parallel ranks. Not set: the number of ranks / (tp_size * pp_size)."""
     tp_size: PositiveInt = 1
-    """Tensor-parallel ranks, neighbours that divide each layer among them; divides heads, ffn_hidden_size and
-    vocab_size."""
+    """Tensor-parallel ranks: neighbours that divide each layer. Must divide heads, ffn_hidden_size and vocab_size."""
     pp_size: PositiveInt = 1
     """Pipeline-parallel ranks, each with some of the layers."""
     pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"] = "1f1b"
-    """The order in which a pipeline's ranks run forwards and backwards of a step's micro-batches. The zero-bubble ones
-    compute the gradients of weights apart, where a rank would wait otherwise."""
+    """The order in which a pipeline's ranks run forwards and backwards of a step's micro-batches. Zero-bubble schedules
+    compute the gradients of weights separately, while a rank would otherwise wait."""
     pp_stages_per_rank: PositiveInt | None = None
-    """Runs of neighbouring layers on each pipeline-parallel rank. Not set: 1 for 1f1b, 2 for the others."""
+    """Stages (runs of neighbouring layers) on each pipeline-parallel rank. Not set: 1 for 1f1b, 2 for the others."""
     sequence_parallel: bool = True
-    """Whether tensor-parallel ranks divide the positions between layers, too, instead of holding them all; the same
-    traffic, less memory. Divides seq_len."""
+    """Whether tensor-parallel ranks also divide the positions between layers, instead of holding them all: the same
+    traffic, less memory. tp_size must divide seq_len."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True
     """Whether communication runs beside backward and forward; the result is the same either way."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds that a rank may stand still, computing or waiting for another one, before all ranks end."""
+    """Seconds that a rank may make no progress, computing or waiting for another one, before all ranks end."""
 
 
 class CheckpointConfig(Section):
-    """What a run leaves behind."""
+    """What a run saves, and how it continues."""
 
     folder: Annotated[Text, Field(examples=["runs/my-run"])]
     """Folder of the run: metrics, event file, effective configuration, weights, sample."""
     save_interval: NonNegativeInt = 500
-    """Steps between checkpoints, from which a run goes on as if never stopped. 0: only at the end."""
+    """Steps between checkpoints; a run continues from one as if it had never stopped. 0: only at the end."""
     keep: Annotated[PositiveInt, Field(ge=2)] = 2
-    """Checkpoints that are kept, the newest; at least 2, for the newest may turn out damaged."""
+    """Number of newest checkpoints to keep; at least 2, because the newest may prove damaged."""
     async_save: bool = True
     """Whether training goes on while a checkpoint is written, from a copy in the host's memory."""
     on_save_failure: Literal["continue", "stop"] = "continue"
-    """What a checkpoint that cannot be written means: a line in the log, or the end of the run. The last one of a run
-    must succeed either way."""
+    """What a failed save causes: a line in the log, or the end of the run. The last save of a run must succeed either
+    way."""
     resume: Text = "auto"
-    """auto goes on from the newest whole checkpoint in folder, if there is one; never refuses a folder that holds a
-    run; the path of a checkpoint is where a new run begins."""
+    """auto continues from the newest whole checkpoint in folder, if there is one. never refuses a folder that holds a
+    run. The path of a checkpoint begins a new run from there."""
     max_restarts: NonNegativeInt = 3
-    """Starts in a row that may fail without getting further than the one before, until the run gives up."""
+    """Restarts in a row that may fail without progress; the next one gives up."""
     replica_check_interval: NonNegativeInt = 100
     """Steps between comparisons of all ranks' half parameters with the masters; a difference ends the run. 0: never."""
 
@@ -187,7 +186,7 @@ class MetricsConfig(Section):
     log_interval: PositiveInt = 10
     """Steps between console lines."""
     sample_prompt: Text = "def "
-    """How the sample of text at the end of a run begins."""
+    """The text with which the sample at the end of a run begins."""
     tensorboard: bool = True
     """Whether a TensorBoard event file is written."""
     precision_interval: NonNegativeInt = 100
@@ -218,7 +217,8 @@ class Config(Section):
     """A whole run."""
 
     plugins: Annotated[tuple[Text, ...], Field(strict=False, examples=[["my_module"]])] = ()
-    """Modules that register what the tables name, installed or in the working folder; every rank imports them."""
+    """Modules, installed or in the working folder, that register names for the tables below. Every rank imports
+    them."""
     model: Annotated[ModelConfig, FAMILY] = left_out()
     data: DataConfig = left_out()
     optimizer: Annotated[OptimizerConfig, OPTIMIZER] = left_out()
@@ -252,7 +252,7 @@ def config_schema() -> dict[str, Any]:
     """Return JSON Schema of a configuration file, with a description for every key."""
     schema = Config.model_json_schema()
     base = {
-        "description": "Another file, relative to this one, whose keys hold where this one is silent.",
+        "description": "Another file, relative to this one. Its keys apply where this file does not set them.",
         "title": "Base",
         "type": "string",
     }
