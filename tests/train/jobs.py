@@ -39,13 +39,15 @@ def write_data(folder: Path, tokenizer: bool = False) -> None:
 
 
 def tiny_job(folder: Path, **overrides: Any) -> Config:
-    """A job in folder/run on folder/data; overrides are sections with keys, e.g. training={"steps": 3}."""
+    """A job in folder/run on folder/data; overrides are sections with keys, e.g. training={"steps": 3}. Its loss scale
+    fits from the start: the search for it from 2^24, for tests of it, is as many attempts as a short job has.
+    """
     tree: dict[str, dict[str, Any]] = {
         "model": {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 2},
         "data": {"train": str(folder / "data/train"), "valid": str(folder / "data/valid")},
         "optimizer": {"lr": 0.01, "compile": False},
         "lr_schedule": {"warmup_steps": 2},
-        "precision": {"dtype": "fp16", "loss_scale": {"growth_interval": 5}},
+        "precision": {"dtype": "fp16", "loss_scale": {"init_scale": 2.0**10, "growth_interval": 5}},
         "training": {"steps": 12, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 5, "eval_batches": 2},
         "parallelism": {},
         "checkpoint": {"folder": str(folder / "run")},

@@ -40,6 +40,7 @@ def finished(tmp_path_factory) -> Path:
         folder,
         model={"vocab_size": 280},
         data={"tokenizer": str(folder / "data/tokenizer.json")},
+        precision={"loss_scale": {"init_scale": 2.0**24}},  # its default
         metrics={"sample_prompt": "class "},
         training={"steps": 20},
         profiling={"start_step": 3, "num_steps": 2},
