@@ -176,7 +176,9 @@ def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes the import fail
-    with pytest.raises(ValueError, match=r"metrics.tensorboard = true, .*pip install 'megamix\[tensorboard\]', or set"):
+    with pytest.raises(
+        ValueError, match=r"metrics.tensorboard = true, .*pip install -e '\.\[tensorboard\]' in .*, or set"
+    ):
         MetricsWriter(tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
 
