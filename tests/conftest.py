@@ -26,6 +26,8 @@ FULL = os.environ.get("MEGAMIX_FULL") == "1"
 # For a few small kernels: a pool of compiler processes is another import of torch in every process that compiles, and
 # to try each instruction set is a compilation.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+# The idle threads of a program that a test starts sleep. Spinning, they would take what other processes compute with.
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which the programs that tests start would inherit
     signal.signal(signal.SIGHUP, lambda number, frame: None)
