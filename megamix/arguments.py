@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from megamix.supervise.console import say
+from megamix.supervise.console import drop_unwritten, say
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +43,10 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
         name = f"megamix {arguments.verb} {action}" if action else f"megamix {arguments.verb}"
         try:
             for line in verb(arguments):
-                print(line)
+                print(line, flush=True)
+        except BrokenPipeError:  # whoever reads has seen enough, as `head` has
+            drop_unwritten()
+            return 1
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             say(f"{name}: {where}{error.strerror or error}; mend that and run the same command again", sys.stderr)

@@ -74,7 +74,7 @@ def _parser() -> Parser:
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
 
     plan_help = "the memory that each rank of a job will need, before anything is started"
-    plan = add_verb(verbs, "plan", _plan, plan_help, "job.toml --world 64 --memory 80GiB")
+    plan = add_verb(verbs, "plan", lines_told(_plan), plan_help, "job.toml --world 64 --memory 80GiB")
     _add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
@@ -208,12 +208,11 @@ def _memory_line(config: Config, engine: ShardedEngine) -> str:
     return memory_line(config, engine)
 
 
-def _plan(arguments: argparse.Namespace) -> None:
+def _plan(arguments: argparse.Namespace) -> Iterator[str]:
     config = load_config(arguments.config, arguments.overrides)
     from megamix.plan.command import plan_lines
 
-    for line in plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json):
-        print(line, flush=True)
+    return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

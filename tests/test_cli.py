@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,17 @@ def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_without_a_file_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--show"]) == 2
     assert "write megamix config CONFIG --show" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        assert main(["checkpoint", "ls", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
