@@ -28,11 +28,8 @@ class Checkpoints:
     """
 
     def __init__(self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0):
-        self._engine, self._folder, self._together = (
-            engine,
-            Path(folder),
-            Together.apart(engine.topology.world, timeout_s),
-        )
+        self._engine, self._folder = engine, Path(folder)
+        self._together = Together.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
         self._error: Exception | None = None
         self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))

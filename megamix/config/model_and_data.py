@@ -1,6 +1,7 @@
 """The sections [model] and [data].
 
-GPT-2, Llama and Qwen are settings of the same keys (docs/models.md); tokens are mixed and packed as docs/data.md says.
+GPT-2, Llama, Mistral and Qwen are settings of the same keys (docs/models.md); tokens are mixed and packed as
+docs/data.md says.
 """
 
 import math

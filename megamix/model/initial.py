@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _PIECE = 1 << 14  # pairs of elements drawn at once: what they pass through stays in cache
-_WORD = 1 << 64
 _ROOT_HALF, _SIGN = 0x3F3504F3, np.uint32(1 << 31)  # bits of FP32
 # Series of Taylor, the highest power first: within FP32's rounding where they are used.
 _ARTANH = [2 / k for k in (7, 5, 3, 1)]  # 2 artanh(x) / x by x**2

@@ -1,4 +1,4 @@
-"""GPT-2, Llama and Qwen: attention and feed-forward part, by the settings of one section."""
+"""GPT-2, Llama, Mistral and Qwen: attention and feed-forward part, by the settings of one section."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -118,7 +118,7 @@ def _norm(config: ModelConfig, ops: Ops) -> nn.Module:
 
 
 class Transformer(Decoder):
-    """The four families that are settings of one section."""
+    """GPT-2, Llama, Mistral and Qwen: settings of one section."""
 
     name, section, formats = "transformer", ModelConfig, FORMATS
 
