@@ -1,5 +1,5 @@
-"""Every command, file and line of Python of docs/start_to_end.md runs, in order: texts, training, resume, evaluation,
-export, transformers, import.
+"""Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order:
+texts, training, resume, evaluation, export, transformers, import.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
+from tests.conftest import FULL
 from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What CI does less of. Each stands on the page exactly once; all else is run as it is written.
 SMALLER = {
     "steps = 200": "steps = 6",
@@ -37,8 +39,8 @@ def _blocks(page: str) -> list[tuple[str, str, str]]:
     return [(language, content, next(names) if language == "toml" else "") for language, content in found]
 
 
-def _small(page: str) -> str:
-    for whole, part in SMALLER.items():
+def _small(page: str, smaller: dict[str, str]) -> str:
+    for whole, part in smaller.items():
         assert page.count(whole) == 1, whole
         page = page.replace(whole, part)
     return page
@@ -52,7 +54,7 @@ def _repository(folder: Path) -> None:
 
 def _run(command: str) -> None:
     """A line of the shell; `megamix` in this process, for every new one imports torch anew."""
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     if words[0] == "megamix":
         assert main(words[1:]) == 0, command
         return
@@ -69,7 +71,7 @@ def test_every_command_of_the_page_runs(
     _repository(tmp_path)
     monkeypatch.chdir(tmp_path)
     said: dict[str, str] = {}
-    for language, content, name in _blocks(_small(PAGE)):
+    for language, content, name in _blocks(_small(PAGE, SMALLER)):
         if language == "toml":
             Path(name).write_text(content, encoding="utf-8")
         elif language == "python":
@@ -103,3 +105,63 @@ def test_every_command_of_the_page_runs(
     assert "goes on from runs/start/imported/checkpoints/step_00000000 after update 0" in next_run
     first_loss = float(re.search(r"loss ([\d.]+)", next_run)[1])  # type: ignore[index]
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
+
+
+# Of the README's commands: what CI does less of, and what its capitals stand for.
+README_SMALLER = {
+    "training.steps=1000": "training.steps=2",
+    "dp2,dp4": "dp2,dp4" if FULL else "dp1",
+    "--vocab-size 32000": "--vocab-size 400",
+    "--world 64": "--world 4",
+    "import HF_DIR": "import OUT",
+}
+# The quickstart's configuration, and a user's: a small model on a small text.
+CONFIG_SMALLER = {
+    "vocab_size = 2048": "vocab_size = 400",
+    "seq_len = 256": "seq_len = 32",
+    "hidden_size = 192": "hidden_size = 48",
+    "num_layers = 4": "num_layers = 2",
+    "num_heads = 6": "num_heads = 2",
+    "steps = 260": "steps = 2",
+    "warmup_steps = 60": "warmup_steps = 1",
+    "micro_batch_size = 8": "micro_batch_size = 1",
+    "global_batch_size = 16": "global_batch_size = 4",
+    "init_scale = 16777216": "init_scale = 1024",
+    'name = "adamw"': 'name = "adamw"\ncompile = false',
+}
+
+
+@pytest.mark.uncounted
+def test_every_command_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _repository(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    config = _small((ROOT / "configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
+    Path("configs/quickstart.toml").write_text(config, encoding="utf-8")
+    Path("job.toml").write_text(config.replace("runs/quickstart", "runs/job"), encoding="utf-8")
+    Path("my_texts").symlink_to("docs")
+    # What launch/quickstart.sh leaves; test_pretrain.py runs it.
+    _run("megamix prepare --input docs --output runs/data/stdlib --vocab-size 400 --valid-fraction 0.2")
+    _run("megamix train configs/quickstart.toml")
+    (commands,) = re.findall(r"^```\n(\./launch/pretrain\.sh .*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    said: dict[str, str] = {}
+    for line in _small(commands, README_SMALLER).splitlines():
+        command = line.partition("  #")[0].strip()
+        if command.startswith("NNODES=4") or ("bench" in command and not FULL):
+            continue  # three more machines; minutes of measuring
+        _run(command)
+        said[command] = capsys.readouterr().out
+    assert len(said) == commands.count("\n") - (1 if FULL else 3)
+
+    assert "no problems; 1 rank" in said["megamix train job.toml --check"]
+    assert "4 rank" in said["megamix plan job.toml --world 4"]
+    assert "perplexity" in said["megamix evaluate runs/quickstart"]
+    assert said['megamix generate runs/quickstart --prompt "def "'].startswith("def ")
+    assert "step_00000002" in said["megamix checkpoint ls runs/mine"]
+    assert {path.name for path in Path("runs/quickstart").glob("*.png")} >= {"loss.png", "loss_scale.png"}
+    assert (
+        "4 rank(s)"
+        in said["NPROC_PER_NODE=4 ./launch/pretrain.sh job.toml parallelism.tp_size=2 parallelism.pp_size=2"]
+    )
