@@ -73,6 +73,8 @@ class Trainer:
         self._profiler: torch.profiler.profile | None = None
         tokens = start.applied * report.tokens_per_step if start.tokens is None else start.tokens
         report.go_on_from(start.attempts, start.losses(), tokens)
+        if self.writer is not None:
+            self.writer.tokens = tokens  # a validation may come before the first outcome
         console.begin(start.applied)
 
     def progress(self) -> Progress:
