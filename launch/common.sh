@@ -85,11 +85,11 @@ install_megamix() {
   # .megamix-unfinished lies in the environment while it is being changed. Found here, an install was cut short, and the
   # environment may hold half a package that pip takes for a whole one.
   if [[ -e "$VENV/.megamix-unfinished" ]]; then
-    say "$VENV was left unfinished; making it anew"
+    say "$VENV is unfinished; installing it again"
     rm -rf -- "$VENV"
   elif ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
     if compgen -G "$VENV/.megamix-*" >/dev/null; then
-      say "$VENV no longer works; making it anew"
+      say "$VENV no longer works; installing it again"
       rm -rf -- "$VENV"
     elif [[ -e "$VENV" ]]; then
       die "$VENV was not made by this script and has no working pip; move it away, or name its Python in MEGAMIX_PYTHON"

@@ -49,7 +49,7 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
             return 1
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            say(f"{name}: {where}{error.strerror or error}; mend that and run the same command again", sys.stderr)
+            say(f"{name}: {where}{error.strerror or error}; correct that and run the same command again", sys.stderr)
             return 2
         except ValueError as error:  # by the contract of what is called
             from megamix.checkpoint.manifest import DamagedCheckpoint

@@ -110,7 +110,7 @@ def _parser() -> Parser:
         help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
     )  # fmt: skip
 
-    config_help = "show what a configuration comes to, or what it may hold"
+    config_help = "show a configuration with every key that is read, or its schema"
     config = add_verb(verbs, "config", _config, config_help, "job.toml --show")
     _add_config(config, nargs="?")
     kind = config.add_mutually_exclusive_group(required=True)
@@ -249,7 +249,7 @@ def _prepare(arguments: argparse.Namespace) -> Iterator[str]:
         corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
         yield prepare_corpus(corpus, arguments.output, request).summary()
     except OSError as error:  # the disk, or memory
-        raise ValueError(f"{error}; mend that and run the same command again: it goes on") from error
+        raise ValueError(f"{error}; correct that and run the same command again: it continues") from error
 
 
 def _plot(arguments: argparse.Namespace) -> Iterator[str]:

@@ -133,7 +133,7 @@ def test_prepare_answers_a_broken_disk_and_a_dead_worker_with_one_line(
     for raised in (OSError(errno.ENOSPC, "No space left on device"), WorkerDiedError("a worker died at piece 3")):
         monkeypatch.setattr(module, "make_plan", Mock(side_effect=raised))
         assert main([*flags, str(tmp_path / "out")]) == 2
-        line = f"{raised}; mend that and run the same command again: it goes on\n"
+        line = f"{raised}; correct that and run the same command again: it continues\n"
         assert capsys.readouterr().err == f"megamix prepare: {line}"
 
 

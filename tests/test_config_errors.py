@@ -252,7 +252,7 @@ CROSS: list[tuple[Tree, str, str, Tree]] = [
     (
         {"precision": {"reduce_dtype": "fp32"}},
         "precision.reduce_dtype",
-        'and wider on the wire they say no more; write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"',
+        'a wider format on the wire adds no information; write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"',
         {"precision": {"reduce_dtype": "fp32", "grad_dtype": "fp32"}},
     ),
     (

@@ -70,7 +70,7 @@ def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
     sandbox.lines()
     done = sandbox.run("test.sh", "--install-only")
     assert done.returncode == 0
-    assert "unfinished; making it anew" in done.stderr
+    assert "is unfinished; installing it again" in done.stderr
     assert not half.exists()
     assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
     assert sandbox.run("test.sh", "--install-only").returncode == 0
@@ -83,7 +83,7 @@ def test_environment_that_broke_is_made_anew(sandbox: Sandbox) -> None:
     (sandbox.repo / ".venv" / "bin" / "python").unlink()
     sandbox.lines()
     done = sandbox.run("test.sh", "--install-only")
-    assert "no longer works; making it anew" in done.stderr
+    assert "no longer works; installing it again" in done.stderr
     assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
 
 

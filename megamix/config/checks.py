@@ -139,8 +139,8 @@ def _sums_suit_gradients(config: Config) -> Iterator[str]:
     half_grads = "fp32" not in (dtype, grad_dtype)
     if half_grads and reduce_dtype == "fp32":
         yield (
-            f'precision.reduce_dtype: got "fp32", but gradients are {dtype}, and wider on the wire they say no more; '
-            'write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"'
+            f'precision.reduce_dtype: got "fp32", but gradients are {dtype}, and a wider format on the wire adds no '
+            'information; write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"'
         )
     if not half_grads and reduce_dtype in ("half", "half_fp32_sum"):
         fix = "" if dtype == "fp32" else ', or grad_dtype = "half"'

@@ -70,7 +70,7 @@ class WatchedWeights:
         more = f"; and {len(lines) - _TOLD} more parameters" if len(lines) > _TOLD else ""
         told = f"weights that are not finite: {'; '.join(lines[:_TOLD])}{more}"
         if not allow:
-            raise ValueError(f"{told}; the model is damaged: get it anew, or take it as it is with {ALLOW}")
+            raise ValueError(f"{told}; the model is damaged: get it again, or accept it with {ALLOW}")
         log.warning(told)
 
 

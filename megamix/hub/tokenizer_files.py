@@ -58,7 +58,7 @@ def _is_own_file(path: Path) -> bool:
         raise ValueError(f"{path} is no file; remove it")
     real, folder = path.resolve(), path.parent.resolve()
     if real.parent not in (folder, folder.parent.parent / "blobs"):
-        raise ValueError(f"{path} is a link to {real}, which lies elsewhere; copy that file in its place")
+        raise ValueError(f"{path} is a link to {real}, which is outside the folder; copy that file in its place")
     return True
 
 

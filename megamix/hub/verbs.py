@@ -47,7 +47,9 @@ def add_verbs(verbs: Any) -> None:
     generate.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="tokens to add at most (128)")
     generate.add_argument("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest (0.8)")
     generate.add_argument("--top-p", metavar="P", type=float, default=1.0, help="sample from this share alone (1)")
-    generate.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling, for each prompt anew (0)")
+    generate.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of the sampling; each prompt starts from it (0)"
+    )
     generate.add_argument("--dtype", choices=_DTYPES, help="to compute in (as it was trained)")
     generate.add_argument("--tokenizer", metavar="FILE", type=Path, help="tokenizer.json or .model (the model's own)")
     _add_allow(generate)

@@ -28,7 +28,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 _INSTEAD = {
     "param_groups": "it is no torch optimizer, and no torch scheduler can set its learning rate: give AdamW(lr=[...]) "
     "one per update, or call engine.set_lr(lr) before step()",
-    "zero_grad": "there is nothing to clear: step() ends with no gradients; discard_step() forgets a step's so far",
+    "zero_grad": "there is nothing to clear: step() ends with no gradients; discard_step() drops an unfinished step's",
     "parameters": "take engine.module.parameters(). Their .grad is None: set clip_grad to clip, and read the result of "
     "step() for the norm",
     "train": "call engine.module.train()",

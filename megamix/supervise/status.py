@@ -100,7 +100,7 @@ class RunStatus:
         self._start, self._restarts = update, restarts + 1 if in_vain else 0
         if self._restarts > max_restarts:
             stuck = StuckError(
-                f"started {self._restarts + 1} times from update {update} without getting further "
+                f"started {self._restarts + 1} times from update {update} without progress "
                 f"(checkpoint.max_restarts {max_restarts}); find out why, then remove {self.folder / STATUS}. "
                 f"The last start's end: {state} {reason}".strip()
             )
@@ -230,7 +230,7 @@ def leaves(reason: int, applied: int, steps: int) -> EndedEarlyError:
     """Return how a run ends that leaves for this reason after update `applied` of `steps`."""
     if reason == SAVE_FAILED:
         return SaveFailedError(f"ended after update {applied}: {reason_words(reason)}, see the log")
-    return PreemptedError(f"asked to leave ({reason_words(reason)}): ended after update {applied} of {steps}")
+    return PreemptedError(f"asked to stop ({reason_words(reason)}): ended after update {applied} of {steps}")
 
 
 def reason_words(reason: int) -> str:

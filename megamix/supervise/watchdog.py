@@ -193,7 +193,7 @@ class Watchdog:
         elif len(behind) < len(signs):
             what = f"{names(behind)} fell behind"
         else:
-            what = "all ranks stand in the same place"
+            what = "all ranks are at the same place"
         lines = [f"no progress for {self._timeout_s:g} s (parallelism.timeout_s): {what}"]
         return Judgement("\n".join([*lines, *_last_places([*(missing or behind), roll.rank], signs)]), missing)
 

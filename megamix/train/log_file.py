@@ -104,7 +104,7 @@ class LogFile:
     def _open(self) -> int:
         """The file's descriptor; what removed the file is noticed here."""
         if self._descriptor is not None and not still_names(self.path, self._descriptor):
-            log.warning("%s was removed while the run goes on; it is made anew", self.path)
+            log.warning("%s was removed while the run goes on; it is created again", self.path)
             self._close()
         if self._descriptor is None:
             path = self._new_path()

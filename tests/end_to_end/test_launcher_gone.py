@@ -74,7 +74,7 @@ def test_a_run_whose_terminal_is_closed_saves(tmp_path, data, command: list[str]
     os.close(terminal)
     assert launcher.wait(leaving.DEADLINE_S) == 75, said.decode()
     status = json.loads((tmp_path / "job/run/status.json").read_text())
-    assert status["reason"].startswith(f"asked to leave (SIGHUP): ended after update {status['update']} of ")
+    assert status["reason"].startswith(f"asked to stop (SIGHUP): ended after update {status['update']} of ")
     assert leaving._saved(tmp_path / "job") == status["update"]
 
 

@@ -237,7 +237,7 @@ def test_a_signal_to_a_launcher_or_to_a_rank_ends_the_run_in_good_order(ended, c
     errors = (end.folder / "stderr.txt").read_text()
     assert end.exit_statuses == [75] * case.nodes, errors
     assert (end.status["state"], end.status["exit_status"]) == ("preempted", 75)
-    said = f"asked to leave ({case.number.name}): ended after update {end.status['update']} of "
+    said = f"asked to stop ({case.number.name}): ended after update {end.status['update']} of "
     assert end.status["reason"].startswith(said)
     assert errors.count(said) == 1
     assert _saved(end.folder) == end.status["update"] < STEPS
@@ -262,7 +262,7 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
     end = ended[case]
     if case.who < 0:
         assert end.status["state"] == "preempted"
-        assert end.status["reason"].startswith("asked to leave (a launcher died): ended after update ")
+        assert end.status["reason"].startswith("asked to stop (a launcher died): ended after update ")
         assert _saved(end.folder) == end.status["update"]
         assert sorted(end.exit_statuses) == [-signal.SIGKILL, 75][: case.nodes]
     else:

@@ -78,7 +78,7 @@ def test_a_holder_that_is_stopped_is_said_to_be(tmp_path) -> None:
     os.waitpid(holder.pid, os.WUNTRACED)
     with (
         pytest.raises(
-            ConfigError, match=rf"pid {holder.pid} .*, which is stopped: kill -CONT lets it go on; end that job"
+            ConfigError, match=rf"pid {holder.pid} .*, which is stopped: kill -CONT continues it; end that job"
         ),
         run_lock(tmp_path, _no_line),
     ):

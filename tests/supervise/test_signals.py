@@ -186,7 +186,7 @@ def test_asked_at_any_instant_all_ranks_end_after_one_update_and_a_resumed_run_i
     status = _status(tmp_path)
     assert (status["state"], status["exit_status"], status["steps"]) == ("preempted", 75, STEPS)
     newest = checkpoints(tmp_path / "run/checkpoints")[0]
-    said = f"asked to leave ({number.name}): ended after update {status['update']} of {STEPS}; saved {newest}"
+    said = f"asked to stop ({number.name}): ended after update {status['update']} of {STEPS}; saved {newest}"
     assert first == status["reason"] == said
     # Where the signal is seen another attempt begins; its outcome, with the request in it, is read two attempts later.
     assert status["update"] <= asked[victim].begun + 3

@@ -166,7 +166,7 @@ def test_logs_that_somebody_removes_are_made_anew(tmp_path, data, whole, caplog,
     assert rows == len(whole["metrics"]) or removals != (_remove_tensorboard,)
     assert ended["files"] == whole["files"]
     assert list((tmp_path / "run/tensorboard").iterdir())
-    assert any("was removed while the run goes on; it is made anew" in line for line in caplog.messages)
+    assert any("was removed while the run goes on; it is created again" in line for line in caplog.messages)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def test_a_file_that_vanished_is_made_anew_and_told(tmp_path, caplog, vanish: Ca
     log.append(b"2\n")
     log.close()
     assert path.read_bytes() == b"2\n"
-    assert caplog.messages == [f"{path} was removed while the run goes on; it is made anew"]
+    assert caplog.messages == [f"{path} was removed while the run goes on; it is created again"]
 
 
 def test_a_file_that_was_emptied_or_edited_goes_on(tmp_path) -> None:

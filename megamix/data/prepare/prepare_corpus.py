@@ -216,7 +216,7 @@ def _check_bad_records(reports: dict[int, PieceReport], limit: int, side_file: P
         _write_lines(side_file, found)
         raise ValueError(
             f"more than --max-bad-records {limit} bad records; the first: {_told(found[0])}; those found so far lie in "
-            f"{side_file}; mend the files, or give a higher limit: what is encoded is kept"
+            f"{side_file}; correct the files, or give a higher limit: what is encoded is kept"
         )
 
 
