@@ -106,5 +106,5 @@ def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) 
 def test_a_frozen_parameter_is_refused_where_ranks_divide_the_model() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="parameter bias is frozen, and where ranks divide the model all must be"):
+    with pytest.raises(ValueError, match="parameter bias is frozen, but ranks that divide the model must train every"):
         ShardedEngine(model, AdamW(lr=0.1), sharding=Sharding(topology=Topology.place(0, tp_size=2)))
