@@ -150,7 +150,7 @@ def test_a_tokenizer_s_file_is_exported_under_its_usual_name_with_the_model_s_ow
 @pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
 def test_a_shard_has_a_size(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), "--to", "hf", str(tmp_path / "out"), "--shard-gb", size]) == 2
-    assert f"--shard-gb {float(size)} must be positive and finite; 5 is usual" in capsys.readouterr().err
+    assert f"--shard-gb {float(size)} must be positive and finite; write --shard-gb 5" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
