@@ -81,6 +81,7 @@ def _loaded(config: Config) -> dict[str, Any]:
     return states(engine)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("run", RUNS)
 def test_every_bit_of_it_is_loaded_on_one_rank_and_on_tp2(run_ranks, saved: Path, tmp_path: Path, run: str) -> None:
     path = saved / run / "step_00000002"

@@ -20,6 +20,8 @@ from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.reference import Reference, train_reference
 
+pytestmark = pytest.mark.uncounted
+
 GROUPS = (ParamGroup(pattern="blocks.1.*", lr_factor=0.5), ParamGroup(pattern="*.gain", weight_decay=0.3))
 OPTIMIZERS = {
     "adamw": AdamW(lr=0.01, groups=GROUPS),
@@ -187,7 +189,6 @@ def _check_cases(cases: list[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
 def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size: int) -> None:
     count = ({2: 400, 3: 100, 4: 100, 8: 60} if FULL else {2: 12, 3: 4, 4: 6, 8: 4})[dp_size]

@@ -15,6 +15,8 @@ from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Shar
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
+pytestmark = pytest.mark.uncounted
+
 ACCUM = 2
 
 
@@ -106,7 +108,6 @@ def _inject_everywhere(
     return count, wrong
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.01), NAG(lr=0.01)], ids=["adamw", "nag"])
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_size: int) -> None:
@@ -119,7 +120,6 @@ def test_a_non_finite_value_anywhere_changes_nothing(run_ranks, optimizer, dp_si
     assert min(count for count, _ in answers) >= dp_size * 3 * moments  # at least three buckets
 
 
-@pytest.mark.uncounted
 def test_a_non_finite_value_on_one_rank_changes_nothing_where_sums_stay_in_fp32(run_ranks) -> None:
     args = (AdamW(lr=0.01), torch.float16, [float("-inf"), float("nan")], False, "half_fp32_sum")
     for count, wrong in run_ranks(_inject_everywhere, 2, *args):

@@ -19,6 +19,8 @@ from tests.distributed.late_gather import late_gathers
 from tests.distributed.models import loss_of, make_batch, make_model
 from tests.distributed.test_equals_reference import Case, differences, run_engine
 
+pytestmark = pytest.mark.uncounted
+
 
 def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)
@@ -163,7 +165,6 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
     return compiled, train(False), graphs
 
 
-@pytest.mark.uncounted
 @pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"] if FULL else ["half"])
 def test_compiled_blocks_with_a_compiled_update_train_alike_in_one_graph(run_ranks, reduce_dtype: str) -> None:
     for compiled, plain, graphs in run_ranks(_compiled_blocks_and_update, 2, reduce_dtype, deadline_s=300.0):

@@ -183,6 +183,7 @@ def _all_tied(cases: list[Case]) -> list[str]:
     return [f"{case}: {line}" for case in cases for line in _tied(case)]
 
 
+@pytest.mark.uncounted
 def test_a_tied_table_is_summed_over_both_ends_and_stays_equal(run_ranks) -> None:
     cases = [
         Case(schedule=schedule, dtype=dtype, grad_dtype=grad_dtype, model=model, rounds=rounds, tied=True)
@@ -268,6 +269,7 @@ def _told(steps: list[StepResult]) -> list[float]:
     return [float(value) for step in steps for value in (step.loss, step.grad_norm)]
 
 
+@pytest.mark.uncounted
 def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -> None:
     cases = [Case(tied=True, model="gpt"), Case(schedule="zbv_zero_bubble")]
     cases += [Case(schedule="interleaved_1f1b", tied=True)] if FULL else []

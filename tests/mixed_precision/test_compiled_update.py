@@ -253,6 +253,7 @@ def _tried_dtypes() -> set[torch.dtype]:
     return tried
 
 
+@pytest.mark.uncounted
 def test_every_dtype_that_a_step_sums_in_is_tried_before_the_first_one(run_ranks) -> None:
     assert run_ranks(_tried_dtypes, 2) == [{torch.bfloat16, torch.float32}] * 2
 

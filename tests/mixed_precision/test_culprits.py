@@ -75,6 +75,7 @@ def _random_injections(trials: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.uncounted
 def test_random_injections_are_named_by_parameter_rank_and_micro_batch(run_ranks) -> None:
     assert run_ranks(_random_injections, 2, 200 if FULL else TRIALS) == [[], []]
 

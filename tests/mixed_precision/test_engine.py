@@ -85,6 +85,7 @@ def test_modules_that_are_not_ours_train_in_bf16() -> None:
     assert last < 0.3
 
 
+@pytest.mark.uncounted
 def test_modules_that_are_not_ours_train_on_two_ranks(run_ranks) -> None:
     for first, last in run_ranks(_learn_to_count, 2):
         assert first > 2.5

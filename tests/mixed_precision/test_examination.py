@@ -16,6 +16,8 @@ from megamix.mixed_precision.examination import count_exponents, layer_of, layer
 from megamix.mixed_precision.flat_layout import ROW, Run
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
+pytestmark = pytest.mark.uncounted
+
 ACCUM = 2
 
 

@@ -17,6 +17,8 @@ from megamix import NAG, Precision, ShardedEngine, StaticLossScale
 from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars
 from megamix.mixed_precision.optimizers import UpdateScalars
 
+pytestmark = pytest.mark.uncounted
+
 U = 2.0**-24  # half a unit in the last place of FP32, relative
 
 

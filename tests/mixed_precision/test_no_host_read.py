@@ -31,6 +31,8 @@ from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import ReduceDtype
 from tests.distributed.models import loss_of, make_batch, make_model
 
+pytestmark = pytest.mark.uncounted
+
 ADAMW = AdamW(lr=0.01)
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "allclose", "is_nonzero", "item")
 METHODS = ("numpy", "tolist", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")

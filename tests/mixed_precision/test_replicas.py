@@ -30,6 +30,8 @@ from megamix.mixed_precision.replicas import DamagedMemory, Numbers, check_repli
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
+pytestmark = pytest.mark.uncounted
+
 HALF = (torch.float16, torch.bfloat16)
 TRIALS = 50 if FULL else 12  # for each of two dtypes
 RULES = {

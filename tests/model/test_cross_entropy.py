@@ -82,6 +82,7 @@ def test_what_is_ignored_has_no_share_in_loss_or_gradient() -> None:
     assert linear_cross_entropy(*leaves, torch.full_like(TARGETS, IGNORE)).item() == 0
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_its_peak_is_its_two_gradients_in_fp32_and_no_logits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype

@@ -46,6 +46,7 @@ def as_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_documents", lambda positions, as_mask: find_documents(positions, True))
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("masked", [False, True], ids=["by document", "by mask"])
 @pytest.mark.parametrize(("family", "shape"), CASES)
 def test_logits_are_those_of_the_documents_alone(
@@ -93,6 +94,7 @@ def test_sequences_of_one_document_each_are_as_without_positions() -> None:
     assert [*documents.lengths] == lengths
 
 
+@pytest.mark.uncounted
 def test_a_compiled_block_takes_documents_as_a_mask_and_any_packing_with_one_graph() -> None:
     graphs = []
 

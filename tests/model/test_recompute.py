@@ -13,6 +13,8 @@ from megamix.model.transformer import Transformer
 from tests.model.kept_bytes import kept_bytes_per_token
 from tests.model.rounding import WIDE, saved_bytes
 
+pytestmark = pytest.mark.uncounted
+
 BATCH, SEQ_LEN, VOCAB = 2, 24, 61
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
 TOKENS = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
@@ -96,7 +98,6 @@ def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_seco
     assert all(torch.equal(*pair) for pair in zip(once, twice, strict=True))
 
 
-@pytest.mark.uncounted
 def test_a_compiled_block_keeps_no_more_than_the_formula() -> None:
     torch._dynamo.reset()
     model = model_of(torch.bfloat16, recompute="selective", num_layers=1)

@@ -25,6 +25,7 @@ def _weights_through_the_engine(case: Case) -> tuple[dict[str, Tensor], list[Own
     return weights, mine, all(torch.equal(one.values, other.values) for one, other in zip(mine, loaded, strict=True))
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("case", [Case(dp_size=2, tp_size=2), Case(model="llama", tied=False, tp_size=2)], ids=str)
 def test_full_weights_go_out_and_in_on_any_mesh(run_ranks, case: Case) -> None:
     ranks = run_ranks(_weights_through_the_engine, case.world_size, case)

@@ -67,6 +67,7 @@ ALL = [
 ]
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("case", ALL if FULL else CASES, ids=str)
 def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run_ranks, case: Case) -> None:
     outcomes = run(case, run_ranks)
@@ -74,6 +75,7 @@ def test_losses_gradients_norms_weights_and_moments_are_those_of_one_process(run
     assert first_difference(case, outcomes, train(case.alone)) is None
 
 
+@pytest.mark.uncounted
 def test_dividing_the_positions_changes_no_bit_of_the_loss(run_ranks) -> None:
     # The sums over ranks are the same ones, whether a rank gets a part of their elements or all.
     (divided, _), (whole, _) = (
@@ -134,6 +136,7 @@ def _train_broken(case: Case, bug: str) -> Outcome:
         return train(case)
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_and_named(run_ranks, bug: str) -> None:
     _, sequence_parallel, told = BUGS[bug]
@@ -164,6 +167,7 @@ def _overflow_on(victim: int, case: Case) -> tuple[bool, bool, float, list[str]]
     return bool(result.found_inf), unchanged, float(engine.skipped_steps), faults
 
 
+@pytest.mark.uncounted
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_an_overflow_on_any_rank_changes_nothing_anywhere(run_ranks, sequence_parallel: bool) -> None:
     case = Case(dp_size=2, tp_size=2, dtype=torch.float16, sequence_parallel=sequence_parallel)
