@@ -49,8 +49,8 @@ def describe_params(
             names.setdefault(param, []).append(name)
         elif param.numel() and topology.tp.size * topology.pp.size > 1:
             raise ValueError(
-                f"parameter {name} is frozen, but ranks that divide the model must train every parameter: the parts of a "
-                "frozen one are unknown; give it a group with lr_factor=0, or let every rank hold the model"
+                f"parameter {name} is frozen, but ranks that divide the model must train every parameter: the parts of "
+                "a frozen one are unknown; give it a group with lr_factor=0, or let every rank hold the model"
             )
     groups: dict[UpdateGroup, int] = {}
     axes = {topology.owners: 0}
