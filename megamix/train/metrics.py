@@ -226,8 +226,8 @@ def cut_logs(folder: Path, progress: Progress) -> None:
 
 
 def _says_so(is_later: Callable[[Progress, dict[str, Any]], bool], progress: Progress, line: bytes) -> bool:
-    with suppress(ValueError, TypeError, KeyError, AttributeError):  # no row of a run: whoever wrote it may keep it
-        return is_later(progress, json.loads(line))
+    with suppress(TypeError, KeyError):
+        return is_later(progress, _parsed(line))
     return False
 
 

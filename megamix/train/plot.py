@@ -208,7 +208,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         try:
             row = json.loads(line)
             yield {"step": int(row["step"]), **row}
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
             raise ValueError(

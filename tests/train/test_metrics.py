@@ -11,7 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from megamix.supervise.console import COLUMNS
-from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, format_lines
+from megamix.train.metrics import TAGS, LayerPrecision, MetricsWriter, StepMetrics, cut_logs, format_lines
+from megamix.train.saved_run import Progress
 from tests.train.broken_disk import FULL, broken_disk
 
 METRICS = StepMetrics(
@@ -186,6 +187,7 @@ def test_tensorboard_missing_is_answered_with_the_pip_line_and_no_output(
 def test_lines_that_no_run_has_written_are_kept_and_not_told_again(tmp_path: Path) -> None:
     noted = b'# a note of mine\n\n[3]\n{"train/loss": 1.0}\n' + b"[" * 100_000 + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(noted)
+    cut_logs(tmp_path, Progress(log_sizes={"metrics.jsonl": len(noted)}))
     with MetricsWriter(tmp_path, tensorboard=True) as writer:
         writer.write(1, {"loss": 2.0})
     content = (tmp_path / "metrics.jsonl").read_bytes()

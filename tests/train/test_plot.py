@@ -168,6 +168,7 @@ def test_a_last_line_that_is_still_being_written_is_left_out(run: Path) -> None:
         (None, "has no metrics.jsonl; give the folder of a run"),
         ("", "holds no complete line yet"),
         ('{"step"', "holds no complete line yet"),
+        ("[" * 100_000 + "\n", "line 1 of .* is damaged, no object with a step; delete that line"),
         ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 of .* is damaged, no object with a step; delete that line"),
         ('{"step": 1}\n[2]\n', "line 2 of .* is damaged"),
         ('{"loss": 1}\n', "line 1 of .* is damaged"),
