@@ -1,5 +1,5 @@
-"""What a user may get wrong, in 70 ways: each is answered in one message that names what it is about, what was given,
-and what to write instead; nothing of it is a traceback, and nothing is written.
+"""What a user may get wrong is answered in one message that names what it is about, what was given, and what to write
+instead; nothing of it is a traceback, and nothing is written.
 """
 
 from __future__ import annotations

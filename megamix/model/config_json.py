@@ -83,11 +83,10 @@ class GPT2Format(Format):
         problems += _unlike(json, "add_cross_attention", False, (False,))
         problems += _unlike(json, "activation_function", "gelu_new", tuple(_GELU))
         _refuse(json, problems)
-        model = self.config_of(
+        return _possible(self.config_of(
             {"n_inner": None, **json}, norm="layernorm", position="learned",
             norm_eps=json.get("layer_norm_epsilon", 1e-5), activation=_GELU[activation], bias=True,
-        )  # fmt: skip
-        return _possible(model)
+        ))  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         names = {ours: theirs for theirs, ours in reversed(_GELU.items())}  # the first name of each
@@ -124,12 +123,11 @@ class RotaryFormat(Format):
         problems += [] if self.model_type == "llama" else _windows(self.model_type, json)
         theta, scaling, rope_problems = _read_rope(json)
         _refuse(json, problems + rope_problems)
-        model = self.config_of(
+        return _possible(self.config_of(
             json, norm="rmsnorm", norm_eps=json.get("rms_norm_eps", 1e-6),
             position="rotary", rope_theta=theta, rope_scaling=scaling, activation="swiglu",
             tie_embeddings=json.get("tie_word_embeddings", False), scaled_init=False, **given,
-        )  # fmt: skip
-        return _possible(model)
+        ))  # fmt: skip
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         scaling: dict[str, Any] | None = None

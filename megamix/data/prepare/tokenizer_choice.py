@@ -1,6 +1,5 @@
 """The tokenizer of a prepare: trained on the corpus, a file of the user's, or bytes."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -10,6 +9,7 @@ from typing import Any
 from megamix.data.prepare.pieces import DocumentInPart, PieceReport, Split, documents_of
 from megamix.data.prepare.plan import CorpusPiece, Plan, read_piece
 from megamix.data.prepare.records import Document
+from megamix.data.steady_file import file_fingerprint
 from megamix.data.tokenizer import END_OF_TEXT, TextTokenizer, Tokenizer, open_tokenizer, save_tokenizer
 from megamix.data.tokenizer_kinds import ByteTokenizer
 from megamix.durable import folder_aside
@@ -71,8 +71,7 @@ class TokenizerChoice:
     def manifest(self) -> dict[str, Any]:
         if self.what in (TRAIN, BYTES):
             return {"tokenizer": self.what, "vocab_size": self.vocab_size}
-        digest = hashlib.sha256(Path(self.what).read_bytes()).hexdigest()
-        return {"tokenizer": digest, "end_token": self.open_file().end_token}
+        return {"tokenizer": file_fingerprint(Path(self.what)), "end_token": self.open_file().end_token}
 
 
 def make_tokenizer(choice: TokenizerChoice, plan: Plan, text_key: str, split: Split, folder: Path) -> Path:
