@@ -25,10 +25,11 @@ from megamix.durable import write_text
 from megamix.hub.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights
 from megamix.hub.links import Link, format_of, links_of, their_shapes
 from megamix.hub.place import CONFIG
-from megamix.hub.source import DTYPES, Source, WatchedWeights, Weights
+from megamix.hub.source import Source, WatchedWeights, Weights
 from megamix.hub.tokenizer_files import TOKENIZER, copy_generation, copy_tokenizer, tokenizer_in
 from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of
+from megamix.train.build import DTYPES
 
 T = TypeVar("T")
 

@@ -24,12 +24,12 @@ from megamix.hub.tokenizer_files import tokenizer_in
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of, section_of
 from megamix.model.formats import first_problem, shown
+from megamix.train.build import DTYPES
 from megamix.train.saved_run import check_if_run, check_params
 
 log = logging.getLogger("megamix")
 ALLOW = "--allow-non-finite"
 _TOLD = 8  # tensors in a message
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LARGEST_TABLES = 1 << 32  # bytes, of rotary positions: a run has trained with them, if its record is its own
 _OF_TORCH = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

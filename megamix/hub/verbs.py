@@ -97,8 +97,9 @@ def _generate(arguments: argparse.Namespace) -> Iterator[str]:
     find_model(arguments.path)
     from megamix.comm.topology import local_device
     from megamix.data.tokenizer import open_tokenizer
-    from megamix.hub.source import DTYPES, open_source
+    from megamix.hub.source import open_source
     from megamix.hub.tokenizer_files import end_ids, special_ids
+    from megamix.train.build import DTYPES
     from megamix.train.results import Sampling, sample_text
 
     sampling = Sampling(arguments.max_new_tokens, arguments.seed, arguments.temperature, arguments.top_p)
@@ -117,7 +118,8 @@ def _evaluate(arguments: argparse.Namespace) -> Iterator[str]:
     find_model(arguments.path)
     from megamix.comm.topology import local_device
     from megamix.hub.evaluate import evaluate
-    from megamix.hub.source import DTYPES, open_source
+    from megamix.hub.source import open_source
+    from megamix.train.build import DTYPES
 
     source = open_source(arguments.path)
     dtype = arguments.dtype or source.dtype
@@ -159,7 +161,7 @@ def _harness(arguments: argparse.Namespace, source: Source, dtype: str) -> Itera
     from megamix.data import import_extra
     from megamix.hub.convert import export_model
     from megamix.hub.evaluate import run_harness
-    from megamix.hub.source import DTYPES
+    from megamix.train.build import DTYPES
 
     import_extra("lm_eval", "harness", what="--harness: ")  # before an export of many gigabytes
     torch_name = str(DTYPES[dtype]).removeprefix("torch.")

@@ -148,6 +148,7 @@ PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which 
 # A path in place of these words: the first rank's is everybody's.
 RESUME_WORDS = ("auto", "never")
 
+_UNSET = "not set"
 NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
 PACKAGE = Path(__file__).parents[1]
 _DIGITS = 16  # of a hash, in hexadecimal: enough against chance
@@ -241,7 +242,6 @@ def _sources(home: Path) -> str:
 
 
 _SHOWN_KEYS, _SHOWN_VALUES = 40, 4
-_UNSET = "not set"
 
 
 class RankGroup(NamedTuple):
