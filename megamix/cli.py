@@ -111,7 +111,7 @@ def _parser() -> Parser:
     )  # fmt: skip
 
     config_help = "show a configuration with every key that is read, or its schema"
-    config = add_verb(verbs, "config", _config, config_help, "job.toml --show")
+    config = add_verb(verbs, "config", lines_told(_config), config_help, "job.toml --show")
     _add_config(config, nargs="?")
     kind = config.add_mutually_exclusive_group(required=True)
     kind.add_argument(
@@ -289,11 +289,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     run(arguments.layout or arguments.what, arguments.rounds, arguments.output)
 
 
-def _config(arguments: argparse.Namespace) -> None:
+def _config(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.schema:
-        print(json.dumps(config_schema(), indent=2))
+        yield json.dumps(config_schema(), indent=2)
         return
     if arguments.config is None:
         raise ConfigError(["config: missing; write megamix config CONFIG --show"], "flags")
     config = load_config(arguments.config, arguments.overrides, say=lambda line: print(f"# {line}"))
-    print(config_to_toml(config), end="")
+    yield config_to_toml(config).removesuffix("\n")

@@ -37,14 +37,15 @@ def test_show_without_a_file_says_so(capsys: pytest.CaptureFixture[str]) -> None
     assert "write megamix config CONFIG --show" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["checkpoint", "ls", str(ROOT)], ["config", QUICKSTART, "--show"]])
 def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = os.pipe()
     os.close(ours)
     with open(theirs, "w") as nobody_reads:
         monkeypatch.setattr("sys.stdout", nobody_reads)
-        assert main(["checkpoint", "ls", str(tmp_path)]) == 1
+        assert main(words) == 1
     assert capsys.readouterr().err == ""
 
 
