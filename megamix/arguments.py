@@ -27,7 +27,7 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | No
     parser: Parser = verbs.add_parser(name, help=help, example=f"megamix {name} {example}")
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument(
-        "--plugins", metavar="NAMES", type=lambda names: names.split(","), default=[],
+        "--plugins", metavar="NAMES", type=lambda names: names.split(",") if names else [], default=[],
         help="modules to import first, as a,b: what was saved names them",
     )  # fmt: skip
     return parser

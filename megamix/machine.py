@@ -3,13 +3,13 @@
 import ctypes
 import os
 
-# glibc's numbers of what malloc can be told, the variables that tell it at the start of a process, and what a rank
-# tells: larger blocks get a mapping of their own; free bytes at the top that are kept (-1: all); bytes fetched beyond
-# what is needed.
+# What glibc's malloc can be told, its number, and what a rank tells: larger blocks get a mapping of their own; free
+# bytes at the top that are kept (-1: all); bytes fetched beyond what is needed. MALLOC_MMAP_THRESHOLD_, or
+# glibc.malloc.mmap_threshold in GLIBC_TUNABLES, tells it at the start of a process.
 _MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": (-3, 2**31 - 1),
-    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
-    "MALLOC_TOP_PAD_": (-2, 2**28),
+    "mmap_threshold": (-3, 2**31 - 1),
+    "trim_threshold": (-1, -1),
+    "top_pad": (-2, 2**28),
 }
 _LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
 
@@ -45,6 +45,8 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
-    for variable, (number, value) in _MALLOC.items():
-        if variable not in os.environ and not mallopt(number, value):
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    for name, (number, value) in _MALLOC.items():
+        is_set = f"MALLOC_{name.upper()}_" in os.environ or f"glibc.malloc.{name}" in tunables
+        if not is_set and not mallopt(number, value):
             mallopt(number, _LARGEST_BEFORE_2_35)

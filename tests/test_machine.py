@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from megamix.config import config_to_toml
-from megamix.machine import num_cores
+from megamix.machine import keep_freed_memory, num_cores
 from tests.sandbox import TORCH
 from tests.train.jobs import tiny_job, write_data
 
@@ -64,3 +65,24 @@ def test_a_job_by_hand_has_what_the_launcher_s_ranks_have(
     assert (told, at_import) == (threads, threads)
     assert first > 48
     assert (again < 16) == keeps, (first, again)
+
+
+@pytest.mark.parametrize(
+    ("tunables", "numbers"),
+    [
+        ("", [-3, -1, -2]),
+        ("glibc.malloc.hugetlb=1", [-3, -1, -2]),
+        ("glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=131072", [-3, -2]),
+        ("glibc.malloc.mmap_threshold=131072:glibc.malloc.top_pad=0", [-1]),
+    ],
+)
+def test_what_glibc_tunables_say_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tunables: str, numbers: list[int]
+) -> None:
+    libc = Mock()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: libc)
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    keep_freed_memory()
+    assert [call.args[0] for call in libc.mallopt.call_args_list] == numbers

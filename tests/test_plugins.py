@@ -375,7 +375,7 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
     named, steady = shown.replace("plugins = []", 'plugins = ["toy_plugin"]'), ["precision.loss_scale.rule=steady"]
     bare = re.sub("# .*\n", "", named)
     run = here / "run"
-    for beside in ("metrics.jsonl", "checkpoints"):
+    for beside in ("metrics.jsonl", "checkpoints", "status.json"):
         (run / beside).mkdir(parents=True)
         for text in (bare, named, f'base = "{run}/other.toml"\n'):
             _write(run, "other.toml", bare)
@@ -385,6 +385,11 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
             for path in (own, link, _write(here, "job.toml", 'base = "run/config.toml"\n')):
                 with pytest.raises(ConfigError, match="plugins: toy_plugin named by what was saved"):
                     load_config(path, steady)
+        own.rename(run / "x.toml")
+        own.symlink_to("x.toml")  # two links to a name that no run writes
+        with pytest.raises(ConfigError, match="plugins: toy_plugin named by what was saved"):
+            load_config(link, steady)
+        own.unlink()
         (run / beside).rmdir()
     (run / "checkpoints").mkdir()
     assert "toy_plugin" not in sys.modules

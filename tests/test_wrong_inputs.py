@@ -146,3 +146,24 @@ def test_a_wrong_input_is_told_with_what_to_write(
     assert "flags: 1 problem" not in told or " --" in told  # said only of flags
     assert not any(word in told for word in ("Traceback", "Error(", "pyproject"))
     assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "", "1" * 5000])
+def test_a_number_of_ranks_that_is_none_is_told_with_its_variable(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv(variable, value)
+    assert main(["train", "job.toml", "--check"]) == 2
+    told = capsys.readouterr().err
+    assert f'  {variable}: got "{value[:56]}' in told
+    assert "must be a number of ranks, 1 or more; start the ranks by launch/pretrain.sh" in told
+
+
+def test_plugins_of_an_empty_shell_variable_are_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert main(["train", "job.toml", "--check", "--plugins", ""]) == 0
+    assert capsys.readouterr().out.startswith("no problems; 1 rank; ")

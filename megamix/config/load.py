@@ -37,7 +37,7 @@ _WRITER_S = 3.0  # until which somebody must have opened a named pipe for writin
 # How an effective configuration lists keys that are not set, of which there is always one, data.split or data.valid;
 # with "is", before it left out what is not read.
 _NOT_SET = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
-_OF_A_RUN = ("metrics.jsonl", "checkpoints")  # what lies beside the config.toml of a run
+_OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # what lies beside the config.toml of a run
 
 
 class Layer(NamedTuple):
@@ -232,7 +232,7 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
         places[place] = path
         tree = _parse(text, what)
         base = tree.pop("base", None)
-        imports = imports and not _is_of_a_run(path) and not _is_of_a_run(path.resolve())
+        imports = imports and not _is_of_a_run(path)
         not_set = {found[1] for found in _NOT_SET.finditer(text)}
         layers.insert(0, Layer(str(path), tree, bool(not_set), " is" in not_set, imports))
         if base is None:
@@ -246,7 +246,10 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
 
 
 def _is_of_a_run(path: Path) -> bool:
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in _OF_A_RUN)
+    """Whether a run has written it, or it is a link that leads, maybe over more links, past what a run has written."""
+    if path.name == "config.toml" and any((path.parent / name).exists() for name in _OF_A_RUN):
+        return True
+    return path.is_symlink() and _is_of_a_run(path.parent / path.readlink())
 
 
 def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, tuple[int, int]]:

@@ -224,7 +224,8 @@ def _at_least(value: Any, other: Any) -> bool:
 
 def _unlike(json: Json, key: str, default: Any, allowed: tuple[Any, ...]) -> list[str]:
     value = json.get(key, default)
-    return [] if value in allowed else [f"{key} is {shown(value)}, ours has {' or '.join(map(shown, allowed))}"]
+    is_ours = type(value) is type(default) and value in allowed  # 1 == True
+    return [] if is_ours else [f"{key} is {shown(value)}, ours has {' or '.join(map(shown, allowed))}"]
 
 
 def _refuse(json: Json, problems: list[str]) -> None:

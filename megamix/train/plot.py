@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -57,9 +58,12 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
 
 
 def _names(folders: Sequence[Path]) -> Sequence[str]:
-    """What tells the runs apart: their folders' names, or paths where names are alike."""
+    """What tells the runs apart: their folders' names, or paths where names are alike; as matplotlib shows them, which
+    reads formulas between dollars, and leaves out of a legend what begins with an underscore.
+    """
     names = [folder.resolve().name for folder in folders]
-    return names if len({*names}) == len(names) else [str(folder) for folder in folders]
+    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
+    return [re.sub("^_", "\u200b_", name).replace("$", r"\$") for name in names]
 
 
 def _left_out(history: RunHistory) -> Iterator[str]:
@@ -206,9 +210,9 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-            yield {"step": int(row["step"]), **row}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            row = json.loads(line, parse_int=float)  # a number that no float can be is inf, and int() refuses that
+            yield {**row, "step": int(row["step"])}
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
             raise ValueError(

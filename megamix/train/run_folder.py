@@ -4,6 +4,7 @@ before any time is spent. No torch here.
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, applied_updates, checkpoints, set_aside
 from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
+from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import ASIDE, foreign_kind, remove_asides, unwritable, write_text
@@ -103,12 +105,23 @@ def write_trace(path: Path, profiler: "profile") -> None:
 def check(config: Config) -> str:
     """Refuse what cannot be trained; write nothing. Return a line that says what a run would do.
 
-    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE), files and folder.
+    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, LOCAL_WORLD_SIZE), files and folder.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    _ranks_told("LOCAL_WORLD_SIZE")  # by which the cores are shared
+    world_size = _ranks_told("WORLD_SIZE")
     if problems := job_problems(config, world_size):
         raise ConfigError(problems, "job")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}; {_outlook(config)}"
+
+
+def _ranks_told(variable: str) -> int:
+    """What the variable says; 1 where it is not set."""
+    text = os.environ.get(variable, "1")
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        problem = f"{variable}: got {short(text)}, must be a number of ranks, 1 or more"
+        fix = "start the ranks by launch/pretrain.sh, which sets it, or unset it for one rank"
+        raise ConfigError([f"{problem}; {fix}"], "environment")
+    return int(text)
 
 
 def _outlook(config: Config) -> str:

@@ -137,6 +137,17 @@ def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys
             assert len({line.get_color() for line in lines}) == 2
 
 
+def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path: Path, monkeypatch) -> None:
+    runs = [_write_run(tmp_path / name) for name in ("$a_$", "_b")]
+    assert main(["plot", *map(str, runs)]) == 0
+    assert main(["plot", str(runs[0])]) == 0
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **keys: drawn.append(figure))
+    assert main(["plot", *map(str, runs)]) == 0
+    texts = [text.get_text() for text in drawn[0].axes[0].get_legend().get_texts()]
+    assert texts == [r"\$a_\$", "validation", "\u200b_b"]
+
+
 def test_the_quickstart_s_heat_maps_have_many_columns() -> None:
     config = load_config(Path(__file__).parents[2] / "configs/quickstart.toml")
     assert config.training.steps // config.metrics.precision_interval >= 10
@@ -172,6 +183,7 @@ def test_a_last_line_that_is_still_being_written_is_left_out(run: Path) -> None:
         ('{"step": 1}\n{"st\n{"step": 3}\n', "line 2 of .* is damaged, no object with a step; delete that line"),
         ('{"step": 1}\n[2]\n', "line 2 of .* is damaged"),
         ('{"loss": 1}\n', "line 1 of .* is damaged"),
+        (f'{{"step": {10**400}}}\n', "line 1 of .* is damaged, no object with a step; delete that line"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, capsys, text: str | None, words: str) -> None:
