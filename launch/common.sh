@@ -13,6 +13,17 @@ die() {
   exit 2
 }
 
+# -h or --help: prints the first comment of the script that was called, and does nothing.
+for argument in "$@"; do
+  if [[ "$argument" == -h || "$argument" == --help ]]; then
+    while IFS= read -r line && [[ "$line" == "#"* ]]; do
+      line="${line#\#}"
+      [[ "$line" == "!"* ]] || printf '%s\n' "${line# }"
+    done <"$0"
+    exit 0
+  fi
+done
+
 # Sets PYTHON to MEGAMIX_PYTHON, after a look whether it has the modules named as arguments.
 use_megamix_python() {
   PYTHON="$(command -v -- "$MEGAMIX_PYTHON")" ||

@@ -44,4 +44,5 @@ if [[ -e "$run_folder" ]] && grep -qFx "folder = \"$run_folder\"" <<<"$effective
   say "the earlier $run_folder is now $run_folder.$number"
 fi
 say "3/3 training: the first line of the log in 10 to 60 seconds, the last one 2 minutes later on two cores"
+say "afterwards: megamix generate $run_folder --prompt 'def ', megamix plot $run_folder, and docs/start_to_end.md"
 exec launch/pretrain.sh "$config" "$@"

@@ -21,6 +21,15 @@ def torchrun(sandbox: Sandbox) -> list[str]:
     return line.split()
 
 
+@pytest.mark.parametrize("script", ["quickstart.sh", "pretrain.sh", "test.sh"])
+@pytest.mark.parametrize("asked", ["--help", "-h"])
+def test_asked_for_help_a_script_prints_its_usage_and_does_nothing(sandbox: Sandbox, script: str, asked: str) -> None:
+    done = sandbox.run(script, asked)
+    assert done.returncode == 0, done.stderr
+    assert f"\n  launch/{script} " in done.stdout
+    assert sandbox.lines() == []  # no program was called
+
+
 @pytest.mark.parametrize(
     ("gpus", "variables", "want"),
     [

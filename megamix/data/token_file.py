@@ -135,8 +135,14 @@ class TokenFile:
         path = idx_path(prefix)
         if not path.is_file():
             hint = (
-                "give the prefix without its ending" if prefix.suffix in (".bin", ".idx") else "run `megamix prepare`"
+                f"run `megamix prepare`, or start where {path} is"
+                if not path.is_absolute()
+                else "run `megamix prepare`"
             )
+            if prefix.suffix in (".bin", ".idx"):
+                hint = "give the prefix without its ending"
+            elif held := sorted(prefix.glob("*.idx")):
+                hint = f"{prefix} is a folder; write {held[0].with_suffix('')}"
             raise DataError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
         self.index = TokenIndex(path)
         self.dtype = self.index.dtype

@@ -70,7 +70,7 @@ def test_comma_separated_values_are_refused_by_name(tmp_path: Path) -> None:
     write_files(tmp_path, "a.txt", "b/c.csv")
     for path in (tmp_path, tmp_path / "b/c.csv"):
         with pytest.raises(
-            ValueError, match=r"b/c.csv holds comma-separated values, .* save them as Parquet .*--text-key"
+            ValueError, match=r"b/c.csv holds comma-separated values, .* save them as JSON Lines .*--text-key"
         ):
             names(path)
 

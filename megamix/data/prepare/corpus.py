@@ -142,7 +142,8 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
             if file.name.endswith(_CSV):
                 raise ValueError(
                     f"--input {given!r}: {file.path} holds comma-separated values, which are not read; save them as "
-                    "Parquet (pandas: read_csv(...).to_parquet(...)) and name the column of the text by --text-key"
+                    "JSON Lines (pandas: read_csv(...).to_json('x.jsonl', orient='records', lines=True)) and name the "
+                    "column of the text by --text-key"
                 )
         others = [file for file in texts if _is_binary(file.path)]
         which = "files that are no text in UTF-8"
