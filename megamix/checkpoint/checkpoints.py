@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import JsonValue
+from pydantic import JsonValue, ValidationError
 
-from megamix.checkpoint.folder import checkpoints
+from megamix.checkpoint.folder import applied_updates, checkpoints
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
-from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord
+from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
 from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.mixed_precision.engine import ShardedEngine
@@ -28,10 +30,11 @@ class Checkpoints:
     """
 
     def __init__(self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0):
-        self._engine, self._folder = engine, Path(folder)
+        self._engine, self._folder = engine, Path(folder).absolute()
         self._together = Together.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
         self._error: Exception | None = None
+        self._goes_on = False  # what the folder held before is loaded, or older than this run
         self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
 
     def load(self) -> dict[str, JsonValue] | None:
@@ -42,22 +45,37 @@ class Checkpoints:
         there are checkpoints and none is good.
         """
         self.wait()
-        if not self._together.first(lambda: bool(checkpoints(self._folder))):
-            return None
+        begun = self._together.first(lambda: bool(checkpoints(self._folder)))
         found = newest_checkpoint(self._folder, self._together)
         if found is not None:
             found = load_or_older(found, self._engine, self._together)
-        if found is None:
+        if begun and found is None:
             raise DamagedCheckpoint([f"{self._folder} has no good checkpoint left; give another folder to begin anew"])
-        return found.manifest.run.progress
+        self._goes_on = True
+        return found.manifest.run.progress if found is not None else None
 
     def save(self, progress: Mapping[str, JsonValue], beside: bool = False) -> None:
-        """Save the state between two steps, with the caller's own `progress`.
+        """Save the state between two steps, with the caller's own `progress`, the same on every rank.
 
+        `progress`: of None, bool, int of up to 4,300 digits, finite float, str without lone surrogates, list, and dict
+        with keys of str; up to 190 deep.
         `beside`: return as soon as the state is copied, and write it while training goes on.
+        Raises, on every rank and before anything is written: ValueError if `progress` is not what JSON gives back, or
+        not the same on every rank; or if nothing was loaded, and the folder has a checkpoint of more updates.
         Raises: OSError on every rank if this save fails, or one that was under way; the older checkpoints stay.
         """
         self.wait()
+        if not self._goes_on:
+            newest = self._together.first(lambda: max(map(applied_updates, checkpoints(self._folder)), default=0))
+            if newest > (own := int(self._engine.applied_updates)):
+                more = f"{self._folder} has a checkpoint of {newest} updates, this engine has made {own}"
+                raise ValueError(f"{more}; call load() first, or give another folder")
+        answers = self._together.every(lambda: _judge(progress))
+        if problems := dict.fromkeys(answer for answer in answers if isinstance(answer, str)):
+            raise ValueError("; ".join(problems))
+        if len(set(answers)) > 1:
+            raise ValueError("progress is not the same on every rank; give the same, a rank loads that of the first")
+        self._goes_on = True
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:
@@ -72,3 +90,22 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> None:
         self._error = error
+
+
+def _judge(progress: Mapping[str, JsonValue]) -> int | str:
+    """Return a checksum; or a line on the first value that a reader would not give back."""
+    for key, value in progress.items():
+        where, bad = str(key), value
+        try:
+            # "run" is for a manifest's own level: a reader goes down only so far.
+            text = RunRecord(progress={"run": {key: value}}).model_dump_json()
+            if RunRecord.from_json(text).progress == {"run": {key: value}}:
+                continue
+        except ValueError as error:
+            if isinstance(error, ValidationError):  # any other tells of a text that the caller has not seen
+                first = error.errors()[0]
+                where, bad = ".".join(map(str, first["loc"][3::2])), first["input"]  # between the keys stand types
+        if isinstance(bad, float):
+            return f"progress.{printable(where, 80)}: {bad} is no JSON number; write None"
+        return f"progress.{printable(where, 80)}: JSON gives no such {type(bad).__name__} or key back; write plain JSON"
+    return zlib.crc32(json.dumps(dict(progress), sort_keys=True).encode())

@@ -112,8 +112,8 @@ class Saver:
         self, folder: Path, keep: int, together: Together,
         saved: Callable[[Path], None], failed: Callable[[Exception], None], files: Files | None = None,
     ):  # fmt: skip
-        if keep < 2:
-            raise ValueError(f"keep must be at least 2 checkpoints, got {keep}; the newest may be damaged")
+        if type(keep) is not int or keep < 2:
+            raise ValueError(f"keep must be a whole number, at least 2, got {keep!r}; the newest may be damaged")
         self.folder, self._keep, self._together, self._files = folder, keep, together, files or Files()
         self._saved, self._failed = saved, failed
         self._copy = HostCopy()

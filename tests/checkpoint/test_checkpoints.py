@@ -1,10 +1,14 @@
-"""`megamix.Checkpoints`: what a program saves it gets back; a save that fails is raised, of one beside training by the
-next call; a folder without checkpoints is a beginning, one with damaged ones alone is not.
+"""`megamix.Checkpoints`: what a program saves it gets back, and what it would not is refused on all ranks before a byte
+is written; a save that fails is raised, of one beside training by the next call; a folder without checkpoints is a
+beginning, one with damaged ones alone is not, nor one whose newer checkpoint was not loaded.
 """
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +61,84 @@ def test_damaged_checkpoints_are_no_beginning(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(DamagedCheckpoint, match=r"run has no good checkpoint left; give another folder"):
         checkpoints.load()
+
+
+def _nested(depth: int) -> list[Any]:
+    return reduce(lambda inner, _: [inner], range(depth), [])
+
+
+@pytest.mark.parametrize(
+    ("progress", "message"),
+    [
+        ({"best": math.inf}, "progress.best: inf is no JSON number; write None"),
+        ({"seen": {"dict": [1, math.nan]}}, "progress.seen.dict.1: nan is no JSON number; write None"),
+        ({"a": {1: 2}}, "progress.a.1: JSON gives no such int or key back; write plain JSON"),
+        ({"a": (1, 2)}, "progress.a: JSON gives no such tuple or key back; write plain JSON"),
+        ({"a": 10**4500}, "progress.a: JSON gives no such int or key back; write plain JSON"),
+        ({"\ud800": 1}, r"progress.\ud800: JSON gives no such int or key back; write plain JSON"),
+        ({"good": 1, "a": _nested(200)}, "progress.a: JSON gives no such list or key back; write plain JSON"),
+        ({"a": _nested(900)}, "progress.a.0.0.0."),
+    ],
+    ids=["inf", "nan within", "key", "tuple", "digits", "surrogate", "nested", "nested deeper"],
+)
+def test_what_a_load_would_not_give_back_is_not_saved(progress: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^progress\.") as refusal:
+        _at(3, tmp_path / "run").save(progress)
+    line = str(refusal.value)
+    assert line.startswith(message)
+    assert line.isprintable()
+    assert len(line) < 300
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_edge_of_what_a_load_gives_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoints = _at(3, Path("run"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")  # the folder is the one that was meant when the object was made
+    progress = {"deep": _nested(197), "long": 10**4299, "\u20ac": [1e308, 5e-324, -0.0, True, None]}
+    checkpoints.save(progress)
+    assert checkpoints.load() == progress
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_00000003"]
+
+
+def test_a_newer_checkpoint_that_was_not_loaded_stops_a_save(tmp_path: Path) -> None:
+    _at(5, tmp_path).save({"old": 5})
+    forgot = _at(2, tmp_path)
+    with pytest.raises(ValueError, match=r"has a checkpoint of 5 updates, this engine has made 2; call load\(\) first"):
+        forgot.save({"new": 2}, beside=True)
+    assert forgot.load() == {"old": 5}
+    later = _at(6, tmp_path)
+    later.save({"new": 6})
+    fill(later._engine, 1)
+    later.save({"back": 1})  # what it saved itself stops nothing
+
+
+def _told(folder: Path) -> list[str]:
+    engine = make_engine()
+    rank = engine.topology.world.rank
+    fill(engine, 2)
+    told = []
+    checkpoints = Checkpoints(engine, folder)
+    for progress in ({"seen": math.nan if rank else 1}, {"seen": rank}, {"a": 1, "b": 2} if rank else {"b": 2, "a": 1}):
+        try:
+            checkpoints.save(progress)
+            told.append(str(checkpoints.load()))
+        except ValueError as error:
+            told.append(str(error))
+    fill(engine, 1)
+    try:
+        Checkpoints(engine, folder).save({})
+    except ValueError as error:
+        told.append(str(error).removeprefix(str(folder)))
+    return told
+
+
+def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path) -> None:
+    for told in run_ranks(_told, 2, tmp_path / "run"):
+        assert told == [
+            "progress.seen: nan is no JSON number; write None",
+            "progress is not the same on every rank; give the same, a rank loads that of the first",
+            "{'b': 2, 'a': 1}",
+            " has a checkpoint of 2 updates, this engine has made 1; call load() first, or give another folder",
+        ]
