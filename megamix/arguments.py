@@ -33,6 +33,17 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | No
     return parser
 
 
+def print_lines(lines: Iterator[str]) -> bool:
+    """Print each as it comes. Return whether all were: whoever reads may have seen enough, as `head` has."""
+    for line in lines:
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # of this print alone: another pipe that breaks, as a worker's, is an error
+            drop_unwritten()
+            return False
+    return True
+
+
 def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:
     """Return what prints the verb's lines. Its mistakes end it with a message: of what it was given, or of the disk,
     with status 2, a damaged checkpoint with 1.
@@ -42,11 +53,7 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
         action = getattr(arguments, "action", None)
         name = f"megamix {arguments.verb} {action}" if action else f"megamix {arguments.verb}"
         try:
-            for line in verb(arguments):
-                print(line, flush=True)
-        except BrokenPipeError:  # whoever reads has seen enough, as `head` has
-            drop_unwritten()
-            return 1
+            return 0 if print_lines(verb(arguments)) else 1
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             say(f"{name}: {where}{error.strerror or error}; correct that and run the same command again", sys.stderr)
@@ -59,6 +66,5 @@ def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[
                 return 1
             say(f"{name}: {error}", sys.stderr)
             return 2
-        return 0
 
     return run

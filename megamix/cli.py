@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megamix.arguments import Parser, add_verb, lines_told
+from megamix.arguments import Parser, add_verb, lines_told, print_lines
 from megamix.checkpoint.folder import checkpoints_at, folder_of
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
@@ -225,9 +225,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from megamix.verify.command import verify_lines  # and torch, which takes seconds
 
     failed: list[str] = []
-    for line in verify_lines(config, layouts, failed):
-        print(line, flush=True)
-    return 1 if failed else 0
+    return 0 if print_lines(verify_lines(config, layouts, failed)) and not failed else 1
 
 
 def _prepare(arguments: argparse.Namespace) -> Iterator[str]:

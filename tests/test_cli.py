@@ -1,11 +1,13 @@
 """The verbs: what they print, and what they say about wrong input, with no torch imported."""
 
+import argparse
 import errno
 import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from megamix.arguments import lines_told
 from megamix.cli import main
 from megamix.config import Config, load_config
 
@@ -47,6 +50,15 @@ def test_a_reader_that_has_seen_enough_ends_a_verb_without_a_word(
         monkeypatch.setattr("sys.stdout", nobody_reads)
         assert main(words) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_pipe_that_breaks_within_a_verb_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    def lines(arguments: argparse.Namespace) -> Iterator[str]:
+        yield "one"
+        raise BrokenPipeError(errno.EPIPE, "a worker is gone")
+
+    assert lines_told(lines)(argparse.Namespace(verb="prepare")) == 2
+    assert "megamix prepare: a worker is gone" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_on_both_sides_of_a_flag(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
