@@ -33,7 +33,7 @@ class Registry:
         self.kind, self.names = kind, names
         self.sections: dict[str, type[Section]] = {}
         self.registered: dict[str, Any] = {}  # a function that builds one, or a family
-        self.beside: Container[str] = ()  # keys of the table in which the names are keys, too
+        self.reserved: Container[str] = ()  # what megamix itself means by a name at that place
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
         """Raises: ValueError if the name is taken or none, or one of the others is not what it must be."""
@@ -48,8 +48,8 @@ class Registry:
             return f"its keys must be a subclass of megamix.plugins.Section, got {section!r}; write one"
         if not callable(thing):
             return "it must be a function or a class that builds one; pass that"
-        if name in self.beside:
-            return f"the table in which it stands has a key {name}; give it another name"
+        if name in self.reserved:
+            return f"{name} means something of megamix's own there; give it another name"
         taken = self.registered.get(name) or self.sections.get(name)
         return f"{taken.__module__} has registered one of that name; give it another name" if taken else ""
 
@@ -71,6 +71,8 @@ FILE_KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+LOSS_SCALES.reserved = ("auto",)  # goes by the dtype
+READERS.reserved = FILE_KINDS
 
 
 def register_optimizer(name: str, section: type[Section], build: Callable[..., Any]) -> None:
@@ -84,8 +86,6 @@ def register_optimizer(name: str, section: type[Section], build: Callable[..., A
 
 def register_loss_scale(name: str, section: type[Section], build: Callable[..., Any]) -> None:
     """`precision.loss_scale.rule = "NAME"`, with the keys beside it. `build(**keys)` returns a `LossScale`."""
-    if name == "auto":
-        raise ValueError(f"loss scale rule 'auto' of {build.__module__}: auto goes by the dtype; give it another name")
     LOSS_SCALES.register(name, section, build)
 
 
@@ -110,10 +110,6 @@ def register_reader(suffix: str, read: Callable[..., Any]) -> None:
     `read(path)` yields the texts of a file's documents, in the same order each time; a function at the top of its
     module, which workers import.
     """
-    if suffix in FILE_KINDS or not suffix.startswith("."):
-        raise ValueError(
-            f"reader {suffix!r} of {read.__module__}: must be an ending as .xyz, and none of {', '.join(FILE_KINDS)}"
-        )
     READERS.register(suffix, Section, read)
 
 

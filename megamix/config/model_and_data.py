@@ -168,7 +168,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // unit for number in whole)
 
 
-SOURCES.beside = DataSource.model_fields
+SOURCES.reserved = DataSource.model_fields
 _SOURCE = ExtendedTable(SOURCES, DataSource)
 _Source = Annotated[DataSource, _SOURCE]
 

@@ -71,7 +71,7 @@ class OptimizerConfig(Section):
     """Whether torch.compile fuses the update. With false, or without a working compiler, torch's own kernels run."""
 
 
-OPTIMIZERS.beside = OptimizerConfig.model_fields
+OPTIMIZERS.reserved = OptimizerConfig.model_fields
 OPTIMIZER = ChosenTable(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
 
 
@@ -201,7 +201,7 @@ class WandbConfig(Section):
 
 
 TRACKERS.sections |= {"wandb": WandbConfig}
-TRACKERS.beside = MetricsConfig.model_fields
+TRACKERS.reserved = MetricsConfig.model_fields
 
 
 class ProfilingConfig(Section):
