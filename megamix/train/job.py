@@ -224,6 +224,9 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
     loader = files.enter_context(BatchLoader(training_source(config), device))
     held_out = validation_source(config)
     check_unchanged(config, job.data_identity)  # else other data than those that the checkpoints will name
+    tokens_per_step = config.training.global_batch_size * config.model.seq_len
+    mfu_rate = mfu_per_token_rate(config, topology.world.size, device)
+    report = IntervalReport(engine.clock, tokens_per_step, config.training.steps, mfu_rate)
     writer = None
     if topology.world.rank == 0:
         writer = MetricsWriter(
@@ -231,6 +234,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
             tensorboard=config.metrics.tensorboard,
             applied=start.progress.applied,
             config=config_to_toml(config),
+            tokens=lambda: report.tokens,
             trackers=start_trackers(config),
         )
         files.enter_context(writer)
@@ -239,12 +243,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
         build_passes(config, engine, model, stages),
         loader,
         None if held_out is None else files.enter_context(BatchLoader(held_out, device)),
-        IntervalReport(
-            engine.clock,
-            config.training.global_batch_size * config.model.seq_len,
-            config.training.steps,
-            mfu_per_token_rate(config, topology.world.size, device),
-        ),
+        report,
         job.console,
         writer,
         RunCheckpoints(config, engine, start, job.together, job.console, job.leave),

@@ -134,16 +134,16 @@ class MetricsWriter:
         tensorboard: bool,
         applied: int = 0,
         config: str = "",
+        tokens: Callable[[], int] = lambda: 0,
         trackers: Sequence[TrackerThread] = (),
     ) -> None:
         """`applied`: updates that the run has behind it. The lines that are in the file already stay; TensorBoard
         forgets what it was told of later updates, but for what those lines say. `config`: the effective configuration,
-        for TensorBoard alone; trackers have it.
+        for TensorBoard alone; trackers have it. `tokens`: those of all updates so far, which every row says.
 
         Raises: ValueError if TensorBoard is asked for and not installed.
         """
-        self._trackers = trackers
-        self.tokens = 0  # of all updates so far: every row says it
+        self._trackers, self._tokens = trackers, tokens
         self._events = EventFile(folder / "tensorboard", applied + 1) if tensorboard else None
         self._metrics, self._set_aside = (LogFile(partial(Path, folder, name)) for name in (METRICS, SET_ASIDE))
         if self._events is not None and self._metrics.path.exists():
@@ -196,7 +196,7 @@ class MetricsWriter:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }
-        seen = {TAGS["tokens"]: self.tokens}
+        seen = {TAGS["tokens"]: self._tokens()}
         self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **finite}))
         scalars = seen | {tag: value for tag, value in row.items() if isinstance(value, float | int)}
         for tracker in self._trackers:

@@ -73,8 +73,6 @@ class Trainer:
         self._profiler: torch.profiler.profile | None = None
         tokens = start.applied * report.tokens_per_step if start.tokens is None else start.tokens
         report.go_on_from(start.attempts, start.losses(), tokens)
-        if self.writer is not None:
-            self.writer.tokens = tokens  # a validation may come before the first outcome
         console.begin(start.applied)
 
     def progress(self) -> Progress:
@@ -183,8 +181,6 @@ class Trainer:
         if fate is Fate.APPLIED:
             self.report.add(outcome.loss)
             self.console.advance()
-        if self.writer is not None:
-            self.writer.tokens = self.report.tokens
         found_inf, loss = outcome.found_inf, outcome.loss
         words = self.overflows.note(found_inf, loss, outcome.loss_scale, outcome.by_piece, examination)
         if words:
