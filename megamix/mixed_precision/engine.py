@@ -129,7 +129,7 @@ class ShardedEngine:
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1
         completes = self.half_grads.names if last else ()
         with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes):
-            self.under_way.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]
+            self.under_way.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # no types
 
     @contextmanager
     def accumulate(self, micro_batches: int = 1, last: bool = False) -> Iterator[None]:

@@ -134,7 +134,7 @@ def _outlook(config: Config) -> str:
     done = applied_updates(own[0])
     if done < steps:
         return f"would go on from step {done} of {folder} to step {steps}"
-    return f"{folder} is after step {done} already; write training.steps = {done + 1} or more, or another folder"
+    return f"{folder} is after step {done} already, so no step is left; training.steps = {done + 1} or more has some"
 
 
 def job_problems(config: Config, world_size: int) -> list[str]:

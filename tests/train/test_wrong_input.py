@@ -143,7 +143,8 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n"
     assert told("training.steps=7") == (
-        f"no problems; 2 ranks; {run} is after step 7 already; write training.steps = 8 or more, or another folder\n"
+        f"no problems; 2 ranks; {run} is after step 7 already, so no step is left; "
+        "training.steps = 8 or more has some\n"
     )
     begun = folder / "other/checkpoints/step_00000003"
     begun.mkdir(parents=True)
