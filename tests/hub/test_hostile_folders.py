@@ -114,6 +114,7 @@ def test_a_size_that_the_tensors_do_not_have_is_refused_by_key_and_value(name: s
             "rope_scaling: original_max_position_embeddings is 1000",
         ),
         ({"attention_bias": [0] * 1000}, "attention_bias is [0, 0"),
+        ({"mlp_bias": 1}, "mlp_bias is 1, ours has False or True"),
         ({"attention_bias": 1}, "attention_bias is 1, ours has False or True"),
         ({"rope_theta": 0}, "rope_theta: got 0"),
         ({"model_type": ["llama"]}, "model_type is ['llama']; what is known here"),

@@ -17,7 +17,7 @@ from megamix.cli import main
 from megamix.config import RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.train.job import run_job
-from megamix.train.metrics import TAGS
+from megamix.train.metrics import TAGS, is_overflow
 from tests.conftest import FULL
 from tests.test_config_unread import CASES
 from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data
@@ -52,6 +52,17 @@ def finished(tmp_path_factory) -> Path:
 def test_a_job_leaves_its_effective_configuration(finished) -> None:
     config = load_config(finished / "run/config.toml")
     assert (config.training.steps, config.precision.dtype) == (20, "fp16")
+
+
+def test_every_row_has_the_tokens_of_the_updates_so_far(finished) -> None:
+    config = load_config(finished / "run/config.toml")
+    a_step = config.training.global_batch_size * config.model.seq_len
+    rows = _rows(finished)
+    # An overflow's row is told under the number of the update that it is on the way to.
+    applied = [row["step"] - (1 if is_overflow(row) else 0) for row in rows]
+    assert [row["train/tokens"] for row in rows] == [count * a_step for count in applied]
+    assert any(is_overflow(row) for row in rows)
+    assert max(applied) == 20
 
 
 def test_what_is_called_unread_changes_no_bit(tmp_path) -> None:
