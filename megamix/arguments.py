@@ -11,7 +11,7 @@ from megamix.supervise.console import drop_unwritten, say
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a verb. `example`: a command that works; the help ends with it, and so does every error."""
+    """Reads a verb's arguments. `example`: a command that works, with which the help and every error end."""
 
     def __init__(self, *, example: str = "", **settings: Any):
         super().__init__(epilog=f"for example: {example}", **settings)

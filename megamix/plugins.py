@@ -36,7 +36,7 @@ class Registry:
         self.reserved: Container[str] = ()  # what megamix itself means by a name at that place
 
     def register(self, name: str, section: type[Section], thing: Any) -> None:
-        """Raises: ValueError if the name is taken or none, or one of the others is not what it must be."""
+        """Add one. Raises: ValueError if the name is taken or none, or one of the others is not what it must be."""
         if wrong := self._wrong(name, section, thing):
             raise ValueError(f"{self.kind} {name!r} of {getattr(thing, '__module__', thing)}: {wrong}")
         self.sections[name], self.registered[name] = section, thing

@@ -91,7 +91,9 @@ class Origins(NamedTuple):
 
 
 def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
-    """Rank and micro-batch of every fault in an examined step. Every rank must call it: a small collective or two."""
+    """Return rank and micro-batch of every fault in an examined step. Every rank must call it: one or two small
+    collectives.
+    """
     mine = origins_of(examination.local.cpu(), engine.param_names, engine.collectives.axis.rank)
     texts = gather_texts(engine.collectives, json.dumps(mine), engine.device)
     by_rank = [json.loads(text) for text in texts]

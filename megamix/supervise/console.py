@@ -69,16 +69,16 @@ class Console:
             self.line(f"{path} NOT written: {error}")
 
     def begin(self, steps: int) -> None:
-        """The bar begins behind these steps; how fast it gets on is judged from here."""
+        """Begin the bar behind these steps, and judge its speed from here."""
         if self._bar is not None:
             self._bar.initial = self._bar.n = self._bar.last_print_n = steps
 
     def advance(self) -> None:
-        """A step has ended."""
+        """Move the bar on by a step."""
         self._on_bar("update")
 
     def show(self, text: str) -> None:
-        """Have the bar say it until it is told otherwise."""
+        """Show a text behind the bar, until the next one."""
         self._on_bar("set_postfix_str", text)
 
     def close(self) -> None:

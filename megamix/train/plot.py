@@ -82,7 +82,7 @@ def _left_out(history: RunHistory) -> Iterator[str]:
 
 
 def figures(name: str, history: RunHistory) -> dict[str, Figure]:
-    """File name without its ending -> figure, of what the history of the run `name` holds."""
+    """Return figures by file name, without its ending, of what the history of the run `name` holds."""
     drawn = {"loss": compared({name: history})}
     if history.loss_scale.steps:
         drawn["loss_scale"] = _loss_scale(name, history)
