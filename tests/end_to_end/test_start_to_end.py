@@ -1,12 +1,16 @@
-"""Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order:
-texts, training, resume, evaluation, export, transformers, import.
+"""Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order
+in a copy of the repository with nothing on PATH but Python: texts, training, resume, evaluation, export, import.
+
+--full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +19,6 @@ import pytest
 
 from megamix.cli import main
 from tests.conftest import FULL
-from tests.programs import with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
@@ -46,32 +49,62 @@ def _small(page: str, smaller: dict[str, str]) -> str:
     return page
 
 
-def _repository(folder: Path) -> None:
-    """What the page's commands find where they start."""
-    for name in ("README.md", "docs", "launch", "megamix"):
-        (folder / name).symlink_to(ROOT / name)
+class Clone:
+    """A folder with the repository's files as they are now, and a shell that finds Python in it and nothing of ours."""
 
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "megamix"
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():  # a file may be deleted and not yet committed
+                copy = self.root / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, copy)
+        programs = folder / "bin"
+        programs.mkdir()
+        python = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        (programs / "python3").symlink_to(python)
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("MEGAMIX_", "VIRTUAL_", "PYTHON"))
+        } | {"PATH": f"{programs}:/usr/bin:/bin"}
+        if FULL:
+            self.bash("./launch/quickstart.sh")
+        else:
+            self.environment |= {"MEGAMIX_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
-def _run(command: str) -> None:
-    """A line of the shell; `megamix` in this process, for every new one imports torch anew."""
-    words = shlex.split(command, comments=True)
-    if words[0] == "megamix":
+    def bash(self, command: str) -> str:
+        """Run a line of the shell in the copy and return what it prints."""
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self.root, env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def run(self, command: str, capsys: pytest.CaptureFixture[str]) -> str:
+        """Run a line of a page and return what it prints; unless --full a verb of megamix in this process, for every
+        new one imports torch anew.
+        """
+        if FULL:
+            return self.bash(f". .venv/bin/activate\n{command}")
+        words = shlex.split(command, comments=True)
+        if words[0] != "megamix":
+            return self.bash(command)
         assert main(words[1:]) == 0, command
-        return
-    environment = with_settings(MEGAMIX_PYTHON=sys.executable, OMP_NUM_THREADS=1)
-    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    print(done.stdout)
+        return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    return Clone(tmp_path_factory.mktemp("clone"))
 
 
 @pytest.mark.uncounted
 def test_every_command_of_the_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _repository(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(clone.root)
     said: dict[str, str] = {}
-    for language, content, name in _blocks(_small(PAGE, SMALLER)):
+    for language, content, name in _blocks(_small(PAGE, {} if FULL else SMALLER)):
         if language == "toml":
             Path(name).write_text(content, encoding="utf-8")
         elif language == "python":
@@ -80,17 +113,17 @@ def test_every_command_of_the_page_runs(
         else:
             assert language == "sh"
             for line in content.splitlines():
-                _run(line)
-                said[line] = capsys.readouterr().out
+                said[line] = clone.run(line, capsys)
     assert len(said) == PAGE.count("\nmegamix ") + PAGE.count("\nNPROC") + 3
 
+    middle, end = (100, 200) if FULL else (3, 6)
     assert "2 rank(s)" in next(text for line, text in said.items() if "pretrain.sh" in line)
     assert (
-        "goes on from runs/start/run/checkpoints/step_00000003 after update 3"
+        f"goes on from runs/start/run/checkpoints/step_{middle:08d} after update {middle}"
         in said["megamix train runs/start/job.toml"]
     )
-    assert "step_00000003" in said["megamix checkpoint ls runs/start/run"]
-    assert "step_00000006: good" in said["megamix checkpoint verify runs/start/run"]
+    assert f"step_{middle:08d}" in said["megamix checkpoint ls runs/start/run"]
+    assert f"step_{end:08d}: good" in said["megamix checkpoint verify runs/start/run"]
     # The run in BF16, and what it became in FP32, there and back.
     (run, imported) = (
         float(re.search(r"perplexity ([\d.]+), [\d.]+ bits a byte", text)[1])  # type: ignore[index]
@@ -109,7 +142,7 @@ def test_every_command_of_the_page_runs(
 
 # Of the README's commands: what CI does less of, and what its capitals stand for.
 README_SMALLER = {
-    "training.steps=1000": "training.steps=2",
+    "training.steps=1000": "training.steps=80" if FULL else "training.steps=2",
     "dp2,dp4": "dp2,dp4" if FULL else "dp1",
     "--vocab-size 32000": "--vocab-size 400",
     "--world 64": "--world 4",
@@ -133,31 +166,30 @@ CONFIG_SMALLER = {
 
 @pytest.mark.uncounted
 def test_every_command_of_the_readme_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _repository(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    Path("configs").mkdir()
-    config = _small((ROOT / "configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
-    Path("configs/quickstart.toml").write_text(config, encoding="utf-8")
+    monkeypatch.chdir(clone.root)
+    config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("job.toml").write_text(config.replace("runs/quickstart", "runs/job"), encoding="utf-8")
     Path("my_texts").symlink_to("docs")
-    # What launch/quickstart.sh leaves; test_pretrain.py runs it.
-    _run("megamix prepare --input docs --output runs/data/stdlib --vocab-size 400 --valid-fraction 0.2")
-    _run("megamix train configs/quickstart.toml")
+    if not FULL:  # what launch/quickstart.sh leaves; test_pretrain.py runs it
+        Path("configs/quickstart.toml").write_text(config, encoding="utf-8")
+        clone.run(
+            "megamix prepare --input docs --output runs/data/stdlib --vocab-size 400 --valid-fraction 0.2", capsys
+        )
+        clone.run("megamix train configs/quickstart.toml", capsys)
     (commands,) = re.findall(r"^```\n(\./launch/pretrain\.sh .*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
     said: dict[str, str] = {}
     for line in _small(commands, README_SMALLER).splitlines():
         command = line.partition("  #")[0].strip()
         if command.startswith("NNODES=4") or (not FULL and ("bench" in command or "NPROC_PER_NODE=4" in command)):
             continue  # three more machines; minutes of measuring, four more starts
-        _run(command)
-        said[command] = capsys.readouterr().out
+        said[command] = clone.run(command, capsys)
     assert len(said) == commands.count("\n") - (1 if FULL else 4)
 
     assert "no problems; 1 rank" in said["megamix train job.toml --check"]
     assert "4 rank" in said["megamix plan job.toml --world 4"]
     assert "perplexity" in said["megamix evaluate runs/quickstart"]
     assert said['megamix generate runs/quickstart --prompt "def "'].startswith("def ")
-    assert "step_00000002" in said["megamix checkpoint ls runs/mine"]
+    assert f"step_{80 if FULL else 2:08d}" in said["megamix checkpoint ls runs/mine"]
     assert {path.name for path in Path("runs/quickstart").glob("*.png")} >= {"loss.png", "loss_scale.png"}
