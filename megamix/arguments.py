@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from megamix.config import nearest
 from megamix.supervise.console import drop_unwritten, say
 
 
@@ -18,6 +20,9 @@ class Parser(argparse.ArgumentParser):
         self._example = example
 
     def error(self, message: str, fix: str | None = None) -> NoReturn:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice and (near := nearest(choice[1], re.findall(r"[\w-]+", choice[2]))):
+            fix = f"did you mean {near}? write for example {self._example}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self._example}'}\n")
 

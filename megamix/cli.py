@@ -54,13 +54,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     takes_overrides = hasattr(arguments, "overrides")
+    if takes_overrides:
+        rest = arguments.overrides = [*arguments.overrides, *rest]
     unknown = [text for text in rest if not takes_overrides or "=" not in text or text.startswith("-")]
     if unknown:
         meant = override_meant(unknown) if takes_overrides else None
         fix = meant and f"settings are written section.key=value: {meant}"
+        if "gpu" in unknown[0] or "proc" in unknown[0]:
+            fix = f"ranks are started by NPROC_PER_NODE={' '.join(unknown[1:2])} ./launch/pretrain.sh CONFIG"
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}", fix)
-    if takes_overrides:
-        arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
 

@@ -73,7 +73,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("data", "train", [3], "got 3, must be a table"),
     ("data", "train", [{}], "must have either path or markov"),
     ("data", "train", [{"path": "a", "markov": 4}], "must have either path or markov"),
-    ("data", "train", [{"path": "a", "weight": -1}], "got -1, must be greater than 0; write weight = 1"),
+    ("data", "train", [{"path": "a", "weight": -1}], "got -1, must be greater than 0; write for example weight = 1.0"),
     ("data", "train", [{"path": "a", "weight": 1}, {"path": "b"}], "must have a weight in every table, or in none"),
     ("data", "train", [{"path": "a"}, {"markov": 4}], "must have weights, because markov has no end"),
     ("data", "train", [{"path": "a"}, {"path": "a"}], "must have each path and each markov once"),
@@ -94,11 +94,22 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("optimizer", "lr", float("nan"), "got nan, must be a finite number; write for example lr = 0.0003"),
     ("optimizer", "clip_grad", float("inf"), "got inf, must be a finite number; write for example clip_grad = 1.0"),
     ("optimizer.adamw", "betas", 0.9, "got 0.9, must be a list; write for example betas = [0.9, 0.95]"),
-    ("optimizer.adamw", "betas", [0.9], "got [0.9], must have 2 items or more; write for example betas = [0.9, 0.95]"),
-    ("optimizer.adamw", "betas", [1, 2, 3], "got [1, 2, 3], must have 2 items; write for example betas = [0.9, 0.95]"),
+    (
+        "optimizer.adamw",
+        "betas",
+        [0.9],
+        "got [0.9], must have 2 items (Decay rates of the first and second moment, each in [0, 1)); write",
+    ),
+    (
+        "optimizer.adamw",
+        "betas",
+        [1, 2, 3],
+        "must have 2 items (Decay rates of the first and second moment, each in [0, 1)); write for example",
+    ),
+    ("optimizer.adamw", "betas", [], "got [], must have 2 items (Decay rates of the first and second moment, each"),
     ("optimizer.nag", "momentum_form", "nesterov", "must be 'gradient' or 'velocity'"),
     ("optimizer.nag", "momentum", 1.0, "got 1.0, must be less than 1; write for example momentum = 0.9"),
-    ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write weight_decay = 1"),
+    ("optimizer", "weight_decay", -1, "got -1, must be at least 0; write for example weight_decay = 0.1"),
     ("precision", "dtype", "fp61", "must be 'fp16', 'bf16' or 'fp32'; write dtype = \"fp16\""),
     ("precision", "grad_dtype", "fp16", "must be 'half' or 'fp32'"),
     ("precision", "reduce_dtype", "fp16", "must be 'half', 'half_fp32_sum' or 'fp32'"),
@@ -118,7 +129,7 @@ SINGLE: list[tuple[str, str, Any, str]] = [
     ("optimizer", "name", "AdamW", "must be 'adamw' or 'nag'; write name = \"adamw\""),
     ("model", "family", 3, "must be 'transformer'; write for example family = \"transformer\""),
     ("training", "steps", 0, "must be greater than 0; write for example steps = 1000"),
-    ("training", "seed", -1, "must be at least 0; write seed = 1"),
+    ("training", "seed", -1, "must be at least 0; write for example seed = 1234"),
     ("training", "seed", 2**63, "must be less than 9.22337e+18; write"),
     ("metrics", "log_interval", 0, "must be greater than 0; write for example log_interval = 10"),
     ("optimizer", "groups", "x", "must be a list; write for example groups = [{ pattern ="),
@@ -163,7 +174,11 @@ def test_proposed_fix_is_accepted(section: str, key: str, value: Any, want: str)
 @pytest.mark.parametrize(
     ("split", "want"),
     [
-        ([95], "data.split: got [95], must have 2 items or more; write for example split = [95, 5]"),
+        (
+            [95],
+            "data.split: got [95], must have 2 items (Shares of each file's documents for training and for validation, "
+            "on any scale); write for example split = [95, 5]",
+        ),
         ([1, 0], "data.split[1]: got 0, must be greater than 0; write for example split = [95, 5]"),
         ([9, 1], "data.split: got [9.0, 1.0], but data.valid names other validation tokens; leave split or valid out"),
     ],
@@ -194,8 +209,8 @@ def test_missing_keys_are_listed_with_an_example() -> None:
         ),
         (
             changed(checkpoint={"verify_interval": 50}),
-            "checkpoint.verify_interval: got 50, but the key has moved; write replica_check_interval = 50 under "
-            "[checkpoint]",
+            "checkpoint.verify_interval: got 50, but this is checkpoint.replica_check_interval today; write "
+            "replica_check_interval = 50 under [checkpoint]",
         ),
     ],
 )
@@ -367,7 +382,7 @@ def test_world_size_that_fits_has_no_problem() -> None:
 def test_world_size_that_does_not_fit_is_multiplied_out() -> None:
     assert check_world_size(config_from_dict(GOOD), 3) == [
         "training.global_batch_size: got 16, must be a multiple of micro_batch_size 4 * dp_size 3 = 12; "
-        "write global_batch_size = 12 or 24"
+        "write global_batch_size = 12 or 24, or take 2 ranks (dp_size 2)"
     ]
     assert check_world_size(config_from_dict(changed(parallelism={"dp_size": 4})), 2) == [
         "parallelism.dp_size: got 4, parallel sizes must multiply to the number of ranks: pp 1 * dp 4 * tp 1 = 4, but "

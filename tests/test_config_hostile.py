@@ -73,7 +73,10 @@ BASES: dict[str, tuple[Callable[[Path], object], str]] = {
         "a key of more than 8 parts",
     ),
     "huge": (lambda path: path.open("wb").truncate(2**40), f"a configuration has {MOST_BYTES // 1024} KiB at most"),
-    "no text": (lambda path: path.write_bytes(b"\xff\xfe"), "cannot be read: 'utf-8' codec can't decode"),
+    "no text": (
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        "cannot be read: it is no text in UTF-8, so no TOML; write the path",
+    ),
     "open text": (_text("a = '''" + '"""\\"\'' * 30_000), "is no TOML"),
     "thousands of keys": (_text("[model]\n" + "".join(f"k{n}=1\n" for n in range(MANY))), "more like these"),
     "a long key": (_text("a" * 200_000 + " = 1"), "unknown key"),

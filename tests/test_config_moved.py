@@ -77,12 +77,13 @@ def test_a_number_was_a_fixed_scale(scale: float) -> None:
 
 def _follow(problem: str, key: str, value: object, beside: Tree) -> None:
     """Write what the line says."""
-    found = re.fullmatch(r"([\w.]+): got (.+), but the key has moved; write (.+) under \[([\w.]+)\]", problem)
+    found = re.fullmatch(r"([\w.]+): got (.+), but this is .+ today; write (.+) under \[([\w.]+)\]", problem)
     assert found
     assert found.groups()[:2] == (key, value_text(value))
     tree = changed(**beside)
     for item in found[3].split(" and "):
         name, _, text = item.partition(" = ")
+        assert f"{found[4]}.{name}" in problem.partition(" today")[0]
         tree = put(tree, f"{found[4]}.{name}", parse_value(text))
     config_from_dict(tree)
 

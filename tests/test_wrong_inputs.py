@@ -19,14 +19,14 @@ MODELS = "give a run that has saved, a checkpoint, or a Hugging Face folder"
 WRONG: dict[str, tuple[str, ...]] = {
     # the command line itself
     "train": ("required: CONFIG", "write for example megamix train configs/quickstart.toml checkpoint.folder="),
-    "trian job.toml": ("VERB", "'trian'", "train", "write for example megamix train"),
+    "trian job.toml": ("VERB", "'trian'", "did you mean train?", "write for example megamix train"),
     "train job.toml --lr 1e-3": ("unrecognized", "--lr 1e-3", "section.key=value: optimizer.lr=1e-3"),
     "train job.toml --steps=100": ("unrecognized", "--steps=100", "section.key=value: training.steps=100"),
     "train job.toml --batch-size 64": (
         "unrecognized", "--batch-size 64", "training.micro_batch_size=64 or training.global_batch_size=64",
     ),
     "train job.toml --optimizer.lr 1e-3": ("unrecognized", "--optimizer.lr 1e-3", "key=value: optimizer.lr=1e-3"),
-    "train job.toml --gpus 8": ("unrecognized", "--gpus 8", "write for example megamix train"),
+    "train job.toml --gpus 8": ("unrecognized", "--gpus 8", "by NPROC_PER_NODE=8 ./launch/pretrain.sh CONFIG"),
     "train job.toml --check=1": ("--check", "'1'", "write for example megamix train"),
     "plan job.toml --world many": ("--world", "'many'", "megamix plan job.toml --world 64"),
     "plan job.toml --device tpu": ("--device", "'tpu'", "cpu", "megamix plan job.toml"),
@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "evaluate run --seq-len long": ("--seq-len", "'long'", "megamix evaluate runs/mine"),
     "plot": ("required: RUN", "megamix plot runs/mine"),
     "checkpoint": ("required: ACTION", "megamix checkpoint ls runs/mine"),
-    "checkpoint list run": ("ACTION", "'list'", "ls", "megamix checkpoint ls runs/mine"),
+    "checkpoint list run": ("ACTION", "'list'", "did you mean ls?", "megamix checkpoint ls runs/mine"),
     "checkpoint ls": ("required: RUN_OR_FOLDER", "megamix checkpoint ls runs/mine"),
     "checkpoint diff run": ("required: B", "megamix checkpoint diff runs/mine/checkpoints/step_00000100"),
     "checkpoint export run out": ("required: --to", "megamix checkpoint export runs/mine --to dcp"),
@@ -61,7 +61,19 @@ WRONG: dict[str, tuple[str, ...]] = {
     "plan texts": ("config: got texts", "it is a folder", "write the path of a TOML file"),
     "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "correct that line"),
     "train job.toml lr=1e-3": ("lr: got", '"lr=1e-3"', "write for example optimizer.lr=3e-4"),
-    "train job.toml optimizer.lr 1e-3": ("optimizer.lr: got", '"1e-3"', "write for example optimizer.lr=3e-4"),
+    "train job.toml optimizer.lr 1e-3": ("optimizer.lr 1e-3", "settings are written section.key=value: optimizer.lr="),
+    "train job.toml training.steps 5": ("training.steps 5", "settings are written section.key=value: training.steps=5"),
+    "train job.toml training.steps:5": ("training.steps:5", "settings are written section.key=value: training.steps=5"),
+    "train job.toml optimizer.lr=-1": ("optimizer.lr", "got -1", "greater than 0; write for example lr = 0.0003"),
+    "train job.toml optimizer.adamw.betas=[0.9]": (
+        "optimizer.adamw.betas", "got [0.9]", "2 items (Decay rates of the first and second moment, each in [0, 1))",
+        "write for example betas = [0.9, 0.95]",
+    ),
+    "train job.toml optimizer.eps=1": (
+        "optimizer.eps", "got 1", "is optimizer.adamw.eps today; write eps = 1 under [optimizer.adamw]",
+    ),
+    "train weights.bin": ("config: got weights.bin", "is no text in UTF-8, so no TOML", "path of a TOML file"),
+    "plan job.toml --world 3": ("global_batch_size: got 8", "write global_batch_size = 6 or 12, or take 2 ranks"),
     "train job.toml optimizer.lr=fast": ("optimizer.lr", 'got "fast"', "write for example lr = 0.0003"),
     "train job.toml optimizer.learning_rate=1": ("optimizer.learning_rate", "got 1", "known are name, lr"),
     "train job.toml training.stepz=5": ("training.stepz", "got 5", "did you mean training.steps?"),
@@ -70,7 +82,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml precision.dtype=float16": ("precision.dtype", '"float16"', "'fp16'", "write for example dtype"),
     "train job.toml model.activation=relu6": ("model.activation", '"relu6"', 'write activation = "gelu"'),
     "train job.toml optimizer.name=lion": ("optimizer.name", '"lion"', 'write for example name = "adamw"'),
-    "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "must be a table; leave wandb out"),
+    "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "a table; write [metrics.wandb] and its keys"),
     "train job.toml --plugins nope": ("plugins", "nope", "install it, or start in the folder where it lies"),
     "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, dp4 or dp2tp2"),
     "plan job.toml --memory lots": ("--memory", "'lots'", "write --memory 80GiB"),
@@ -125,6 +137,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     (folder / "empty").mkdir()
+    (folder / "weights.bin").write_bytes(b"\x80\0" * 9)
     return folder
 
 

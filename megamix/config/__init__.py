@@ -17,6 +17,7 @@ from megamix.config.model_and_data import data_source as data_source
 from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size
 from megamix.config.model_and_data import whole_weights as whole_weights
 from megamix.config.problems import ConfigError as ConfigError
+from megamix.config.problems import nearest as nearest
 from megamix.config.problems import override_meant as override_meant
 from megamix.config.sections import Config as Config
 from megamix.config.sections import OptimizerConfig as OptimizerConfig

@@ -175,9 +175,14 @@ def _batch_problems(config: Config, dp_size: int | None) -> Iterator[str]:
     share = micro_batch_size * (dp_size or 1)
     if global_batch_size % share:
         factors = f"{micro_batch_size}" if dp_size is None else f"{micro_batch_size} * dp_size {dp_size} = {share}"
+        fix = f"write global_batch_size = {_multiples(global_batch_size, share)}"
+        if dp_size and global_batch_size % micro_batch_size == 0:
+            fewer = largest_divisor(global_batch_size // micro_batch_size, dp_size)
+            ranks = fewer * config.parallelism.tp_size * config.parallelism.pp_size
+            fix += f", or take {ranks} rank{'s' if ranks > 1 else ''} (dp_size {fewer})"
         yield (
             f"training.global_batch_size: got {global_batch_size}, must be a multiple of micro_batch_size "
-            f"{factors}; write global_batch_size = {_multiples(global_batch_size, share)}"
+            f"{factors}; {fix}"
         )
     elif dp_size is not None:
         yield from micro_batch_problems(config, dp_size)

@@ -269,8 +269,9 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
         meant = one_line(str(path.with_name(f"{near}.toml")))
         fix = f"did you mean {meant}?" if near else "write the path of a TOML file"
         raise ConfigError([f"{what}, there is no such file; {fix}"]) from None
-    except (OSError, ValueError) as error:  # also no UTF-8, or a path that no file can have
+    except (OSError, ValueError) as error:  # also a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
+        reason = "it is no text in UTF-8, so no TOML" if isinstance(error, UnicodeDecodeError) else reason
         raise ConfigError([f"{what}, cannot be read: {reason}; write the path of a TOML file"]) from error
 
 

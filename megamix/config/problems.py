@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.fields import FieldInfo
@@ -26,7 +26,6 @@ _WRONG = {
     "string_type": "must be text in quotes",
     "string_too_short": "must not be empty",
     "tuple_type": "must be a list",
-    "too_long": "must have {max_length} items",
     "model_type": "must be a table",
     "literal_error": "must be {expected}",
     "greater_than": "must be greater than {gt:g}",
@@ -64,6 +63,7 @@ def explain(errors: Sequence[ErrorDetails], tree: Mapping[str, Any]) -> list[str
         follows = item["type"] == "missing" and any(loc[: len(guess)] == guess for guess in meant)
         if item["type"] != "extra_forbidden" and not follows:
             lines.append(_explain_value(item, tree))
+    lines = [*dict.fromkeys(lines)]  # of an empty list each item is missing
     return [*lines, f"and {rest} more like these"] if rest else lines
 
 
@@ -80,8 +80,9 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
 def explain_moved(key: str, value: object, now: Mapping[str, object]) -> str:
     """Return the line that refuses a key by the name that it had before."""
     write = " and ".join(f"{new.rpartition('.')[2]} = {short(said)}" for new, said in now.items())
+    places = " and ".join(now)
     table = next(iter(now)).rpartition(".")[0]
-    return f"{key}: got {short(value)}, but the key has moved; write {write} under [{table}]"
+    return f"{key}: got {short(value)}, but this is {places} today; write {write} under [{table}]"
 
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
@@ -142,8 +143,10 @@ def _homes(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def override_meant(arguments: Sequence[str]) -> str | None:
-    """Return the overrides that a flag may stand for, as --lr 1e-3 or --batch-size=8; None if no key is like it."""
-    flag, equals, value = arguments[0].partition("=")
+    """Return the overrides that words may stand for, as --lr 1e-3, --batch-size=8 or training.steps:5; None if no key
+    is like the first.
+    """
+    flag, equals, value = arguments[0].partition("=" if "=" in arguments[0] else ":")
     name = flag.lstrip("-").replace("-", "_")
     keys = [f"{home}.{key}" for home in _homes({}) for key in _fields(home.split("."), {})]
     meant = [key for key in keys if f".{key}".endswith(f".{name}")] or [key for key in keys if key.endswith(f"_{name}")]
@@ -160,17 +163,27 @@ def _explain_value(error: ErrorDetails, tree: Mapping[str, Any]) -> str:
         if loc[end] in (fields := _fields(loc[:end], tree))
     )
     if kind == "missing" and isinstance(loc[-1], int):  # pydantic names the item that a short list lacks
-        wrong, loc = f"got {short(value)}, must have {loc[-1] + 1} items or more", loc[:-1]
+        wrong, loc = f"got {short(value)}, must have {_items(field)}", loc[:-1]
+    elif kind == "too_long":
+        wrong = f"got {short(value)}, must have {_items(field)}"
     elif kind == "missing":
         wrong = "missing"
     else:
         template = _WRONG.get(kind, error["msg"].replace("{", "{{").replace("}", "}}"))
         wrong = f"got {short(value)}, {template.format(**error.get('ctx', {}))}"
-    if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section)):
+    is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    if not is_section and (kind != "model_type" or loc[-1] != key):  # the latter: of a section that may be left out
         fix = _fix(key, field, value)
     else:
         fix = "correct its keys" if kind == "value_error" else f"write [{_path(loc)}] and its keys below it"
     return f"{_path(loc)}: {wrong}; {fix}"
+
+
+def _items(field: FieldInfo) -> str:
+    """How many a list of fixed length has, and what they are."""
+    kind = next(kind for kind in (field.annotation, *get_args(field.annotation)) if get_origin(kind) is tuple)
+    what, _, _ = (field.description or "").partition(". ")
+    return f"{len(get_args(kind))} items ({what.rstrip('.')})"
 
 
 def _fix(key: str, field: FieldInfo, value: object) -> str:
@@ -205,7 +218,8 @@ def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
         yield nearest(value.lower(), [*one_of, *(word for word in get_args(field.annotation) if isinstance(word, str))])
     elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:
         yield str(value)
-        yield abs(value)
+        if value != -1:  # which is written for "none"
+            yield abs(value)
         yield round(value)
         if value > 0:
             yield 2.0 ** round(math.log2(value))
