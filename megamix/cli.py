@@ -16,7 +16,7 @@ from megamix.config import Config, ConfigError, config_schema, config_to_toml, l
 from megamix.data import import_extra
 from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
-from megamix.machine import has_gpu, keep_freed_memory, share_cores
+from megamix.machine import has_gpu, keep_freed_memory, tell_torch
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.status import EndedEarlyError
@@ -186,7 +186,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         _say_on_first_rank(outlook)
         return
-    share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if not has_gpu():
         keep_freed_memory()
     from megamix.train.job import run_job

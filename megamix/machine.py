@@ -11,6 +11,12 @@ _MALLOC = {
     "trim_threshold": (-1, -1),
     "top_pad": (-2, 2**28),
 }
+# What torch reads when it begins, under its present name and its former one, and what a rank tells it.
+_TORCH = {
+    ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",  # a GPU's memory stays in one piece
+    ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums get a GPU's units before the products of the backward beside them
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives of which a failed rank tells
+}
 _LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
 
 
@@ -26,13 +32,16 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def share_cores(ranks: int) -> None:
-    """Give each of the machine's ranks its threads, unless the user has: before torch is loaded, which reads it once.
+def tell_torch(ranks: int) -> None:
+    """Set what torch and NCCL are to do on a machine with so many ranks, unless the user has: before torch is loaded,
+    which reads it once.
 
-    More threads than cores make the ranks wait for each other's threads: two ranks with two threads each on two cores
-    reached 30 % of the speed of two ranks with one thread each.
+    Each rank gets its share of the cores. More threads than cores make the ranks wait for each other's threads: two
+    ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // ranks)))
+    for (name, former), value in {**_TORCH, ("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}.items():
+        if former not in os.environ:
+            os.environ.setdefault(name, value)
 
 
 def keep_freed_memory() -> None:

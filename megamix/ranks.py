@@ -186,7 +186,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             if dist.is_initialized():
                 dist.destroy_process_group()
             method, backend = f"file://{folder}/world_{world}", "nccl" if on_gpus else "gloo"
-            dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size)
+            device = torch.device("cuda", rank) if on_gpus else None  # as a job: by it NCCL's groups are split off
+            dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size, device_id=device)
         torch.manual_seed(0)
         try:
             value = function(*held, *args)

@@ -46,3 +46,37 @@ def test_an_error_inside_a_span_leaves_the_clock_usable(now) -> None:
     with clock.span("next"):
         now["s"] += 1.0
     assert clock.read() == {"next": 1.0}
+
+
+def test_a_gpus_spans_are_counted_when_it_has_passed_them_and_not_waited_for(monkeypatch) -> None:
+    class Event:
+        """Of a device that passes an event each second; whoever waits for one fails."""
+
+        recorded = passed = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            Event.recorded += 1
+            self.at = Event.recorded
+
+        def query(self) -> bool:
+            return self.at <= Event.passed
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000.0 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(torch.device("cuda"))
+    clock.enabled = True
+    for _ in range(2):
+        with clock.span("outer"), clock.span("inner"):
+            pass
+    Event.passed = 6  # all of the first, and half of what is inside the second
+    assert clock.read() == {"outer": 2.0, "inner": 1.0}
+    assert clock.read() == {}
+    Event.passed = 7  # what is inside, but not yet what it is inside of
+    assert clock.read() == {}
+    Event.passed = 8
+    assert clock.read() == {"outer": 2.0, "inner": 1.0}

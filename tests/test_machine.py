@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.config import config_to_toml
-from megamix.machine import keep_freed_memory, num_cores
+from megamix.machine import keep_freed_memory, num_cores, tell_torch
 from tests.sandbox import TORCH
 from tests.train.jobs import tiny_job, write_data
 
@@ -86,3 +86,20 @@ def test_what_glibc_tunables_say_is_left_alone(
     monkeypatch.setenv("GLIBC_TUNABLES", tunables)
     keep_freed_memory()
     assert [call.args[0] for call in libc.mallopt.call_args_list] == numbers
+
+
+@pytest.mark.parametrize(
+    ("given", "allocator", "recorded"),
+    [
+        ({}, "expandable_segments:True", "2000"),
+        ({"PYTORCH_ALLOC_CONF": "backend:native", "TORCH_FR_BUFFER_SIZE": "50"}, "backend:native", "50"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}, None, None),
+    ],
+)
+def test_torch_is_told_what_a_gpu_is_better_off_with_unless_the_user_has_told_it(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], allocator: str | None, recorded: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    tell_torch(1)
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("TORCH_FR_BUFFER_SIZE")) == (allocator, recorded)

@@ -4,8 +4,9 @@ It is saved as the snapshot of one instant: views of the engine, or a copy that 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.half_params import SAVED_DTYPES, Entry
 from megamix.mixed_precision.optimizers import Optimizer
 
@@ -50,14 +50,14 @@ def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.buffers)]
 
 
-def parts_of_range(spec: ParamSpec, state: str, start: int, flat: Tensor) -> Iterator[Part]:
-    """Cut a flat range of the block that the rank trains into parts of the full parameter.
+def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor) -> Iterator[Part]:
+    """Cut a flat range of a block into parts of the full parameter.
 
     `start`: the place in the block of the first of `flat`'s elements. Shapes: flat (n,) -> views of it.
     """
     done = 0
-    for box in boxes_of_range(start, start + flat.numel(), Box(spec.offset, spec.shape)):
-        yield Part(spec.name, state, box, flat[done : done + box.numel])
+    for box in boxes_of_range(start, start + flat.numel(), block):
+        yield Part(param, state, box, flat[done : done + box.numel])
         done += box.numel
 
 
@@ -68,8 +68,9 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
     """
     parts: list[Part] = []
     for owned in engine.owned_ranges():
+        spec = owned.spec
         for state, flat in owned.tensors.items():
-            parts += parts_of_range(owned.spec, state, owned.start, flat)
+            parts += parts_of_range(spec.name, state, Box(spec.offset, spec.shape), owned.start, flat)
     return parts
 
 
@@ -125,32 +126,61 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     return Snapshot(manifest, sorted(parts, key=lambda part: -part.tensor.itemsize))
 
 
+def pinned_sizes(size: int) -> list[int]:
+    """Return blocks that hold so many bytes: powers of two, the largest first, for torch rounds each pinned one up to
+    one. In one block 11.2 GiB would take 16.
+    """
+    size += -size % (1 << 20)
+    return [1 << bit for bit in reversed(range(size.bit_length())) if size >> bit & 1]
+
+
+def _cut(parts: Iterable[Part], borders: Sequence[int]) -> Iterator[Part]:
+    """Cut parts that lie one behind the other so that none crosses a border. Units: bytes from the first part on."""
+    start = 0
+    for part in parts:
+        flat, end = part.tensor.view(-1), start + part.tensor.nbytes
+        cuts = [(border - start) // flat.itemsize for border in borders if start < border < end]
+        for first, last in pairwise([0, *cuts, flat.numel()]) if cuts else ():
+            yield from parts_of_range(part.param, part.state, part.box, first, flat[first:last])
+        if not cuts:
+            yield part
+        start = end
+
+
 class HostCopy:
     """Memory of the host for one snapshot, used again by the next: on a GPU pinned, so that the device copies into it
     while the host goes on.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
         self._copied: torch.cuda.Event | None = None
+        self._device = torch.device("cpu")
 
     def take(self, snapshot: Snapshot) -> Snapshot:
         """Start copying. The engine may go on at once: on a GPU its next step is queued behind the copy."""
-        sizes = [part.tensor.nbytes for part in snapshot.parts]
-        on_gpu = any(part.tensor.is_cuda for part in snapshot.parts)
-        if self._memory.numel() != sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
-        in_bytes = zip(snapshot.parts, torch.split(self._memory, sizes), strict=True)
-        pieces = [piece.view(part.tensor.dtype) for part, piece in in_bytes]
-        for part, piece in zip(snapshot.parts, pieces, strict=True):
+        size = sum(part.tensor.nbytes for part in snapshot.parts)
+        self._device = next((part.tensor.device for part in snapshot.parts if part.tensor.is_cuda), self._device)
+        on_gpu = self._device.type == "cuda"
+        sizes = pinned_sizes(size) if on_gpu else [size]
+        if [block.numel() for block in self._blocks] != sizes:
+            self._blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
+        blocks, free, parts = iter(self._blocks), torch.empty(0, dtype=torch.uint8), []
+        for part in _cut(snapshot.parts, [*accumulate(sizes)]):
+            nbytes = part.tensor.nbytes
+            if nbytes > free.numel():
+                free = next(blocks)
+            piece, free = free[:nbytes].view(part.tensor.dtype), free[nbytes:]
             piece.copy_(part.tensor.view(-1), non_blocking=True)
-        if on_gpu:  # pragma: CUDA only
+            parts.append(replace(part, tensor=piece))
+        if on_gpu:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # no types
             self._copied.record()
-        parts = [replace(part, tensor=piece) for part, piece in zip(snapshot.parts, pieces, strict=True)]
         return replace(snapshot, parts=parts)
 
     def wait(self) -> None:
         """Return once the copy is whole; for any thread."""
-        if self._copied is not None:  # pragma: CUDA only
+        if self._copied is not None:
+            # The current device belongs to the thread: without this, waiting would open a context on GPU 0.
+            torch.cuda.set_device(self._device)
             self._copied.synchronize()

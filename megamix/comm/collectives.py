@@ -7,6 +7,8 @@ that issue equal buckets in opposite order get each other's sums without an erro
 from __future__ import annotations
 
 import datetime
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -244,7 +246,14 @@ def host_collectives(world: Axis, timeout_s: float) -> Collectives:
     """
     group = None
     if world.group is not None:
-        group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
+        try:
+            group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks' processes cannot reach each other by Gloo, which checkpoints need on GPUs, too: on "
+                f"{socket.gethostname()} GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}; set "
+                "it to the network interface of the nodes, or let the node's name resolve to its address"
+            ) from error
     return make_collectives(replace(world, group=group), 0, torch.uint8, torch.device("cpu"))
 
 

@@ -6,9 +6,11 @@ import datetime
 import itertools
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -208,7 +210,13 @@ def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
     ranks = tuple(axis.ranks)
     if len(ranks) > 1 and ranks not in groups:
         timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-        groups[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        try:
+            groups[ranks] = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                "torch's groups by TorchComms cannot be made by their own ranks alone, as a mesh's are; unset "
+                "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
+            ) from error
 
 
 def local_device() -> torch.device:
@@ -242,3 +250,18 @@ def start_ranks(device: torch.device, timeout_s: float) -> None:
         timeout=datetime.timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def leave_ranks(*, alike: bool) -> None:
+    """Leave the ranks that `start_ranks` has met, if all of them do; else NCCL could wait for the others for ever: then
+    the process ends at once when the error that ends it is printed.
+    """
+    if dist.is_initialized() and alike:
+        dist.destroy_process_group()
+    elif dist.is_initialized():
+        sys.excepthook = _end_at_once
+
+
+def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    os._exit(1)

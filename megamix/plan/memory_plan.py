@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
@@ -189,8 +190,10 @@ def _phases(part: _RankPart, activations: Activations) -> dict[str, int]:
 def _host(config: Config, part: _RankPart) -> dict[str, int]:
     """Beside the device; where that is a CPU, in the same memory."""
     saves = config.checkpoint.async_save and 0 < config.checkpoint.save_interval < config.training.steps
+    states = part.held["FP32 masters"] + part.held["optimizer states"]
+    snapshot = sum(pinned_sizes(states)) if part.work.machine == "gpu" else states
     return {
-        "checkpoint snapshot": part.held["FP32 masters"] + part.held["optimizer states"] if saves else 0,
+        "checkpoint snapshot": snapshot if saves else 0,
         "batches read ahead": LOADED_BATCHES * part.work.batch_bytes,
         "final weights in FP32": part.weights,
     }

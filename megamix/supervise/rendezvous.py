@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-from megamix.machine import share_cores
+from megamix.machine import tell_torch
 
 
 # Above torch's imports: whichever comes first, those end with torch looking here for what the entry point names.
@@ -85,7 +85,7 @@ def torchrun(arguments: list[str]) -> None:
     nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
-    share_cores(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
+    tell_torch(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
     record(run)(args)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology, local_device, side_store, start_ranks
+from megamix.comm.topology import Topology, leave_ranks, local_device, side_store, start_ranks
 from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
@@ -152,7 +152,7 @@ def _join(config: Config, stack: ExitStack) -> Job:
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
     start_ranks(device, limit_s)
-    stack.callback(_part)
+    stack.push(_part)
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
     # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
@@ -166,9 +166,8 @@ def _join(config: Config, stack: ExitStack) -> Job:
     return job
 
 
-def _part() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _part(kind: object, error: BaseException | None, trace: object) -> None:
+    leave_ranks(alike=error is None or isinstance(error, EndedEarlyError | ConfigError))
 
 
 @contextmanager

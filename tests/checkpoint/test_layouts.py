@@ -36,7 +36,6 @@ from megamix.checkpoint.save import begin, commit, save, write_rank
 from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
-from megamix.mixed_precision.flat_layout import ParamSpec
 from tests.checkpoint.state import (
     differences,
     fill,
@@ -133,10 +132,9 @@ def _ranks_of(dp_size: int, tp_size: int, pp_size: int) -> list[list[Part]]:
                 continue
             block = _block(shape, SPLIT_DIM.get(name), tp_rank, tp_size)
             cuts = [0, *sorted(rng.randint(0, block.numel) for _ in range(dp_size - 1)), block.numel]
-            spec = ParamSpec(name=name, shape=block.size, group=0, full_shape=shape, offset=block.offset)
             for parts, (start, end) in zip(held, itertools.pairwise(cuts), strict=True):
                 for state in STATES:
-                    parts += parts_of_range(spec, state, start, torch.full((end - start,), torch.nan))
+                    parts += parts_of_range(name, state, block, start, torch.full((end - start,), torch.nan))
         ranks += held
     return ranks
 

@@ -1,14 +1,21 @@
-"""Every rank has one place in the mesh, an axis connects its own ranks, a size that cannot be says which one can."""
+"""Every rank has one place in the mesh, an axis connects its own ranks, a size that cannot be says which one can; so
+does a group that torch cannot make.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import sys
+from unittest import mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.comm.topology import Topology
+from megamix.comm.collectives import host_collectives
+from megamix.comm.topology import Topology, leave_ranks
 from megamix.config import check_world_size, config_from_dict
 from tests.test_config_errors import changed, problems_of
 
@@ -93,3 +100,35 @@ def test_what_tensor_parallelism_cuts_must_divide_and_all_of_it_is_told() -> Non
     assert all(problem.endswith("write tp_size = 3") for problem in found)
     assert len(problems_of(changed(model=model, parallelism={"tp_size": 4, "sequence_parallel": False}))) == 3
     config_from_dict(changed(model=model, parallelism={"tp_size": 3}))
+
+
+def test_torchcomms_which_makes_no_group_by_its_own_ranks_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(dist, "new_group", Mock(side_effect=NotImplementedError("use_local_synchronization=True")))
+    with pytest.raises(NotImplementedError, match="unset TORCH_DISTRIBUTED_USE_TORCHCOMMS"):
+        Topology.place(0, dp_size=2, tp_size=2).connected()
+
+
+def _without_an_interface() -> str:
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "none0"}), pytest.raises(RuntimeError) as caught:
+        host_collectives(Topology.current().world, 5.0)
+    return str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_named_with_its_variable(run_ranks) -> None:
+    for said in run_ranks(_without_an_interface, 2):
+        assert "GLOO_SOCKET_IFNAME is none0; set it to the network interface of the nodes" in said
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_error(
+    monkeypatch, capfd, alike: bool
+) -> None:
+    left, ended = Mock(), Mock()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", left)
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    leave_ranks(alike=alike)
+    sys.excepthook(ValueError, ValueError("of this rank"), None)
+    assert "ValueError: of this rank" in capfd.readouterr().err
+    assert (left.call_count, ended.call_args) == ((1, None) if alike else (0, call(1)))
