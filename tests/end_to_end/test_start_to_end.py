@@ -150,7 +150,7 @@ README_SMALLER = {
 }
 # The quickstart's configuration, and a user's: a small model on a small text.
 CONFIG_SMALLER = {
-    "vocab_size = 2048": "vocab_size = 400",
+    "vocab_size = 2048": "vocab_size = 2048" if FULL else "vocab_size = 400",  # what the quickstart's texts need
     "seq_len = 256": "seq_len = 32",
     "hidden_size = 192": "hidden_size = 48",
     "num_layers = 4": "num_layers = 2",
