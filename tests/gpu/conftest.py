@@ -1,0 +1,34 @@
+"""Fixtures for tests on simulated GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megamix.ranks import RankPool
+from tests import conftest
+from tests.gpu import library
+from tests.gpu.pools import on_gpu, processes_with_gpus
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`gpu_ranks(case, world_size, *args)`, as `run_ranks`, on simulated GPUs and NCCL. `seed`: of its delays."""
+    if reason := library.missing():
+        pytest.skip(reason)
+    library.build()
+    pools: dict[int, RankPool] = {}
+
+    def run(
+        case: Callable[..., Any], world_size: int, *args: Any, seed: int = 0, deadline_s: float | None = None
+    ) -> list[Any]:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size, on_gpus=True)
+        with processes_with_gpus():
+            return pools[world_size].call(on_gpu, seed, conftest.counts, case, *args, deadline_s=deadline_s)
+
+    yield run
+    for pool in pools.values():
+        pool.close()

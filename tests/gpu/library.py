@@ -1,0 +1,54 @@
+"""The simulated device's library (device.cpp): built once per source, torch and compiler, loaded before torch."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "device.cpp"
+CACHE = Path(__file__).parents[2] / ".simulated_gpu"
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-w")
+
+
+def missing() -> str | None:
+    """Return why there can be no simulated device here."""
+    if importlib.metadata.version("torch").partition("+")[2] not in ("cpu", ""):
+        return "torch is built for a real device"
+    return None if shutil.which("g++") else "no g++ to build the simulated device with"
+
+
+def build() -> Path:
+    """Return the library, built unless it is there. Raises: subprocess.CalledProcessError."""
+    version = subprocess.run(["g++", "-dumpfullversion"], check=True, capture_output=True, text=True).stdout
+    key = (SOURCE.read_text(), importlib.metadata.version("torch"), version, FLAGS)
+    path = CACHE / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:  # several pytest processes may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            part = path.with_suffix(".part")
+            include = ["-I", _torch() / "include", "-L", _torch() / "lib", "-lc10", "-ltorch_cpu"]
+            subprocess.run(["g++", *FLAGS, SOURCE, "-o", part, *include], check=True)
+            part.replace(path)
+    return path
+
+
+def load() -> ctypes.CDLL:
+    """Put the library in front of torch, which asks only once which devices there are."""
+    for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
+        ctypes.CDLL(os.fspath(_torch() / "lib" / name), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(os.fspath(build()))
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])

@@ -1,0 +1,54 @@
+"""Ranks on simulated GPUs: processes of a forkserver of their own, which has the simulation in front of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import forkserver
+from typing import Any
+from unittest import mock
+
+from megamix import ranks
+
+_server = forkserver.ForkServer()
+
+
+@contextmanager
+def processes_with_gpus() -> Iterator[None]:
+    """Until the end of the block a process that `megamix.ranks.forkserver` starts is of a machine with GPUs."""
+    _server.set_forkserver_preload(["tests.gpu.simulated", *ranks.PRELOADED])
+    with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+        yield
+
+
+def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any:
+    """Run a case on this rank: no step of it may make the host wait, and no thread may touch another rank's GPU.
+
+    `seed`: of the delays of all collectives. `counts`: covered lines, on the first rank.
+    """
+    import torch.distributed as dist
+
+    from megamix.mixed_precision.engine import ShardedEngine
+    from tests.gpu import nccl, simulated
+    from tests.programs import lines_counted
+
+    rank = dist.get_rank()
+    simulated.waits.clear()
+    nccl.counts.clear()
+    nccl.delays.seed(f"{seed} {rank}")
+    with ExitStack() as stack:
+        stack.enter_context(lines_counted(counts and rank == 0))
+        for name in ("backward", "step"):
+            step = simulated.host_may_not_wait()(getattr(ShardedEngine, name))
+            stack.enter_context(mock.patch.object(ShardedEngine, name, step))
+        answer = case(*args)
+    assert simulated.ops.contexts() == [rank], f"rank {rank} has touched the GPUs {simulated.ops.contexts()}"
+    return answer
+
+
+def on_default_gpu(case: Callable[..., Any], *args: Any) -> Any:
+    """Run a case that was written for the CPU: what it makes without a word about the device is on the GPU."""
+    import torch
+
+    with torch.device("cuda", torch.cuda.current_device()):
+        return case(*args)

@@ -1,0 +1,102 @@
+"""Whole jobs on simulated GPUs: 50 steady steps make the host wait for the device in the readout alone, and each of
+twelve planted ways to wait is told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamix.config import Config
+from megamix.train.batch_plan import Attempt, BatchPlan
+from megamix.train.trainer import Trainer
+from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, write_data
+
+Waits = Counter[tuple[str, str]]
+FIRST, STEPS = 4, 50
+READOUT = "synchronize of an event", "megamix/train/report.py"
+
+
+def _job(config: Config) -> float | None:
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
+        return run_on_ranks(config)
+
+
+def _steady_waits(config: Config) -> list[str]:
+    """Return what has made the host wait for the device within STEPS attempts of a job, but for the readout."""
+    from tests.gpu import simulated
+
+    seen: list[Waits] = []
+
+    def note(plan: BatchPlan) -> None:
+        if plan.launched in (FIRST, FIRST + STEPS):
+            seen.append(simulated.waits.copy())
+
+    with attempts_recorded(Record(), note):
+        _job(config)
+    before, after = seen
+    waits = after - before
+    assert sum(count for (what, place), count in waits.items() if what == READOUT[0] and READOUT[1] in place) == STEPS
+    return [f"{what} at {place}" for what, place in waits if what != READOUT[0] or READOUT[1] not in place]
+
+
+PLANTS: dict[str, Callable[[Tensor], Any]] = {
+    "host read: _local_scalar_dense": lambda t: t.sum().item(),
+    "host read: nonzero": lambda t: t.nonzero(),
+    "host read: index by a mask": lambda t: t[t > 0],
+    "host read: masked_select": lambda t: t.masked_select(t > 0),
+    "host read: equal": lambda t: torch.equal(t, t),
+    "host read: _unique2": lambda t: t.unique(),
+    "host read: copy_ to the host": lambda t: t.tolist(),
+    "copy from pageable memory: copy_ to the device": lambda t: t.copy_(torch.zeros(3), non_blocking=True),
+    "copy from pageable memory: an index": lambda t: t[torch.tensor([0, 2])],
+    "blocking copy: copy_ to the device": lambda t: torch.zeros(3, pin_memory=True).to(t.device),
+    "synchronize of an event": lambda t: _synchronize(),
+    "synchronize of a device": lambda t: torch.cuda.synchronize(),
+}
+
+
+def _synchronize() -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+def _planted_waits(config: Config) -> list[str]:
+    right, plants = Trainer._try, iter(PLANTS.values())
+
+    def wrong(self: Trainer, attempt: Attempt) -> None:
+        right(self, attempt)
+        if attempt.number >= FIRST and (plant := next(plants, None)) is not None:
+            plant(torch.ones(3, device=self.device))
+
+    with mock.patch.object(Trainer, "_try", wrong):
+        return _steady_waits(config)
+
+
+def _steady_job(folder: Path) -> Config:
+    write_data(folder / "data")
+    return tiny_job(
+        folder,
+        data={"valid": None},
+        precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}},
+        training={"steps": FIRST + STEPS + 1, "eval_interval": 0},
+        metrics={"log_interval": 1000},
+    )
+
+
+def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, tmp_path: Path) -> None:
+    assert gpu_ranks(_steady_waits, 2, _steady_job(tmp_path)) == [[], []]
+
+
+def test_each_planted_wait_is_told(gpu_ranks, tmp_path: Path) -> None:
+    (told,) = gpu_ranks(_planted_waits, 1, _steady_job(tmp_path))
+    assert [kind for kind in PLANTS if not any(line.startswith(kind) for line in told)] == []
