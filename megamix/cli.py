@@ -14,6 +14,7 @@ from megamix.arguments import Parser, add_verb, lines_told, print_lines
 from megamix.checkpoint.folder import checkpoints_at, folder_of
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
+from megamix.doctor.command import add_doctor
 from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
 from megamix.machine import has_gpu, keep_freed_memory, tell_torch
@@ -90,8 +91,8 @@ def _parser() -> Parser:
 
     texts = "--input my_texts/ --output runs/data/mine"
     _add_prepare(add_verb(verbs, "prepare", lines_told(_prepare), "make tokenizer and token files from text", texts))
-
     add_verbs(verbs)
+    add_doctor(verbs)
 
     drawn = "a run's curves, loss scale and use of FP16's range"
     plot = add_verb(verbs, "plot", lines_told(_plot), f"draw {drawn} as PNGs in its folder", "runs/mine")

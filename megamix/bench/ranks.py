@@ -141,7 +141,7 @@ class TrainRank:
         model = self._work.model
         generator = torch.Generator().manual_seed(1000 * self._step + self._rank)
         shape = (self._work.micro_batches * self._work.micro_batch_size, model.seq_len + 1)
-        samples = torch.randint(model.vocab_size, shape, generator=generator)
+        samples = torch.randint(model.vocab_size, shape, generator=generator).to(self._work.device)
         loss = engine.forward_backward(samples[:, :-1], samples[:, 1:])
         start_s = time.perf_counter()
         engine.optimize()

@@ -41,7 +41,8 @@ class Work:
     eps: float = 1e-8
     weight_decay: float = 0.1  # of parameters with two dims; norms have none
     clip_grad: float = 1.0
-    compile_update: bool = True  # ours; no side compiles its model
+    compile_update: bool = True  # ours; a side compiles its model if `model` says so
+    device: str = "cpu"  # of every rank; "cuda" is the one that the rank's pool has given it
 
 
 class Engine(ABC):
@@ -72,7 +73,8 @@ SEED = 1234  # of the initial weights
 def make_model(work: Work, *, wide: bool = True) -> Transformer:
     """Return a model of the same weights on every side and rank."""
     torch.manual_seed(SEED)
-    return Transformer(work.model, Ops(wide=wide))
+    with torch.device(work.device):
+        return Transformer(work.model, Ops(wide=wide))
 
 
 def make_engine(
@@ -172,7 +174,7 @@ class Ddp(Engine):
         return torch.optim.AdamW(groups, **settings)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
             loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         return loss.detach()
@@ -202,7 +204,7 @@ class Fsdp(Ddp):
 
         self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
         model = self.model = make_model(work)
-        shard_fully(model, model.blocks, init_device_mesh("cpu", (dist.get_world_size(),)), dtype, reduce_dtype)
+        shard_fully(model, model.blocks, init_device_mesh(work.device, (dist.get_world_size(),)), dtype, reduce_dtype)
         self.optimizer = self._make_optimizer(model, work)
 
 

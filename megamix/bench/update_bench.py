@@ -38,22 +38,22 @@ BYTES_PER_PARAM = 28  # half gradient 2, master 8, two states 16, half parameter
 class UpdateRank:
     """Holds the tensors of a step and every variant that works on them.
 
-    What is updated are the parameters of `model` in the engine's default buckets, on one rank; `calls`: timed ones of
-    each variant in a round.
+    What is updated are the parameters of `model` in the engine's default buckets, on one rank and on torch's default
+    device; `calls`: timed ones of each variant in a round.
     """
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True):
-        self._calls = calls
+        self._calls, device = calls, torch.get_default_device()
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
         specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), {})
         self.layout = build_layout(specs, [1])
-        cpu = torch.device("cpu")
-        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, cpu)
+        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, device)
         self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
         # Far from the subnormal numbers, which take a CPU many times as long.
-        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+        draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0))
         self._grads = [(draw(bucket.padded_numel) * 1e-2).to(dtype) for bucket in self.layout.buckets]
         count = torch.tensor(10.0)
         coefficients = self._optimizer.coefficients(count.double())
@@ -62,7 +62,7 @@ class UpdateRank:
         choose = partial(choose_update, self._optimizer, self._groups, self._half[0], [dtype], alone)
         compiled, stats = choose(try_compiler)
         library, library_stats = choose(False)
-        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), cpu, counts=True)
+        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), device, counts=True)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)
@@ -84,9 +84,11 @@ class UpdateRank:
 
     def _time(self, variant: Callable[[], object]) -> float:
         variant()  # not timed: brings in what the other variants have driven out of the caches
+        self._wait()
         start_s = time.perf_counter()
         for _ in range(self._calls):
             variant()
+        self._wait()
         return (time.perf_counter() - start_s) / self._calls
 
     def _update(self, update: Update) -> None:

@@ -56,10 +56,10 @@ def verify_lines(config: Config, layouts: Sequence[Layout], failed: list[str]) -
     yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
 
 
-def verify_layout(config: Config, layout: Layout, pool: RankPool) -> Verdict:
+def verify_layout(config: Config, layout: Layout, pool: RankPool, deadline_s: float = DEADLINE_S) -> Verdict:
     """Run one layout on its ranks and judge it."""
     here = layout.apply(config)
-    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=DEADLINE_S)
+    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=deadline_s)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 
 

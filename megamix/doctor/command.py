@@ -1,0 +1,105 @@
+"""The verb `doctor`: every check in turn, one page of what they say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megamix.arguments import add_verb, print_lines
+from megamix.config import ConfigError
+from megamix.doctor import cards, host
+from megamix.doctor.finding import Finding, as_json, not_here, run_check, summary
+
+_HOST_LIMIT_S = 60.0  # of a check of the machine
+_PORT = 29500  # MASTER_PORT, unless it is set
+_MOMENT_S = 15.0  # for ranks that are out of time to be ended
+
+
+def add_doctor(verbs: Any) -> None:
+    """To the subparsers of the command line."""
+    help = "is this machine fit to train? exit status 1 if something must be mended"
+    parser = add_verb(verbs, "doctor", _doctor, help, "--folder runs")
+    parser.add_argument(
+        "--folder", metavar="DIR", type=Path, default=Path("runs"), help="where runs will be written (runs)"
+    )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="leave out what may take longer (10 with a GPU, else 3)"
+    )
+    parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    minutes = arguments.minutes
+    if minutes is not None and not minutes > 0:
+        raise ConfigError([f"--minutes: got {minutes:g}, must be more than 0; write --minutes 3"], "flags")
+    start_s = time.monotonic()
+    findings: list[Finding] = []
+
+    def lines() -> Iterator[str]:
+        for finding in examine(arguments.folder, minutes):
+            findings.append(finding)
+            if not arguments.json:
+                yield from finding.lines()
+        if arguments.json:
+            yield json.dumps(as_json(findings), indent=2)
+        else:
+            yield f"{summary(findings)}; {time.monotonic() - start_s:.0f} s"
+
+    print_lines(lines())
+    return int(not as_json(findings)["fit"])
+
+
+def examine(folder: Path, minutes: float | None) -> Iterator[Finding]:
+    """Yield what every check says, as it becomes known."""
+    start_s = time.monotonic()
+    seen, facts = list[cards.Card](), dict[str, Any]()
+
+    def about_cards() -> list[Finding]:
+        told, problem = cards.probe_cards()
+        seen.extend(told)
+        return [cards.judge_driver(cards.probe_pci(), seen, problem), *cards.judge_cards(seen)]
+
+    def about_torch() -> list[Finding]:
+        facts.update(cards.probe_torch())
+        return cards.judge_torch(facts, len(seen), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    machine: dict[str, Callable[[], list[Finding]]] = {
+        "driver": about_cards,
+        "torch": about_torch,
+        "links": lambda: [cards.judge_links(cards.ask_driver("topo", "-m")[0], facts.get("apart", []))],
+        "cores": lambda: host.judge_cores(host.probe_quota(), os.getloadavg()[0], host.probe_memory(), len(seen) or 1),
+        "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
+        "processes": lambda: [host.judge_limit("processes", resource.getrlimit(resource.RLIMIT_NPROC)[0])],
+        "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
+        "ports": lambda: host.judge_ports(*host.probe_ports(_PORT), _PORT),
+        "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
+        "file system": lambda: host.judge_disk(host.probe_disk(folder)),
+        "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
+        "environment": lambda: [host.judge_environment(os.environ)],
+    }
+    for name, run in machine.items():
+        yield from run_check(name, run, _HOST_LIMIT_S)
+    if "torch" not in facts:
+        yield not_here("all else", "torch does not load")
+        return
+    from megamix.doctor.measured import checks  # and torch, which loads
+
+    if minutes is None:
+        minutes = 10.0 if facts["cards"] else 3.0
+    with ExitStack() as stack:
+        for name, (measure, limit_s) in checks(facts["cards"], stack).items():
+            if measure is None:
+                yield not_here(name, "torch sees no CUDA")
+            elif time.monotonic() + limit_s > start_s + 60 * minutes:
+                yield not_here(name, f"it may take {limit_s:.0f} s, which are not left of --minutes {minutes:g}")
+            else:
+                yield from run_check(name, partial(measure, limit_s), limit_s + _MOMENT_S)

@@ -1,0 +1,90 @@
+"""What a check says, and how checks are run: one that raises or hangs is a finding as well."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megamix.supervise.console import say
+
+Verdict = Literal["ok", "slow", "broken", "does not apply"]
+_MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "does not apply": "-"}
+_SILENT_S = 2.0  # of a check, until it is named for whoever waits
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check says. `fix`: what to do; empty where nothing has to be done."""
+
+    check: str
+    looked_at: str
+    seen: str
+    expected: str
+    verdict: Verdict
+    fix: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield it as the page has it."""
+        expected = f" (expected: {self.expected})" if self.expected else ""
+        yield f"{_MARKS[self.verdict]:<7}{self.check:<15} {self.seen}{expected}"
+        if self.fix:
+            yield f"{'':<22} -> {self.fix}"
+
+
+@functools.cache
+def texts() -> dict[str, dict[str, str]]:
+    """Return by check what checks.toml says of it."""
+    return tomllib.loads(Path(__file__).with_name("checks.toml").read_text())
+
+
+def found(check: str, seen: str, wrong: bool, of: str = "", **words: object) -> Finding:
+    """Return a finding. `of`: which one, of several of the check; `words`: those in braces of its texts."""
+    said = {key: text.format(**words) for key, text in texts()[check].items()}
+    verdict: Any = said["wrong"] if wrong else "ok"
+    fix = said["fix"] if wrong else ""
+    return Finding(f"{check} {of}".strip(), said["looked_at"], seen, said["expected"], verdict, fix)
+
+
+def not_here(check: str, reason: str) -> Finding:
+    """Return the finding of a check that does not apply."""
+    return Finding(check, "", f"does not apply: {reason}", "", "does not apply")
+
+
+def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) -> Sequence[Finding]:
+    """Return what a check says, within `limit_s`. It runs in a thread that is left behind if it hangs, as a file system
+    that is gone lets it. Whoever waits is told its name.
+    """
+    answers: list[Sequence[Finding]] = []
+
+    def answer() -> None:
+        try:
+            answers.append(run())
+        except Exception as error:
+            last = (str(error).strip().splitlines() or [""])[-1]
+            answers.append([found("answer", f"{type(error).__name__}: {last}", True, of=check)])
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(min(_SILENT_S, limit_s))
+    if thread.is_alive():
+        say(f"megamix doctor: {check}, at most {limit_s:.0f} s", sys.stderr)
+        thread.join(limit_s)
+    return answers[0] if answers else [found("answer", f"none in {limit_s:.0f} s", True, of=check)]
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {"fit": not any(one.verdict == "broken" for one in findings), "checks": [asdict(one) for one in findings]}
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the page's last line."""
+    counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in _MARKS}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    return f"{'NOT fit: mend what is BROKEN' if counts['broken'] else 'fit to train'}: {told}"

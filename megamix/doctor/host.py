@@ -1,0 +1,179 @@
+"""The machine without its cards: reads of it (`probe_*`), and whether they are as expected (`judge_*`). No torch."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from megamix.doctor.finding import Finding, found
+from megamix.durable import sync_file
+from megamix.machine import num_cores
+
+_MIB, _GIB = 2**20, 2**30
+_WRITTEN = 64 * _MIB  # bytes, to judge a disk by
+# Variables that slow a run down, where they are set to this.
+_HARMFUL = {
+    "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "TRACE", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1",
+}  # fmt: skip
+
+
+def judge_limit(name: str, soft: int) -> Finding:
+    """Open files are token files, sockets and a compiler's; each thread of a rank is a process. -1: no limit."""
+    return found(name, "no limit" if soft == -1 else f"{soft:,}", -1 < soft < 1024)
+
+
+def judge_environment(environment: Mapping[str, str]) -> Finding:
+    """Look for settings that somebody left behind while looking for a mistake."""
+    told = [f"{name}={value}" for name, value in _HARMFUL.items() if environment.get(name) == value]
+    return found("environment", ", ".join(told) or "none", bool(told))
+
+
+class DiskTrial(NamedTuple):
+    """What a folder's file system did: bytes free for this user, bytes/s written, and the reason of each refusal."""
+
+    folder: Path
+    free: int
+    written: float
+    refused: Mapping[str, str]
+
+
+def refusal(operation: Callable[[], object]) -> str:
+    """Return why the system does not do it; "" if it does."""
+    try:
+        operation()
+    except (OSError, ValueError) as error:
+        return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return ""
+
+
+def probe_disk(folder: Path) -> DiskTrial:
+    """Write, sync, lock, map and rename a file in the folder, or in the one in which that would be made."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
+    refused, start_s = dict[str, str](), time.perf_counter()
+
+    def try_all() -> None:
+        with (
+            TemporaryDirectory(prefix="megamix-doctor-", dir=existing) as place,
+            Path(place, "file").open("w+b") as file,
+        ):
+            operations: dict[str, Callable[[], object]] = {
+                "write": lambda: [file.write(bytes(_MIB)) for _ in range(_WRITTEN // _MIB)],
+                "fsync": lambda: sync_file(file),
+                "lock": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                "mmap": lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close(),
+                "rename": lambda: Path(file.name).rename(Path(place, "renamed")),
+            }
+            refused.update({name: why for name, operation in operations.items() if (why := refusal(operation))})
+
+    if why := refusal(try_all):
+        refused["a new folder"] = why
+    written = _WRITTEN / (time.perf_counter() - start_s)
+    return DiskTrial(existing, shutil.disk_usage(existing).free, written, refused)
+
+
+def judge_disk(seen: DiskTrial) -> list[Finding]:
+    """Check that runs can save there: every operation, its speed, room."""
+    refused = "; ".join(f"{name}: {reason}" for name, reason in seen.refused.items())
+    return [
+        found("file system", f"{seen.folder}: {refused or 'nothing refused'}", bool(refused)),
+        found("disk", f"{seen.written / 1e6:,.0f} MB/s", seen.written < 100e6),
+        found("free space", f"{seen.free / _GIB:,.1f} GiB", seen.free < 10 * _GIB),
+    ]
+
+
+def probe_hostname() -> tuple[str, dict[str, bool]]:
+    """Return this machine's name, and whether each address that it resolves to is one of this machine's."""
+    name, own = socket.gethostname(), dict[str, bool]()
+    try:
+        infos = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return name, {}
+    for family, kind, _, _, address in infos:
+        with socket.socket(family, kind) as end:
+            own[str(address[0])] = not refusal(partial(end.bind, address))
+    return name, own
+
+
+def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False) -> Finding:
+    """Gloo and NCCL listen on the address of the machine's name. `several`: other machines have to reach it there."""
+    told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
+    hidden = several and all(address.startswith(("127.", "::1")) for address in own)
+    expected = "an address that the other machines reach" if several else "an address of this machine"
+    wrong = hidden or not any(own.values())
+    return found("hostname", f"{name} is {told or 'not resolved'}", wrong, name=name, expected=expected)
+
+
+def probe_ports(port: int) -> tuple[str, str]:
+    """Return why a connection over loopback fails, and why nobody can listen at `port`; "" where it goes."""
+
+    def connect() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5.0).close()
+
+    return refusal(connect), refusal(lambda: socket.create_server(("", port)).close())
+
+
+def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
+    """Ranks of one machine meet on loopback, those of many at MASTER_PORT of the first one."""
+    return [
+        found("loopback", loopback or "connects", bool(loopback)),
+        found("port", f"{port}: {taken or 'free'}", bool(taken)),
+    ]
+
+
+def judge_shm(free: int, *, gpus: bool) -> Finding:
+    """NCCL's ranks of one machine meet there; Gloo's do without. Units: bytes."""
+    return found("/dev/shm", f"{free / _GIB:.2f} GiB free", gpus and free < _GIB)
+
+
+def probe_compiler(compiler: str) -> str:
+    """Return why it cannot build what torch.compile makes; "" if it can."""
+    if shutil.which(compiler) is None:
+        return f"{compiler} is not on PATH"
+    with TemporaryDirectory(prefix="megamix-doctor-") as place:
+        source = Path(place) / "tried.cpp"
+        source.write_text("#include <Python.h>\n#include <omp.h>\nint threads() { return omp_get_max_threads(); }\n")
+        flags = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", "-o", f"{source}.so"]
+        run = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
+    errors = [line.partition("error:")[2].strip() for line in run.stderr.splitlines() if "error:" in line]
+    return f"{compiler}: {(errors or ['fails'])[0]}" if run.returncode else ""
+
+
+def judge_compiler(problem: str) -> Finding:
+    """Without one torch's own kernels update, in more passes; on a GPU Triton needs it as well."""
+    return found("compiler", problem or "works", bool(problem))
+
+
+def probe_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Return the cores' worth of time that this container may use; inf where there is no limit."""
+    limit, period = file.read_text().split() if file.is_file() else ("max", "1")
+    return float("inf") if limit == "max" else int(limit) / int(period)
+
+
+def probe_memory() -> int:
+    """Return the bytes that programs may still take."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def judge_cores(quota: float, load: float, memory: int, ranks: int) -> list[Finding]:
+    """Other processes' load makes every figure worse, and so does a quota into which threads run."""
+    cores = num_cores()
+    seen = f"{cores}{f', a quota of {quota:g}' if quota < cores else ''}, load {load:.1f}"
+    return [
+        found("cores", seen, quota < cores or load > cores / 2),
+        found("memory", f"{memory / _GIB:.1f} GiB", memory < 2 * ranks * _GIB),
+    ]
