@@ -18,6 +18,7 @@ class Clock:
     def __init__(self, device: torch.device):
         self.enabled = False
         self.entered = 0  # spans so far, measured or not: what another thread sees of this one's progress
+        self.loaded = 0  # bytes of a checkpoint so far, likewise
         self._on_gpu = device.type == "cuda"
         self._open: list[str] = []
         self._last = "the start"

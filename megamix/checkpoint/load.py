@@ -19,6 +19,7 @@ from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts,
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
+from megamix.clock import Clock
 from megamix.mixed_precision.engine import ShardedEngine
 
 log = logging.getLogger("megamix")
@@ -99,7 +100,9 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
     try:
         _agree_on(
-            together.every(lambda: fill(checkpoint, _saved_parts(manifest, engine), together.rank, together.size))
+            together.every(
+                lambda: fill(checkpoint, _saved_parts(manifest, engine), engine.clock, together.rank, together.size)
+            )
         )
     except DamagedCheckpoint:
         # What was there before is lost: to keep it would take as much memory again, and to verify first would mean to
@@ -171,8 +174,9 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
         log.warning("the loss scale goes on at %.10g, as the settings ask; the checkpoint has %.10g", now, before)
 
 
-def fill(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int = 1) -> list[str]:
+def fill(checkpoint: Checkpoint, parts: Sequence[Part], clock: Clock, rank: int = 0, size: int = 1) -> list[str]:
     """Fill the parts' memory, and verify one file in `size`: it is read whole, of the others what lies in the parts.
+    `clock.loaded` counts what is read.
 
     Returns what is wrong, a line for each file. Only where no rank has found anything do the parts hold what was saved.
     """
@@ -187,15 +191,15 @@ def fill(checkpoint: Checkpoint, parts: Sequence[Part], rank: int = 0, size: int
         try:
             # Saved by as many ranks, it is the rank's own file that it verifies, and all that it needs.
             if number % size == rank:
-                _fill_and_verify(path, record, wanted[record.name])
+                _fill_and_verify(path, record, wanted[record.name], clock)
             elif wanted[record.name]:
-                _fill_beside(reader, wanted[record.name])
+                _fill_beside(reader, wanted[record.name], clock)
         except (ValueError, OSError) as error:
             problems.append(str(error))
     return problems
 
 
-def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted) -> None:
+def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted, clock: Clock) -> None:
     """Read the whole file, in order. Raises: ValueError at the end if it is not what was written; OSError."""
     to_come = deque(sorted(wanted, key=lambda stored: stored.start))
     position = 0
@@ -207,14 +211,17 @@ def _fill_and_verify(path: Path, record: FileRecord, wanted: _Wanted) -> None:
                 break
             to_come.popleft()
         position += len(chunk)
+        clock.loaded += len(chunk)
 
 
-def _fill_beside(reader: PieceReader, wanted: _Wanted) -> None:
+def _fill_beside(reader: PieceReader, wanted: _Wanted, clock: Clock) -> None:
     """Read only what lies in the parts, of a file that another rank verifies. Raises: ValueError, OSError."""
     for stored, parts in wanted.items():
         for part in parts:
             if common := part.box.intersection(stored.box):
-                _copy_common(reader.read(stored, common), common, part)
+                piece = reader.read(stored, common)
+                _copy_common(piece, common, part)
+                clock.loaded += piece.nbytes
 
 
 def _copy_from_chunk(chunk: memoryview, position: int, stored: Stored, parts: list[Part]) -> None:

@@ -8,6 +8,7 @@ loss of the last stage, once, and the average is part of the update.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,14 +138,25 @@ class _EngineStage(PipelineStage):
         )  # fmt: skip
         self._engine, self._names, self._completes = engine, names, completes
 
+    # A span for each: a step of many micro-batches is not one place for the watchdog.
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._engine.clock.span("forward_backward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+        with self._engine.clock.span("forward_backward"), self._engine.backward_pass(micro_batch, completes):
+            yield
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._engine.backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else ()):
+        with self._backward_pass(bwd_chunk_id, self._completes if full_backward and last_backward else ()):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._engine.backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
+        with self._backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self._engine.half_grads.take(self._names)
 

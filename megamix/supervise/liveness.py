@@ -40,7 +40,7 @@ class Position(NamedTuple):
     spans: int  # entered since the start: of two ranks that wait for each other, the one with fewer is behind
     doing: str
     attempt: int
-    written: int  # bytes of the checkpoint for which it waits: a slow disk is not a hang
+    written: int  # bytes of the checkpoint for which it waits, or drawn and loaded in a start: slow is not hung
 
 
 class Sign(NamedTuple):

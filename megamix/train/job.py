@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
@@ -20,6 +21,7 @@ from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
@@ -85,6 +87,8 @@ class Job:
     launcher: int | None  # its pid
     data_identity: str  # of the files whose fingerprints were compared
     start: Start | None = None
+    drawn = 0  # bytes of first weights so far
+    engine: ShardedEngine | None = None
     trainer: Trainer | None = None
 
     def __post_init__(self) -> None:
@@ -135,7 +139,7 @@ class Job:
     def position(self) -> Position:
         """Return where the main thread stands, for any thread. A save beside training is not what it waits for."""
         if self.trainer is None:
-            return Position(0, "the start", 0, 0)
+            return Position(0, "the start", 0, self.drawn + (0 if self.engine is None else self.engine.clock.loaded))
         clock, plan = self.trainer.engine.clock, self.trainer.plan
         doing = clock.doing()
         written = self.trainer.checkpoints.written if doing == "save" else 0
@@ -209,8 +213,13 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
     )
     accumulation = grad_accum_steps(config, topology.data.size)
     assert job.start is not None
-    fill = drawn(model, config.training.seed) if job.start.checkpoint is None else undrawn
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
+    draw = drawn(model, config.training.seed) if job.start.checkpoint is None else undrawn
+
+    def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
+        draw(spec, start, values)
+        job.drawn += values.nbytes
+
+    engine = job.engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     job.console.line(_describe(config, engine, device))
     if stages:
         job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")

@@ -69,7 +69,10 @@ def _differences(case: Case, topology: Topology) -> list[str]:
     whole = make_whole(case, topology)
     plain, dp_rank, wrong = Passes(whole), topology.dp.rank, []
     for step in range(STEPS):
+        spans = engine.clock.entered
         pipeline.backward(micro_batches(case, step, dp_rank))
+        if engine.clock.entered - spans < 2 * engine.grad_accum_steps:
+            wrong.append(f"step {step}: its chunks are one place for the watchdog")
         plain.backward(micro_batches(case, step, dp_rank))
         got, want = engine.step(), whole.step()
         for field in ("loss", "grad_norm", "max_abs", "found_inf"):

@@ -1,21 +1,27 @@
 """FP16 and FP32 jobs reach the same loss; ranks do not change it; what a job leaves behind; what is called unread
-changes no bit of it.
+changes no bit of it. A start moves with all that it draws or loads.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
+from megamix import tuned
+from megamix.checkpoint import load
 from megamix.cli import main
 from megamix.config import RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
+from megamix.supervise.liveness import Position
+from megamix.train import job
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS, is_overflow
 from tests.conftest import FULL
@@ -226,3 +232,37 @@ def test_any_number_of_ranks_sees_the_same_losses(run_ranks, tmp_path) -> None:
     # The mean over eight sequences is taken in other groups: FP32 rounding at every sum, amplified over six updates.
     for others in losses.values():
         assert others == pytest.approx(losses[1, 8], abs=1e-4)
+
+
+def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_loads(tmp_path, monkeypatch) -> None:
+    write_data(tmp_path / "data")
+    seen: list[Position] = []
+
+    class Watched(job.Job):
+        def __init__(self, *fields: Any) -> None:
+            super().__init__(*fields)
+            Watched.place = self.position
+
+    def noting(drawn: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*arguments: Any) -> Any:
+            fill = drawn(*arguments)
+            return lambda *where: (seen.append(Watched.place()), fill(*where))
+
+        return draw
+
+    def chunks(*arguments: Any) -> Iterator[memoryview]:
+        for chunk in verified_chunks(*arguments):
+            seen.append(Watched.place())
+            yield chunk
+
+    verified_chunks = load.verified_chunks
+    monkeypatch.setattr(job, "Job", Watched)
+    monkeypatch.setattr(job, "drawn", noting(job.drawn))
+    monkeypatch.setattr(load, "verified_chunks", chunks)
+    monkeypatch.setattr(tuned, "READ_AHEAD", 1 << 16)
+    for steps in (1, 2):
+        more = {"training": {"steps": steps, "eval_interval": 0}, "lr_schedule": {"warmup_steps": 0}}
+        run_job(tiny_job(tmp_path, **more))
+        assert len({*seen}) == len(seen) > 4
+        assert {place.doing for place in seen} == {"the start"}
+        seen.clear()
