@@ -187,7 +187,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         _say_on_first_rank(outlook)
         return
-    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():
         keep_freed_memory()
     from megamix.train.job import run_job

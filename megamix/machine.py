@@ -17,6 +17,8 @@ _TORCH = {
     ("TORCH_NCCL_HIGH_PRIORITY", ""): "1",  # sums get a GPU's units before the products of the backward beside them
     ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # collectives of which a failed rank tells
 }
+WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits each time
+_DETERMINISTIC = {("CUBLAS_WORKSPACE_CONFIG", ""): WORKSPACES[0], ("TORCHINDUCTOR_DETERMINISTIC", ""): "1"}
 _LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
 
 
@@ -32,14 +34,15 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def tell_torch(ranks: int) -> None:
+def tell_torch(ranks: int, *, deterministic: bool = False) -> None:
     """Set what torch and NCCL are to do on a machine with so many ranks, unless the user has: before torch is loaded,
     which reads it once.
 
     Each rank gets its share of the cores. More threads than cores make the ranks wait for each other's threads: two
     ranks with two threads each on two cores reached 30 % of the speed of two ranks with one thread each.
     """
-    for (name, former), value in {**_TORCH, ("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}.items():
+    told = _TORCH | {("OMP_NUM_THREADS", ""): str(max(1, num_cores() // ranks))}
+    for (name, former), value in (told | _DETERMINISTIC if deterministic else told).items():
         if former not in os.environ:
             os.environ.setdefault(name, value)
 

@@ -101,5 +101,8 @@ def test_torch_is_told_what_a_gpu_is_better_off_with_unless_the_user_has_told_it
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
     tell_torch(1)
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    tell_torch(1, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("TORCH_FR_BUFFER_SIZE")) == (allocator, recorded)

@@ -6,12 +6,14 @@ that issue equal buckets in opposite order get each other's sums without an erro
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.comm.topology import Axis
+from megamix.durable import create_anew
 
 # torch 2.13 renames both and warns about the old names, which are the only ones before it.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -238,6 +241,17 @@ def gather_texts(collectives: Collectives, text: str, device: torch.device) -> l
     if max(lengths) > _USUAL:
         found = rows(max(lengths))
     return [row[_LENGTH:][:length].decode() for row, length in zip(found, lengths, strict=True)]
+
+
+def tell_collectives(path: Path) -> None:
+    """Write what torch's flight recorder holds of this rank's last collectives, which began and which ended, as JSON,
+    if torch and the disk let it. For any thread: where the host runs ahead of NCCL, stacks do not tell who is late.
+    """
+    with contextlib.suppress(Exception):
+        backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # which is that of all others
+        recorded = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")()
+        with create_anew(path) as file:
+            file.write(recorded)
 
 
 def host_collectives(world: Axis, timeout_s: float) -> Collectives:

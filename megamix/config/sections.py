@@ -126,6 +126,8 @@ class TrainingConfig(Section):
     factor."""
     seed: Annotated[NonNegativeInt, Field(lt=2**63)] = 1234
     """Seed of the initial weights and of the data order."""
+    deterministic: bool = False
+    """Whether a run on GPUs gives the same bits each time, too, as one on CPUs always does; slower there."""
     eval_interval: NonNegativeInt = 0
     """Steps between validations. 0: only at the end."""
     eval_batches: PositiveInt = 8

@@ -25,6 +25,7 @@ from typing import IO
 
 from torch.distributed import DistNetworkError
 
+from megamix.comm.collectives import tell_collectives
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew
@@ -59,6 +60,7 @@ class Watchdog:
         self._moved_s = time.monotonic()  # when the main thread was last seen to move
         self._since_s = self._moved_s  # when that of any rank was, as far as this one knows
         self._rank = roll.rank if roll is not None else 0
+        self._collectives = status.folder / f"collectives_rank{self._rank}.json"
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._talker = threading.Thread(target=self._talk, name="roll call", daemon=True)
@@ -70,6 +72,7 @@ class Watchdog:
         if self._roll is not None:
             try:
                 self._status.folder.mkdir(parents=True, exist_ok=True)  # only the first rank's host may have it so far
+                self._collectives.unlink(missing_ok=True)
                 # Anew: a stopped rank of an earlier job may have it open still, and write.
                 self._stacks = create_anew(self._status.folder / f"stacks_rank{self._rank}.txt", "x")
             except OSError as error:
@@ -92,6 +95,7 @@ class Watchdog:
             if not alike and isinstance(error, Exception) and self._roll is not None:
                 with contextlib.suppress(OSError):
                     traceback.print_exception(error, file=self._stacks or sys.stderr)
+                tell_collectives(self._collectives)
                 if self._ended:
                     error.add_note(self._ended)
                 if not self._store_is_gone():
@@ -240,6 +244,7 @@ class Watchdog:
             if verdict.exit_status == WRONG_INPUT and roll.rank == 0:  # as the command line would
                 say(f"megamix train: {verdict.text}", sys.stderr)
             drop_unwritten()
+            tell_collectives(self._collectives)
         finally:
             os._exit(verdict.exit_status)
 

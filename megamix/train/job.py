@@ -206,6 +206,9 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if config.training.deterministic:  # it imports some of the compiler
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.manual_seed(config.training.seed)
     stages = plan_pipeline(config)
     model, placements = build_model(

@@ -16,6 +16,7 @@ from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import ASIDE, foreign_kind, remove_asides, unwritable, write_text
+from megamix.machine import WORKSPACES
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 from megamix.train.build_data import data_problems
@@ -147,6 +148,12 @@ def job_problems(config: Config, world_size: int) -> list[str]:
         problems.append(
             "metrics.tensorboard: is true, but the package tensorboard is not installed; "
             f"{installing('tensorboard')}, or write tensorboard = false"
+        )
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
+    if config.training.deterministic and workspace not in WORKSPACES:
+        problems.append(
+            f"training.deterministic: is true, but CUBLAS_WORKSPACE_CONFIG is {short(workspace)}, with which cuBLAS "
+            f"adds in any order; set it to {' or '.join(WORKSPACES)}, unset it, or write deterministic = false"
         )
     return [*problems, *_division_problems(config), *_resume_problems(config), *folder_problems(config)]
 

@@ -166,6 +166,15 @@ def test_every_live_rank_leaves_its_stacks(ended, fault: Callable[..., None], vi
         assert fault.__name__ in stacks[victim]  # where it hung
 
 
+@pytest.mark.parametrize(("fault", "victim"), CASES)
+def test_every_live_rank_tells_its_last_collectives(ended, fault: Callable[..., None], victim: int) -> None:
+    for rank in {1 - victim, victim if fault in (_asleep, _elsewhere) else 1 - victim}:
+        told = json.loads((ended[fault, victim].folder / f"run/collectives_rank{rank}.json").read_text())
+        last = told["entries"][-1]["profiling_name"]
+        assert last.startswith("gloo:")
+        assert (last == "gloo:broadcast") == (fault is _elsewhere and rank == victim)
+
+
 def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
     end = ended[SLOW]
     took = re.search(r"^saved .* in ([0-9.]+) s$", end.ranks.said(0), re.MULTILINE)

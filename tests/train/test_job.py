@@ -1,5 +1,6 @@
 """FP16 and FP32 jobs reach the same loss; ranks do not change it; what a job leaves behind; what is called unread
-changes no bit of it. A start moves with all that it draws or loads.
+changes no bit of it. A start moves with all that it draws or loads. A deterministic job
+asks torch for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megamix.checkpoint import load
 from megamix.cli import main
 from megamix.config import RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
+from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.liveness import Position
 from megamix.train import job
 from megamix.train.job import run_job
@@ -266,3 +268,26 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
         assert len({*seen}) == len(seen) > 4
         assert {place.doing for place in seen} == {"the start"}
         seen.clear()
+
+
+def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_path, monkeypatch) -> None:
+    asked: list[bool] = []
+    step = ShardedEngine.step
+    monkeypatch.setattr(
+        ShardedEngine,
+        "step",
+        lambda engine: (asked.append(torch.are_deterministic_algorithms_enabled()), step(engine))[1],
+    )
+    weights = []
+    try:
+        for deterministic in (False, True):
+            folder = tmp_path / str(deterministic)
+            write_data(folder / "data")
+            training = {"steps": 3, "eval_interval": 0, "deterministic": deterministic}
+            run_job(tiny_job(folder, training=training, lr_schedule={"warmup_steps": 0}))
+            weights.append(load_file(folder / "run/weights.safetensors"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert asked == [False] * 3 + [True] * 3
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())

@@ -220,3 +220,12 @@ def test_mistakes_are_found_without_importing_torch(job) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["2", "False"]
+
+
+def test_a_cublas_that_is_not_deterministic_is_refused_where_the_run_is_to_be(job, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    assert main(["train", str(job[1]), "--check"]) == 0
+    assert main(["train", str(job[1]), "--check", "training.deterministic=true"]) == 2
+    said = capsys.readouterr().err
+    assert 'training.deterministic: is true, but CUBLAS_WORKSPACE_CONFIG is ":0:0"' in said
+    assert "set it to :4096:8 or :16:8" in said
