@@ -111,8 +111,10 @@ install_megamix() {
   rm -f -- "$VENV/.megamix-all" "$VENV/.megamix-all,dev"
   say "installing into $VENV with $("$python" --version) (once; a few minutes, mostly $torch)"
   [[ -x "$PYTHON" ]] || "$python" -m venv "$VENV"
+  say "1 of 2: $torch, the longest part; its packages are downloaded unless pip has them"
   # torch first, by its exact version: left to a range, pip may choose a newer build for other hardware.
   "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
+  say "2 of 2: megamix and what else it needs"
   (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
   printf '%s\n' "$stamp" >"$VENV/.megamix-$extras"
   rm -f -- "$VENV/.megamix-unfinished"

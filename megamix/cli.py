@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_plugins(arguments.plugins)
         status: int | None = arguments.run(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
-        _say_on_first_rank(f"megamix {arguments.verb}: {error}", sys.stderr)
+        tell = say if getattr(error, "source", "") == "environment" else _say_on_first_rank  # whose RANK may be wrong
+        tell(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2
     finally:
         if arguments.verb == "train":  # whose exit status decides whether it is started again
@@ -246,8 +247,7 @@ def _prepare(arguments: argparse.Namespace) -> Iterator[str]:
             num_workers=arguments.workers,
             max_bad_records=arguments.max_bad_records,
         )
-        inputs = arguments.input
-        corpus = input_corpus(inputs, arguments.split) if inputs else named_corpus(arguments.corpus)
+        corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
         yield prepare_corpus(corpus, arguments.output, request).summary()
     except OSError as error:  # the disk, or memory
         raise ValueError(f"{error}; correct that and run the same command again: it continues") from error

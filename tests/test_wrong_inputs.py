@@ -4,12 +4,15 @@ instead; nothing of it is a traceback, and nothing is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megamix import AdamW, Checkpoints, Precision
 from megamix.cli import main
 from megamix.config import config_to_toml
+from tests.checkpoint.state import make_engine
 from tests.train.jobs import tiny_job, write_data
 
 IN, OUT = "--input texts", "--output out"
@@ -174,9 +177,67 @@ def test_a_number_of_ranks_that_is_none_is_told_with_its_variable(
     assert "must be a number of ranks, 1 or more; start the ranks by launch/pretrain.sh" in told
 
 
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["abc", "2", "-1", ""])
+def test_a_rank_that_is_none_is_told_with_its_variable(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, value)
+    assert main(["train", "job.toml", "--check"]) == 2
+    told = (
+        f'  {variable}: got "{value}", must be from 0 to 1, as there are 2 rank(s); start the ranks by launch/pretrain'
+    )
+    assert told in capsys.readouterr().err
+
+
 def test_plugins_of_an_empty_shell_variable_are_none(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
     assert main(["train", "job.toml", "--check", "--plugins", ""]) == 0
     assert capsys.readouterr().out.startswith("no problems; 1 rank; ")
+
+
+def _amid_a_step(folder: Path) -> Checkpoints:
+    engine = make_engine()
+    engine.under_way.micro_batches = 1
+    return Checkpoints(engine, folder)
+
+
+# What a program calls, given a place: on a file, or in a folder.
+WRONG_CALLS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a dtype by name": (
+        lambda _: Precision("bf16"), "precision.dtype must be torch.float16, bfloat16 or float32, got 'bf16'"  # type: ignore[arg-type]
+    ),
+    "a number for a loss scale": (
+        lambda _: Precision(loss_scale=1024), "precision.loss_scale must be None or a LossScale, got 1024; pass"  # type: ignore[arg-type]
+    ),
+    "one beta": (
+        lambda _: AdamW(lr=1e-3, betas=(0.9,)), "betas must lie in [0, 1) and be two, got (0.9,); use (0.9, 0.95)"  # type: ignore[arg-type]
+    ),
+    "checkpoints in a file": (
+        lambda place: Checkpoints(make_engine(), place / "file"), "/file is a file; give a folder, there already or not"
+    ),
+    "no progress": (
+        lambda place: Checkpoints(make_engine(), place / "out").save(None), "progress is a NoneType; give a dict"  # type: ignore[arg-type]
+    ),
+    "a save amid a step": (
+        lambda place: _amid_a_step(place / "out").save({}),
+        "Checkpoints.save() after 1 backward() calls of a step; call it right after step()",
+    ),
+    "a load amid a step": (
+        lambda place: _amid_a_step(place / "out").load(),
+        "Checkpoints.load() after 1 backward() calls of a step; call it right after step()",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_a_wrong_call_is_told_at_the_call(place: Path, what: str) -> None:
+    call, told = WRONG_CALLS[what]
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        call(place)
+    assert told in str(caught.value)
+    assert not (place / "out").exists()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megamix.arguments import print_lines
 from megamix.bench.checkpoint_bench import checkpoint
 from megamix.bench.ranks import Settings
 from megamix.bench.report import Result, append_line, describe_machine
@@ -38,4 +39,5 @@ def report(benches: list[Callable[[], Result]], output: Path) -> None:
         machine = describe_machine()  # before the bench: its load is that of others
         result = bench()
         append_line(output, result.json_line(machine))
-        print(f"{result.text()}\n", flush=True)
+        if not print_lines(iter([f"{result.text()}\n"])):
+            return

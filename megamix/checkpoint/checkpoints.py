@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from pydantic import JsonValue, ValidationError
 
@@ -15,6 +16,8 @@ from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
 from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.mixed_precision.engine import ShardedEngine
+
+_last_to_save: WeakValueDictionary[Path, Checkpoints] = WeakValueDictionary()  # by folder: they wait for each other
 
 
 class Checkpoints:
@@ -35,6 +38,8 @@ class Checkpoints:
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
         self._error: Exception | None = None
         self._goes_on = False  # what the folder held before is loaded, or older than this run
+        if self._together.first(self._folder.is_file):
+            raise ValueError(f"folder: {self._folder} is a file; give a folder, there already or not")
         self._together.first(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True))
 
     def load(self) -> dict[str, JsonValue] | None:
@@ -44,6 +49,7 @@ class Checkpoints:
         Raises: ValueError naming all that does not fit the engine, before anything is changed; DamagedCheckpoint if
         there are checkpoints and none is good.
         """
+        self._engine.under_way.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
         begun = self._together.first(lambda: bool(checkpoints(self._folder)))
         found = newest_checkpoint(self._folder, self._together)
@@ -64,6 +70,7 @@ class Checkpoints:
         not the same on every rank; or if nothing was loaded, and the folder has a checkpoint of more updates.
         Raises: OSError on every rank if this save fails, or one that was under way; the older checkpoints stay.
         """
+        self._engine.under_way.require_empty("Checkpoints.save()", "right after step()")
         self.wait()
         if not self._goes_on:
             newest = self._together.first(lambda: max(map(applied_updates, checkpoints(self._folder)), default=0))
@@ -76,13 +83,15 @@ class Checkpoints:
         if len(set(answers)) > 1:
             raise ValueError("progress is not the same on every rank; give the same, a rank loads that of the first")
         self._goes_on = True
+        _last_to_save[self._folder] = self
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:
             self.wait()
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises: as `save`."""
+        """Return when no save is under way, nor one by another object for the same folder. Raises: as `save`."""
+        _last_to_save.get(self._folder, self)._saver.finish()
         self._saver.finish()
         error, self._error = self._error, None
         if error is not None:
@@ -94,6 +103,8 @@ class Checkpoints:
 
 def _judge(progress: Mapping[str, JsonValue]) -> int | str:
     """Return a checksum; or a line on the first value that a reader would not give back."""
+    if not isinstance(progress, Mapping):
+        return f"progress is a {type(progress).__name__}; give a dict of plain JSON, such as {{}}"
     for key, value in progress.items():
         where, bad = str(key), value
         try:

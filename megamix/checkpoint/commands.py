@@ -53,13 +53,12 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
 
 
 def diff(old: Path, new: Path, check: Check | None = None) -> Iterator[str]:
-    """Return a line for each difference."""
-    same = True
+    """Return a line for each difference, and their number."""
+    count = 0
     for line in differences(_good("A", old, check), _good("B", new, check)):
-        same = False
+        count += 1
         yield line
-    if same:
-        yield "no difference"
+    yield f"{count} difference{'s' if count > 1 else ''}" if count else "no difference"
 
 
 def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str]:

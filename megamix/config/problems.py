@@ -80,9 +80,8 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
 def explain_moved(key: str, value: object, now: Mapping[str, object]) -> str:
     """Return the line that refuses a key by the name that it had before."""
     write = " and ".join(f"{new.rpartition('.')[2]} = {short(said)}" for new, said in now.items())
-    places = " and ".join(now)
     table = next(iter(now)).rpartition(".")[0]
-    return f"{key}: got {short(value)}, but this is {places} today; write {write} under [{table}]"
+    return f"{key}: got {short(value)}, but this is {' and '.join(now)} today; write {write} under [{table}]"
 
 
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:

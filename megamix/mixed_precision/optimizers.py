@@ -202,8 +202,8 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         super(AdamW, self).__post_init__()
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1), got {self.betas}; use (0.9, 0.95)")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1) and be two, got {self.betas}; use (0.9, 0.95)")
         if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
             raise ValueError(
                 f"eps must be a positive number of FP32's normal range, got {self.eps}: where all gradients were zero, "

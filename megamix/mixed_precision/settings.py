@@ -46,6 +46,23 @@ class Precision:
     loss_scale: LossScale | None = None  # FP16 needs one, static or dynamic
     reduce_dtype: ReduceDtype | None = None  # None: "fp32" for FP32 gradients, else "half"
 
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"precision.dtype must be torch.float16, bfloat16 or float32, got {self.dtype!r}")
+        if self.grad_dtype not in (None, self.dtype, torch.float32):
+            raise ValueError(f"precision.grad_dtype must be None, {self.dtype} or torch.float32, got {self.grad_dtype}")
+        if not isinstance(self.loss_scale, LossScale | None):
+            fix = "pass loss_scale=StaticLossScale(1024), or DynamicLossScale()"
+            raise ValueError(f"precision.loss_scale must be None or a LossScale, got {self.loss_scale!r}; {fix}")
+        half_grads = torch.float32 not in (self.dtype, self.grad_dtype)
+        if self.reduce_dtype not in ((None, "half", "half_fp32_sum") if half_grads else (None, "fp32")):
+            must_be = (
+                "None, 'half' or 'half_fp32_sum' with half gradients ('fp32' needs grad_dtype=torch.float32)"
+                if half_grads
+                else "None or 'fp32' with FP32 gradients (the others need a half dtype and grad_dtype=None)"
+            )
+            raise ValueError(f"precision.reduce_dtype must be {must_be}, got {self.reduce_dtype!r}")
+
     @property
     def own_grad_dtype(self) -> torch.dtype:
         """Return in which dtype each rank's micro-batches are summed."""
@@ -138,21 +155,6 @@ def check_arguments(
 
 def _check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
     """Raises: ValueError naming the first setting that cannot be, and what it can be."""
-    halves = (torch.float16, torch.bfloat16, torch.float32)
-    if precision.dtype not in halves:
-        raise ValueError(f"precision.dtype must be torch.float16, bfloat16 or float32, got {precision.dtype}")
-    if precision.grad_dtype not in (None, precision.dtype, torch.float32):
-        raise ValueError(
-            f"precision.grad_dtype must be None, {precision.dtype} or torch.float32, got {precision.grad_dtype}"
-        )
-    half_grads = torch.float32 not in (precision.dtype, precision.grad_dtype)
-    if precision.reduce_dtype not in ((None, "half", "half_fp32_sum") if half_grads else (None, "fp32")):
-        must_be = (
-            "None, 'half' or 'half_fp32_sum' with half gradients ('fp32' needs grad_dtype=torch.float32)"
-            if half_grads
-            else "None or 'fp32' with FP32 gradients (the others need a half dtype and grad_dtype=None)"
-        )
-        raise ValueError(f"precision.reduce_dtype must be {must_be}, got {precision.reduce_dtype!r}")
     if precision.dtype == torch.float16 and precision.loss_scale is None:
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"

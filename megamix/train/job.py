@@ -228,7 +228,9 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
         job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
     start = load_start(job.start, config, engine)
     if start.checkpoint is not None:
-        job.console.line(f"goes on from {start.checkpoint.path} after update {start.progress.applied}")
+        applied = start.progress.applied  # 0: imported
+        what = f"goes on from {start.checkpoint.path} after update {applied}"
+        job.console.line(what if applied else f"begins with the weights of {start.checkpoint.path}")
         for line in start.changes:
             job.console.line(f"changed since: {line}")
     job.on_first_rank(lambda: job.begin(start, claims=True))

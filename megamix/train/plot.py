@@ -45,6 +45,10 @@ def plot(folders: Sequence[Path]) -> Iterator[str]:
 
     Raises: ValueError, before anything is written, if there is nothing to read.
     """
+    once = [run for place, run in enumerate(folders) if run.resolve() not in [run.resolve() for run in folders[:place]]]
+    if len(once) < len(folders):
+        yield "RUN: a run that is given twice is drawn once"
+    folders = once
     runs = dict(zip(_names(folders), map(read_history, folders), strict=True))
     (name, history), *others = runs.items()
     drawn = {"compared": compared(runs)} if others else figures(name, history)
@@ -69,16 +73,12 @@ def _names(folders: Sequence[Path]) -> Sequence[str]:
 def _left_out(history: RunHistory) -> Iterator[str]:
     if not history.loss_scale.steps:
         yield "no loss_scale.png: this run has no loss scale"
+    steps = history.loss.steps[-1] if history.loss.steps else 0
+    fitting = f"metrics.precision_interval = {max(1, steps // _FEW_COLUMNS)}"
     if not history.precision:
-        yield (
-            "no heat maps: metrics.jsonl has no examined step; metrics.precision_interval says how often one is taken "
-            "(0: never)"
-        )
+        yield f"no heat maps: none of the {steps} steps was examined; with {fitting} a run as short as this has some"
     elif (columns := len(history.precision["headroom"].steps)) < _FEW_COLUMNS:
-        yield (
-            f"heat maps of {columns} examined step(s); a smaller metrics.precision_interval gives a run as short "
-            "as this one more"
-        )
+        yield f"heat maps of {columns} examined step(s) of {steps}; {fitting} gives a run as short as this one more"
 
 
 def figures(name: str, history: RunHistory) -> dict[str, Figure]:

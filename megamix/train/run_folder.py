@@ -106,22 +106,25 @@ def write_trace(path: Path, profiler: "profile") -> None:
 def check(config: Config) -> str:
     """Refuse what cannot be trained; write nothing. Return a line that says what a run would do.
 
-    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, LOCAL_WORLD_SIZE), files and folder.
+    Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
+    folder.
     """
-    _ranks_told("LOCAL_WORLD_SIZE")  # by which the cores are shared
-    world_size = _ranks_told("WORLD_SIZE")
+    what = "a number of ranks, 1 or more"
+    world_size = _told("WORLD_SIZE", 1, range(1, 10**9), what)
+    local_size = _told("LOCAL_WORLD_SIZE", world_size, range(1, 10**9), what)  # by which the cores are shared
+    for variable, size in (("RANK", world_size), ("LOCAL_RANK", local_size)):
+        _told(variable, 0, range(size), f"from 0 to {size - 1}, as there are {size} rank(s)")
     if problems := job_problems(config, world_size):
         raise ConfigError(problems, "job")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}; {_outlook(config)}"
 
 
-def _ranks_told(variable: str) -> int:
-    """What the variable says; 1 where it is not set."""
-    text = os.environ.get(variable, "1")
-    if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        problem = f"{variable}: got {short(text)}, must be a number of ranks, 1 or more"
+def _told(variable: str, default: int, numbers: range, what: str) -> int:
+    """What the variable says, if it is set."""
+    text = os.environ.get(variable, str(default))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) not in numbers:
         fix = "start the ranks by launch/pretrain.sh, which sets it, or unset it for one rank"
-        raise ConfigError([f"{problem}; {fix}"], "environment")
+        raise ConfigError([f"{variable}: got {short(text)}, must be {what}; {fix}"], "environment")
     return int(text)
 
 

@@ -3,8 +3,10 @@ tiny size.
 """
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +146,16 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     printed = capsys.readouterr().out
     assert "megamix bench update" in printed
     assert "overlap on, ms a step on rank 0: exposed_all_gather" in printed
+
+
+def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result: Any = SimpleNamespace(json_line=lambda machine: "{}", text=lambda: "one")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with open(theirs, "w") as nobody_reads:
+        monkeypatch.setattr("sys.stdout", nobody_reads)
+        command.report([lambda: result] * 2, tmp_path / "bench.jsonl")
+    assert (tmp_path / "bench.jsonl").read_text() == "{}\n"
 
 
 def test_startup_fills_the_cache_before_it_finds_it_full(monkeypatch: pytest.MonkeyPatch) -> None:

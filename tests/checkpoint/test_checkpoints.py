@@ -52,6 +52,15 @@ def test_a_save_that_fails_is_raised_once_and_the_next_one_may_succeed(
     assert checkpoints.load() == {"step": 3}
 
 
+def test_two_objects_of_one_folder_wait_for_each_other_s_saves(tmp_path: Path) -> None:
+    two = _at(3, tmp_path), _at(3, tmp_path)
+    for number in range(6):
+        two[number % 2].save({"number": number}, beside=True)
+        assert two[1 - number % 2].load() == {"number": number}
+    for checkpoints in two:
+        checkpoints.wait()
+
+
 def test_damaged_checkpoints_are_no_beginning(tmp_path: Path) -> None:
     checkpoints = _at(3, tmp_path / "run")
     checkpoints.save({"step": 3})

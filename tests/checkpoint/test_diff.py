@@ -14,7 +14,7 @@ from torch import nn
 
 from megamix import NAG, ShardedEngine
 from megamix.checkpoint import boxes, verify
-from megamix.checkpoint.commands import changes, differences
+from megamix.checkpoint.commands import changes, diff, differences
 from megamix.checkpoint.manifest import RunRecord
 from megamix.checkpoint.save import save
 from megamix.checkpoint.snapshot import owned_parts, take_snapshot
@@ -96,6 +96,7 @@ def test_configuration_counters_and_shapes_are_told_by_name(tmp_path: Path) -> N
         "applied_updates: 3 -> 4",
         "loss_scale.loss_scale: 8.0 -> 64.0",
     ]
+    assert [*diff(old, new)][-1] == "4 differences"
     broken = _saved(tmp_path / "broken", config="[")
     with pytest.raises(ValueError, match="its configuration is no TOML: "):
         _lines(old, broken)

@@ -34,18 +34,22 @@ def test_the_ending_says_which_files_hold_records(tmp_path: Path) -> None:
     endings = ["jsonl", "jsonl.gz", "jsonl.zst", "json.gz", "json.zst", "parquet", "arrow", "txt", "json", "gz"]
     write_files(tmp_path, *(f"x.{ending}" for ending in endings))
     kinds = {file.name: file.kind for file in folder_files(tmp_path)}
-    want = ["jsonl"] * 5 + ["parquet", "arrow", "text", "jsonl", "text"]
+    want = ["jsonl"] * 3 + ["json"] * 2 + ["parquet", "arrow", "text", "json", "text"]
     assert kinds == {f"x.{ending}": kind for ending, kind in zip(endings, want, strict=True)}
+    for name in ("x.json", "x.json.gz", "x.json.zst"):  # looked into; they are empty
+        assert [file.kind for file in input_corpus([str(tmp_path / name)]).files] == ["jsonl"]
 
 
-def test_what_lies_beside_tables_is_passed_over_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_files(
-        tmp_path, "README.md", "infos.json", "a.csv", "x.jsonl", "data/x.parquet", *(f"{n}.py" for n in range(7))
-    )
-    assert names(tmp_path) == ["data/x.parquet", "x.jsonl"]
+def test_what_lies_beside_tables_is_passed_over_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = ("README.md", "infos.json.zst", "a.csv", "x.jsonl", *(f"{n}.py" for n in range(7)))
+    write_files(tmp_path, "data/x.parquet", *others)
+    monkeypatch.setitem(sys.modules, "zstandard", None)  # which what is passed over does not need
+    assert names(tmp_path) == ["data/x.parquet"]
     assert [record.getMessage() for record in caplog.records] == [
         f"--input '{tmp_path}': files beside Parquet or Arrow are passed over: "
-        "0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, README.md and 2 more"
+        "0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, README.md and 3 more"
     ]
     assert names(tmp_path, tmp_path / "README.md")[-1] == "README.md"
 

@@ -84,6 +84,16 @@ def test_of_a_large_corpus_the_tokenizer_learns_from_a_bounded_part_spread_evenl
     assert max(now - before for before, now in pairwise(sorted(found))) < 10
 
 
+def test_a_vocabulary_smaller_than_asked_is_told(text_dir: Path, tmp_path: Path) -> None:
+    small = prepare(text_dir, tmp_path / "small", vocab_size=32000)
+    size = small.manifest["vocab_size"]
+    assert 280 < size < 500
+    told = f"vocabulary {size} (asked for 32000: the text has no more to learn); train"
+    assert told in small.summary()
+    assert told in prepare(text_dir, tmp_path / "small", vocab_size=32000).summary()
+    assert "asked for" not in prepare(text_dir, tmp_path / "whole").summary()
+
+
 def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: Path) -> None:
     (text_dir / "latin.txt").write_bytes(b"K\xe4se")
     prepared = prepare(text_dir, tmp_path / "out")

@@ -135,7 +135,7 @@ def test_every_command_of_the_page_runs(
     assert own == said["transformers"]
     assert own.startswith("A checkpoint")
     next_run = said["megamix train runs/start/next.toml"]
-    assert "goes on from runs/start/imported/checkpoints/step_00000000 after update 0" in next_run
+    assert "begins with the weights of runs/start/imported/checkpoints/step_00000000" in next_run
     first_loss = float(re.search(r"loss ([\d.]+)", next_run)[1])  # type: ignore[index]
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 

@@ -114,7 +114,9 @@ def _png_size(path: Path) -> tuple[int, int]:
 def test_the_command_leaves_pngs_in_the_run_s_folder(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(run)]) == 0
     *written, hint = capsys.readouterr().out.splitlines()
-    assert hint.startswith("heat maps of 2 examined step(s); a smaller metrics.precision_interval")
+    assert hint == (
+        "heat maps of 2 examined step(s) of 30; metrics.precision_interval = 6 gives a run as short as this one more"
+    )
     assert [*map(Path, written)] == [
         run / f"{name}.png"
         for name in ("loss", "loss_scale", "unscaled_below_share", "headroom", "hidden_update_share")
@@ -135,6 +137,13 @@ def test_several_runs_are_drawn_in_one_picture(run: Path, tmp_path: Path, capsys
             lines = [line for line in axes.lines if line.get_linestyle() != "None"]
             assert [line.get_label() for line in lines] == names
             assert len({line.get_color() for line in lines}) == 2
+
+
+def test_a_run_that_is_given_twice_is_drawn_once_and_told(run: Path, capsys) -> None:
+    assert main(["plot", str(run), f"{run}/../{run.name}"]) == 0
+    told, *written = capsys.readouterr().out.splitlines()
+    assert told == "RUN: a run that is given twice is drawn once"
+    assert written[0] == str(run / "loss.png")
 
 
 def test_names_that_matplotlib_reads_otherwise_are_shown(tmp_path: Path, monkeypatch) -> None:
@@ -161,8 +170,7 @@ def test_a_run_without_scale_and_examined_steps_is_drawn_as_far_as_it_goes(tmp_p
     loss, scale, maps = capsys.readouterr().out.splitlines()
     assert loss == str(tmp_path / "loss.png")
     assert scale == "no loss_scale.png: this run has no loss scale"
-    assert maps.startswith("no heat maps: ")
-    assert "metrics.precision_interval" in maps
+    assert maps.startswith("no heat maps: none of the 10 steps was examined; with metrics.precision_interval = 2 a run")
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["loss.png"]
 
 

@@ -124,17 +124,17 @@ def _files(root: Path, names: Iterable[str]) -> tuple[CorpusFile, ...]:
 def _kind_of(path: Path) -> str:
     """By the first ending that fits."""
     kinds = FILE_KINDS | {suffix: suffix for suffix in READERS.registered}
-    kind = next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
-    return json_kind(str(path)) if kind == "json" else kind
+    return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
 
 
 def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
-    """Pass over what holds no text, and what lies beside tables, with a line that says so.
+    """Pass over what holds no text, and what lies beside tables, with a line that says so; look into the .json files
+    of the others.
 
     Raises: ValueError if nothing else is left; or for a file of comma-separated values.
     """
     if any(file.kind in _TABLES for file in files):
-        others = [file for file in files if file.kind == "text" or file.name.endswith(".json")]
+        others = [file for file in files if file.kind in ("text", "json", "jsonl")]
         which = "files beside Parquet or Arrow"
     else:
         texts = [file for file in files if file.kind == "text"]
@@ -147,17 +147,16 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
                 )
         others = [file for file in texts if _is_binary(file.path)]
         which = "files that are no text in UTF-8"
-    if not others:
-        return files
-    names = ", ".join(file.name for file in others[:_TOLD])
-    more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
-    if len(others) == len(files):
-        raise ValueError(
-            f"--input {given!r} holds no text in UTF-8, but {names}{more}; give text, .jsonl, .json, .parquet or .arrow"
-        )
-    log.warning("--input %r: %s are passed over: %s%s", given, which, names, more)
+    if others:
+        names = ", ".join(file.name for file in others[:_TOLD])
+        more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
+        if len(others) == len(files):
+            fix = "give text, .jsonl, .json, .parquet or .arrow"
+            raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}{more}; {fix}")
+        log.warning("--input %r: %s are passed over: %s%s", given, which, names, more)
     left_out = {*others}
-    return tuple(file for file in files if file not in left_out)
+    kept = [file for file in files if file not in left_out]
+    return tuple(replace(file, kind=json_kind(file.path)) if file.kind == "json" else file for file in kept)
 
 
 def _is_binary(path: str) -> bool:

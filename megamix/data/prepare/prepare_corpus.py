@@ -87,10 +87,12 @@ class Prepared:
         num_bad = self.manifest["num_bad_records"]
         sample = self.manifest.get("tokenizer_bytes")
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
+        asked = self.manifest["request"].get("vocab_size") or 0  # 0: nothing was learned
+        fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
         bad = f"; {num_bad} bad records left out, see {BAD_RECORDS_NAME}" if num_bad else ""
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
-            f"vocabulary {self.manifest['vocab_size']}{learned}; {'; '.join(counts)}{bad}"
+            f"vocabulary {self.manifest['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{bad}"
         )
 
 
