@@ -21,6 +21,7 @@ from megamix.doctor.finding import Finding, as_json, not_here, run_check, summar
 
 _HOST_LIMIT_S = 60.0  # of a check of the machine
 _PORT = 29500  # MASTER_PORT, unless it is set
+_NODES_LIMIT_S = 240.0
 _MOMENT_S = 15.0  # for ranks that are out of time to be ended
 
 
@@ -34,6 +35,7 @@ def add_doctor(verbs: Any) -> None:
     parser.add_argument(
         "--minutes", metavar="N", type=float, help="leave out what may take longer (10 with a GPU, else 3)"
     )
+    parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
     parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
 
 
@@ -41,14 +43,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     minutes = arguments.minutes
     if minutes is not None and not minutes > 0:
         raise ConfigError([f"--minutes: got {minutes:g}, must be more than 0; write --minutes 3"], "flags")
+    if arguments.nodes and "WORLD_SIZE" not in os.environ:
+        fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
+        raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
     start_s = time.monotonic()
     findings: list[Finding] = []
+    examined = _nodes() if arguments.nodes else examine(arguments.folder, minutes)
 
     def lines() -> Iterator[str]:
-        for finding in examine(arguments.folder, minutes):
+        for finding in examined:
             findings.append(finding)
             if not arguments.json:
                 yield from finding.lines()
+        if arguments.nodes and not findings:
+            return
         if arguments.json:
             yield json.dumps(as_json(findings), indent=2)
         else:
@@ -56,6 +64,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     print_lines(lines())
     return int(not as_json(findings)["fit"])
+
+
+def _nodes() -> Iterator[Finding]:
+    from megamix.doctor.nodes import examine_nodes
+
+    yield from run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
 
 
 def examine(folder: Path, minutes: float | None) -> Iterator[Finding]:

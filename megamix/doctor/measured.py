@@ -73,6 +73,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         stack.callback(pool.close)
     devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
     tokens, numel, model = (32768, 1 << 26, _GPT_124M) if on_gpus else (2048, 1 << 22, _GPT_3M)
+    sizes = (8192, 1 << 29) if on_gpus else (1024, 1 << 24)
     has_cuda = on_gpus and torch.version.cuda is not None  # a simulated device has no driver to ask
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
@@ -96,7 +97,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     return {
         "collectives": (shares("collectives", every, ranks.sums_off), 30.0),
         "wire": (lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)], 30.0),
-        "device": (lambda s: judge_rates(devices.call(ranks.device_rates, deadline_s=s), card), 30.0),
+        "device": (lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card), 30.0),
         "host waits": (shares("host waits", alone, ranks.waits) if has_cuda else None, 60.0),
         "CUDA graph": (shares("CUDA graph", alone, ranks.captured_off) if has_cuda else None, 60.0),
         "verify": (verified, 60.0),

@@ -136,7 +136,7 @@ def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
     return shares
 
 
-def _tiny() -> Callable[[], Tensor]:
+def _make_step() -> Callable[[], Tensor]:
     """Return a step of a new engine, which never leaves the device: its loss."""
     work = Work(model=_TINY, device=rank_device().type)
     ours = Ours(work)
@@ -153,9 +153,9 @@ def _tiny() -> Callable[[], Tensor]:
     return step
 
 
-def waits() -> dict[str, float]:  # pragma: CUDA only
+def waits() -> dict[str, float]:
     """Take steps in which torch makes each wait of the host for the device an error. Raises: RuntimeError."""
-    step = _tiny()
+    step = _make_step()
     step(), step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -167,7 +167,7 @@ def waits() -> dict[str, float]:  # pragma: CUDA only
 
 def captured_off() -> dict[str, float]:  # pragma: CUDA only
     """Return by step 0 where a CUDA graph's replay has the loss of a plain step, else inf."""
-    plain, step, stream = _tiny(), _tiny(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types
+    plain, step, stream = _make_step(), _make_step(), torch.cuda.Stream()  # type: ignore[no-untyped-call]  # no types
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # warm-up and capture on one stream: autograd remembers it
         for _ in range(3):
@@ -194,19 +194,19 @@ class DeviceRates(NamedTuple):
     loaded: list[Card]
 
 
-def device_rates() -> DeviceRates:
-    """Measure this rank's device."""
+def device_rates(side: int, numel: int) -> DeviceRates:
+    """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy."""
     device = rank_device()
     cuda = device.type == "cuda"
-    side, numel, dtype = (8192, 1 << 29, torch.bfloat16) if cuda else (1024, 1 << 24, torch.float32)
+    dtype = torch.bfloat16 if cuda else torch.float32
     a = torch.randn(side, side, device=device).to(dtype)
     source, target, out = torch.ones(numel, device=device), torch.zeros(numel, device=device), torch.empty_like(a)
     products = 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10)
     copied = 8 * numel / seconds_of(lambda: target.copy_(source), 5)
     pinned, loaded = 0.0, list[Card]()
     if cuda:
-        host, part = torch.ones(1 << 26, pin_memory=True), target[: 1 << 26]
-        pinned = 4 * host.numel() / seconds_of(lambda: part.copy_(host, non_blocking=True), 5)
+        host = torch.ones(numel // 8, pin_memory=True)
+        pinned = 4 * len(host) / seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
         for _ in range(1000):  # a second and more, in which the driver is asked
             torch.mm(a, a, out=out)
         loaded, _ = probe_cards()

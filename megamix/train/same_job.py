@@ -163,9 +163,14 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     found |= {key: _UNSET for key, value in _flat("", tree) if value is None and key not in MAY_DIFFER}
     found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
+    return found | own_code(config.plugins)
+
+
+def own_code(plugins: Sequence[str]) -> dict[str, str]:
+    """Return the versions and sources that this rank runs, by what `differences` calls them."""
     versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
-    sources = {"megamix": PACKAGE} | {name: _home(name) for name in config.plugins}
-    return found | versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
+    sources = {"megamix": PACKAGE} | {name: _home(name) for name in plugins}
+    return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 
 
 def flat(config: str) -> dict[str, Any]:

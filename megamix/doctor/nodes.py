@@ -1,0 +1,129 @@
+"""What the ranks that torchrun has started, on one machine or many, say of each other: `megamix doctor --nodes`. They
+meet in the launcher's store, so that those are named that cannot reach each other in any other way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in __all__
+
+from megamix.checkpoint.manifest import printable
+from megamix.comm.topology import local_device, start_ranks
+from megamix.doctor import ranks
+from megamix.doctor.cards import probe_cards
+from megamix.doctor.finding import Finding, found, not_here
+from megamix.doctor.host import judge_hostname, probe_hostname
+from megamix.doctor.measured import judge_shares
+from megamix.supervise.liveness import Board, names
+from megamix.train.same_job import RankGroup, differences, own_code
+
+_LIMIT_S = 60.0  # until the ranks have met, and again until they have measured
+_SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
+_SENT = 1 << 24  # bytes
+Record = tuple[
+    dict[str, str], str, dict[str, bool]
+]  # what must be alike; the machine's name; are its addresses its own?
+_RECORD = TypeAdapter(Record)
+_TIME, _RANKS = TypeAdapter(float), TypeAdapter(list[int])
+_MEASURED = TypeAdapter(tuple[str, dict[str, float], list[float]])
+
+
+def examine_nodes() -> list[Finding]:
+    """Examine the ranks that torchrun has started. Every rank must call it; what all say the first one returns."""
+    limit = datetime.timedelta(seconds=_LIMIT_S)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+        findings = compare_ranks(store, rank, size, own_record(), _LIMIT_S)
+        start_ranks(local_device(), _LIMIT_S)
+    except (RuntimeError, ValueError) as error:
+        return [found("reached", str(error).partition("\n")[0], True)]
+    findings += measure_links(store, rank, size, _LIMIT_S)
+    dist.destroy_process_group()
+    return findings
+
+
+def own_record() -> Record:
+    """Return what this rank tells the others."""
+    cards = sorted(f"{card['name']}, driver {card['driver_version']}" for card in probe_cards()[0])
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+    return {"cards": "; ".join(cards), **own_code([]), **settings}, *probe_hostname()
+
+
+def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: float) -> list[Finding]:
+    """Say what differs between the ranks: code, settings, cards, time; and whose machine's name is no address.
+
+    Every rank must call it. Raises: RuntimeError naming ranks that do not answer within `limit_s`.
+    """
+    board = Board(store, limit_s)
+    board.put(f"record {rank}", own)
+    told = [f"record {number}" for number in range(size)]
+    start_s = time.time()
+    if rank == 0:
+        board.wait(told)
+        board.put("silent", [number for number, key in enumerate(told) if not board.has(key)])
+    if not board.wait(["silent"], Board.grace_s):
+        raise RuntimeError("rank 0 does not answer")
+    board.put(f"time {rank}", time.time())
+    if silent := board.read("silent", _RANKS):
+        raise RuntimeError(f"{names(silent)} of {size} did not answer in {limit_s:.0f} s")
+    if rank > 0:
+        return []
+    board.wait([f"time {number}" for number in range(size)])
+    times, end_s = [board.read(f"time {number}", _TIME) for number in range(size)], time.time()
+    apart = [max(0.0, start_s - at_s, at_s - end_s) for at_s in times]
+    return judge_records([board.read(key, _RECORD) for key in told], apart)
+
+
+def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Finding]:
+    """`apart`: of each rank, the seconds by which its clock cannot agree with the first one's."""
+    nothing = {key: "not set" for alike, _, _ in records for key in alike}
+    unlike = differences([RankGroup([rank], nothing | alike) for rank, (alike, _, _) in enumerate(records)])
+    addresses = {host: own for _, host, own in records}
+    hosts = [host for _, host, _ in records]
+    late = {hosts[rank]: f"{hosts[rank]} by {seconds:.1f} s" for rank, seconds in enumerate(apart) if seconds > 1}
+    named = [judge_hostname(host, own, several=len(addresses) > 1) for host, own in addresses.items()]
+    wrong = [one for one in named if one.verdict != "ok"]
+    return [
+        found("reached", f"{len(records)} rank(s) on {len(addresses)} machine(s)", False),
+        found("ranks alike", printable("; ".join(unlike), 2000) or "all alike", bool(unlike)),
+        found("clocks", ", ".join(late.values()) or "together", bool(late)),
+        *(wrong or named[:1]),
+    ]
+
+
+def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Finding]:
+    """Hold the ranks' sums against those in rank order, and name the slowest link. Every rank must call it."""
+    board, keys = Board(store, limit_s), [f"measured {number}" for number in range(size)]
+    board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_distance(_SENT)))
+    if rank > 0:
+        return []
+    board.wait(keys)
+    if silent := [number for number, key in enumerate(keys) if not board.has(key)]:
+        raise RuntimeError(f"{names(silent)} of {size} measured nothing in {limit_s:.0f} s")
+    hosts, sums, seconds = zip(*(board.read(key, _MEASURED) for key in keys), strict=True)
+    return [judge_shares("collectives", sums), judge_pairs(hosts, seconds)]
+
+
+def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[float]]) -> Finding:
+    """Name the slowest pair of ranks, of those on two machines if there are several. `seconds`: of each rank, those
+    until it had what the rank 1, 2, ... before it sent.
+    """
+    taken = {
+        ((to - distance) % len(hosts), to): value for to, row in enumerate(seconds)
+        for distance, value in enumerate(row, start=1)
+    }  # fmt: skip
+    apart = {pair: value for pair, value in taken.items() if hosts[pair[0]] != hosts[pair[1]]} or taken
+    if not apart:
+        return not_here("slowest link", "there is one rank")
+    (source, to), slowest = max(apart.items(), key=lambda item: item[1])
+    usual = statistics.median_low(apart.values())
+    rates = f"{_SENT / slowest / 1e9:.2f} GB/s, usual {_SENT / usual / 1e9:.2f}"
+    seen = f"rank {source} on {hosts[source]} to rank {to} on {hosts[to]}: {rates}"
+    return found("slowest link", printable(seen, 200), slowest > 2 * usual)

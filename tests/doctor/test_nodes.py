@@ -1,0 +1,134 @@
+"""`megamix doctor --nodes` names ranks with another torch, source or setting, silent ones, machines whose clocks are
+apart or whose name is no address, and the slowest link
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from megamix.cli import main
+from megamix.doctor import nodes
+from megamix.doctor.finding import Finding
+
+OWN = nodes.own_record()[0]
+HERE = ("node0", {"10.0.0.1": True})
+THERE = ("node1", {"10.0.0.2": True})
+
+
+def compared(*records: nodes.Record, ranks: int | None = None) -> list[Finding]:
+    store, size = dist.HashStore(), ranks or len(records)
+    with ThreadPoolExecutor(len(records)) as threads:
+        told = threads.map(
+            lambda rank: nodes.compare_ranks(store, rank, size, records[rank], 30.0 if ranks is None else 0.2),
+            range(len(records)),
+        )
+        first, *others = told
+    assert not any(others)
+    return first
+
+
+def test_ranks_that_are_alike_are_told_so() -> None:
+    findings = compared((OWN, *HERE), (OWN, *HERE), (OWN, *THERE))
+    assert {one.verdict for one in findings} == {"ok"}
+    assert findings[0].seen == "3 rank(s) on 2 machine(s)"
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("version of torch", f"version of torch: {OWN['version of torch']} on ranks 0, 1; other on rank 2"),
+        ("source code of megamix (SHA-256)", "source code of megamix (SHA-256): "),
+        ("NCCL_IB_DISABLE", "NCCL_IB_DISABLE: not set on ranks 0, 1; other on rank 2"),
+        ("cards", "on ranks 0, 1; other on rank 2"),
+    ],
+)
+def test_a_rank_that_is_unlike_is_named(key: str, told: str) -> None:
+    findings = compared((OWN, *HERE), (OWN, *HERE), (OWN | {key: "other"}, *THERE))
+    (wrong,) = [one for one in findings if one.verdict != "ok"]
+    assert wrong.check == "ranks alike"
+    assert told in wrong.seen
+    assert "on rank 2" in wrong.seen
+
+
+def test_clocks_and_names_of_machines_are_compared() -> None:
+    records = [(OWN, *HERE), (OWN, *HERE), (OWN, *THERE)]
+    (wrong,) = [one for one in nodes.judge_records(records, [0.0, 0.0, 7.25]) if one.verdict != "ok"]
+    assert (wrong.check, wrong.seen) == ("clocks", "node1 by 7.2 s")
+    records = [(OWN, *HERE), (OWN, "node1", {"127.0.1.1": True})]
+    (wrong,) = [one for one in nodes.judge_records(records, [0.0, 0.0]) if one.verdict != "ok"]
+    assert (wrong.check, wrong.seen) == ("hostname", "node1 is 127.0.1.1")
+
+
+def test_a_clock_that_is_apart_is_measured() -> None:
+    store, offsets = dist.HashStore(), {0: 0.0, 1: -100.0}
+    real = nodes.time.time
+
+    def tell(rank: int) -> Any:
+        return nodes.compare_ranks(Later(store, offsets[rank]), rank, 2, (OWN, *(HERE, THERE)[rank]), 30.0)
+
+    class Later:
+        """A store whose rank reads another clock."""
+
+        def __init__(self, store: Any, offset: float):
+            self.store, self.offset = store, offset
+
+        def set(self, key: str, value: str) -> None:
+            self.store.set(key, str(float(value) + self.offset) if key.startswith("time ") else value)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+    start_s = real()
+    with ThreadPoolExecutor(2) as threads:
+        findings, _ = threads.map(tell, range(2))
+    (wrong,) = [one for one in findings if one.verdict != "ok"]
+    by = float(wrong.seen.removeprefix("node1 by ").removesuffix(" s"))
+    assert 100.0 - (real() - start_s) - 0.1 <= by <= 100.1
+
+
+def test_a_silent_rank_is_named() -> None:
+    with pytest.raises(RuntimeError, match="rank 2 of 3 did not answer in 0 s"):
+        compared((OWN, *HERE), (OWN, *THERE), ranks=3)
+
+
+def test_the_slowest_link_is_named() -> None:
+    seconds = [[0.1, 0.1, 0.5], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]
+    wrong = nodes.judge_pairs(["node0", "node1", "node2", "node3"], seconds)
+    assert wrong.verdict == "slow"
+    assert wrong.seen == "rank 1 on node1 to rank 0 on node0: 0.03 GB/s, usual 0.17"
+    seconds = [[0.9, 0.1, 0.1], [0.9, 0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]  # within a machine
+    assert nodes.judge_pairs(["node0", "node0", "node1", "node1"], seconds).seen.startswith("rank 3 on node1 to rank 0")
+    assert nodes.judge_pairs(["node0"], [[]]).verdict == "does not apply"
+
+
+def _links() -> list[Finding]:
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    with mock.patch.object(nodes, "_SENT", 1024):
+        return nodes.measure_links(store, dist.get_rank(), dist.get_world_size(), 30.0)
+
+
+def test_ranks_measure_their_links(run_ranks: Any) -> None:
+    first, other = run_ranks(_links, 2)
+    assert [one.check for one in first] == ["collectives", "slowest link"]
+    assert first[0].verdict == "ok"
+    assert other == []
+
+
+def test_who_cannot_meet_the_first_rank_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["doctor", "--nodes"]) == 2
+    assert "--nodes: no launcher has started ranks; write on every node torchrun " in capsys.readouterr().err
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with mock.patch.object(nodes, "_LIMIT_S", 0.1):
+        assert main(["doctor", "--nodes"]) == 1
+    first, fix, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("BROKEN reached")
+    assert "open MASTER_PORT" in fix
