@@ -116,6 +116,11 @@ install_megamix() {
   "$PYTHON" -m pip install --quiet --disable-pip-version-check -c "$ROOT/constraints.txt" "$torch"
   say "2 of 2: megamix and what else it needs"
   (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]")
+  if [[ "$extras" == *dev* ]]; then
+    # For the tests of a GPU's code, in a folder of its own: every process that compiles for the CPU would import it.
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$VENV/triton" \
+      "$(grep -m 1 -o 'triton==[0-9.]*' "$ROOT/pyproject.toml")"
+  fi
   printf '%s\n' "$stamp" >"$VENV/.megamix-$extras"
   rm -f -- "$VENV/.megamix-unfinished"
   say "installed in $((SECONDS - started)) s"

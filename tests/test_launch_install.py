@@ -29,13 +29,14 @@ def test_no_python_is_a_message(sandbox: Sandbox) -> None:
     assert not (sandbox.repo / ".venv").exists()
 
 
-def test_torch_is_installed_first_at_its_pin_and_then_the_extras(sandbox: Sandbox) -> None:
+def test_torch_is_installed_first_at_its_pin_then_the_extras_and_triton_apart(sandbox: Sandbox) -> None:
     sandbox.program("python3")
     done = sandbox.run("test.sh", "--install-only")
-    _, torch, extras = sandbox.lines()
+    _, torch, extras, triton = sandbox.lines()
     (pin,) = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
     assert torch.endswith(f"-c {sandbox.repo}/constraints.txt {pin}")
     assert extras.endswith("-c constraints.txt -e .[all,dev]")
+    assert f"--target {sandbox.repo}/.venv/triton triton==" in triton
     assert "installed in " in done.stderr
 
 
@@ -48,7 +49,7 @@ def test_second_call_installs_nothing_until_a_pin_changes(sandbox: Sandbox) -> N
     with (sandbox.repo / "constraints.txt").open("a") as pins:
         pins.write("# changed\n")
     sandbox.run("test.sh", "--install-only")
-    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip"]
+    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip", "pip"]
 
 
 def test_quickstart_reuses_what_the_tests_installed_but_not_the_reverse(sandbox: Sandbox) -> None:
@@ -72,7 +73,7 @@ def test_killed_install_is_made_anew(sandbox: Sandbox) -> None:
     assert done.returncode == 0
     assert "is unfinished; installing it again" in done.stderr
     assert not half.exists()
-    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
+    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip", "pip"]
     assert sandbox.run("test.sh", "--install-only").returncode == 0
     assert sandbox.lines() == []
 
@@ -84,7 +85,7 @@ def test_environment_that_broke_is_made_anew(sandbox: Sandbox) -> None:
     sandbox.lines()
     done = sandbox.run("test.sh", "--install-only")
     assert "no longer works; installing it again" in done.stderr
-    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip"]
+    assert [line.split()[0] for line in sandbox.lines()] == ["python3", "pip", "pip", "pip"]
 
 
 def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox: Sandbox) -> None:
@@ -99,7 +100,7 @@ def test_environment_of_someone_else_is_used_or_refused_but_not_deleted(sandbox:
     assert (mine / "python").exists()
     (sandbox.base / "no-pip").unlink()
     assert sandbox.run("test.sh", "--install-only").returncode == 0
-    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip"]
+    assert [line.split()[0] for line in sandbox.lines()] == ["pip", "pip", "pip"]
 
 
 def test_megamix_python_is_used_as_it_is(sandbox: Sandbox) -> None:

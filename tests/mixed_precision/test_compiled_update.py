@@ -65,6 +65,26 @@ def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tens
     return grad, master, states, master.to(dtype)
 
 
+def assert_within_rounding(optimizer, unscaled: Tensor, before: list[Any], ours: list[Any], theirs: list[Any]) -> None:
+    """Two ways to compute one update, each master and states by name.
+
+    Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So each result
+    is off by at most a few roundings of the largest term in its sums, and terms here are bounded by these magnitudes.
+    """
+    master, states, *_ = before
+    state_terms = [
+        state.abs() + (1 + weight) * unscaled.clamp(min=1) ** 2 for weight, state in enumerate(states.values())
+    ]
+    if isinstance(optimizer, NAG):
+        (momentum,) = states.values()
+        state_terms = [momentum + unscaled + 0.1 * master.abs()]
+    for mine, other, terms in zip(ours[1].values(), theirs[1].values(), state_terms, strict=True):
+        assert ((mine - other).abs() <= 4 * EPS * terms).all()
+    moved = (ours[0] - master).abs()
+    assert ((ours[0] - theirs[0]).abs() <= 4 * EPS * (master.abs() + moved) + 8 * EPS * moved).all()
+    assert moved.max() > 1e-3
+
+
 def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
     update = torch.tensor(5.0)
     coefficients = optimizer.coefficients(update.double())
@@ -80,22 +100,8 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
         _, *theirs = _tensors(optimizer, dtype)
         update(grad, *ours, group, step)
         LibraryUpdate(optimizer, _groups(optimizer))(grad, *theirs, group, step)
-        # Both evaluate the same sums; a fused multiply-add rounds once where separate operations round twice. So
-        # each result is off by at most a few roundings of the largest term in its sums, and terms here are bounded
-        # by these magnitudes.
-        unscaled = grad.float().abs() * step.multiplier
-        _, master, states, _ = _tensors(optimizer, dtype)
-        state_terms = [
-            state.abs() + (1 + weight) * unscaled.clamp(min=1) ** 2 for weight, state in enumerate(states.values())
-        ]
-        if isinstance(optimizer, NAG):
-            (momentum,) = states.values()
-            state_terms = [momentum + unscaled + 0.1 * master.abs()]
-        for mine, other, terms in zip(ours[1].values(), theirs[1].values(), state_terms, strict=True):
-            assert ((mine - other).abs() <= 4 * EPS * terms).all()
-        moved = (ours[0] - master).abs()
-        assert ((ours[0] - theirs[0]).abs() <= 4 * EPS * (master.abs() + moved) + 8 * EPS * moved).all()
-        assert moved.max() > 1e-3
+        _, *before = _tensors(optimizer, dtype)
+        assert_within_rounding(optimizer, grad.float().abs() * step.multiplier, before, ours, theirs)
         assert torch.equal(ours[2], ours[0].to(dtype))
 
 
