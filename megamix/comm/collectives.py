@@ -11,9 +11,11 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,22 +43,25 @@ class Pending:
     `works`: what torch has begun, nothing where there is nothing to wait for. `then`: called once, by the first `wait`.
     """
 
+    noted: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait, where somebody measures it
+
     def __init__(self, *works: dist.Work | None, then: Callable[[], None] | None = None):
-        self._works, self._then = [work for work in works if work is not None], then
+        self.works, self._then = list[Any](work for work in works if work is not None), then
 
     def wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        with self.noted():
+            works, self.works = self.works, []
+            for work in works:
+                work.wait()
+            then, self._then = self._then, None
+            if then is not None:
+                then()
 
     def __del__(self) -> None:
         # A Gloo receive lives in its work object: dropped unfinished, it would leave its message to whoever talks next.
         # No contextlib: at the end of a program its name here may be None by now.
         try:
-            for work in self._works:
+            for work in self.works:
                 work.wait()
         except Exception:  # the group may be gone already, and its messages with it
             pass

@@ -207,7 +207,7 @@ TRACKERS.reserved = MetricsConfig.model_fields
 
 
 class ProfilingConfig(Section):
-    """A torch profiler trace of chosen steps."""
+    """A torch profiler trace of chosen steps, and when their buckets were sent and waited for."""
 
     start_step: NonNegativeInt = 0
     """First step in the trace."""

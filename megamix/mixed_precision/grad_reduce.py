@@ -79,6 +79,7 @@ class GradReduce:
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
                 self._pending.append(self._collectives[bucket].reduce_scatter(half_grads, grad_shard, use))
+                self._clock.watch("reduce_scatter", bucket, self._pending[-1])
                 if not self._overlap:
                     self._pending[-1].wait()
 

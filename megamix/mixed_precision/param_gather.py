@@ -57,6 +57,7 @@ class ParamGather:
         """
         assert bucket not in self.pending
         self.pending[bucket] = self._collectives[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
+        self._clock.watch("all_gather", bucket, self.pending[bucket])
         if not self._overlap:
             self.wait([bucket])
         if bucket == self.order_of_need[-1] and not self._beside_forward:

@@ -46,6 +46,7 @@ class LayerPrecision:
         return {name: value for name, value in asdict(self).items() if name != "exponents"}
 
 
+TRANSFERS = "communication/"  # in front of the tags of a bucket's transfers in a profiled attempt
 OVERFLOWED = "overflowed/"  # in front of the tags of what an attempt recorded that changed nothing
 
 
@@ -157,7 +158,7 @@ class MetricsWriter:
             row = _parsed(line)
             step = row.pop("step", 0)
             row.pop(TAGS["time"], None)  # an event has a time of its own
-            if step > applied:
+            if step > applied and TRANSFERS + "bucket" not in row:
                 events.add(step, {tag: value for tag, value in row.items() if isinstance(value, float | int)}, {})
 
     def __enter__(self) -> MetricsWriter:
@@ -196,14 +197,19 @@ class MetricsWriter:
         finite = {
             tag: None if isinstance(value, float) and not math.isfinite(value) else value for tag, value in row.items()
         }
-        seen = {TAGS["tokens"]: self._tokens()}
-        self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **finite}))
+        seen = self.append(step, finite)
         scalars = seen | {tag: value for tag, value in row.items() if isinstance(value, float | int)}
         for tracker in self._trackers:
             tracker.tell(lambda to: to.log(step, scalars))
         if self._events is not None:
             counts = {tag: _histogram(value) for tag, value in row.items() if isinstance(value, tuple)}
             self._events.add(step, scalars, counts)
+
+    def append(self, step: int, row: Mapping[str, Any]) -> dict[str, int]:
+        """Record a row in metrics.jsonl alone; return what every row says."""
+        seen = {TAGS["tokens"]: self._tokens()}
+        self._metrics.append(_line({"step": step, TAGS["time"]: round(time.time(), 3), **seen, **row}))
+        return seen
 
     def sync(self) -> dict[str, int]:
         """Return when all that was told so far is on the disk, of TensorBoard's on its way there, as far as the disk

@@ -1,5 +1,5 @@
-"""The verb `plot`: a run's curves, loss scale and use of FP16's range as PNGs in its folder, or the curves of several
-in one. Needs matplotlib.
+"""The verb `plot`: a run's curves, loss scale, use of FP16's range and communication as PNGs in its folder, or the
+curves of several in one. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from megamix.durable import written_aside
-from megamix.train.metrics import TAGS, LayerPrecision, is_overflow, precision_tag
+from megamix.train.metrics import TAGS, TRANSFERS, LayerPrecision, is_overflow, precision_tag
 from megamix.train.run_folder import METRICS
 
 _DPI = 120
@@ -86,6 +86,8 @@ def figures(name: str, history: RunHistory) -> dict[str, Figure]:
     drawn = {"loss": compared({name: history})}
     if history.loss_scale.steps:
         drawn["loss_scale"] = _loss_scale(name, history)
+    if history.transfers:
+        drawn["communication"] = _communication(name, history.transfers)
     for number, (title, unit, factor) in _MAPS.items():
         if number in history.precision:
             drawn[number] = _heat_map(history.precision[number], f"{name}: {title}", unit, factor)
@@ -138,6 +140,30 @@ def _falling_at_once(scale: Series, overflows: Series) -> Series:
     return Series([step for step, _ in drawn], [value for _, value in drawn])
 
 
+def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
+    """Of each bucket two bars: its way, from launched to landed, and in it or behind it the wait for it."""
+    figure = Figure(figsize=(11, min(14.0, 2 + 0.4 * len(rows))), layout="constrained")
+    axes = figure.subplots()
+    for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
+        launched, landed, needed, waited = (
+            [1e3 * row[f"{TRANSFERS}{kind}/{name}"] for row in rows]
+            for name in ("launched_s", "landed_s", "needed_s", "waited_s")
+        )
+        at = [row[TRANSFERS + "bucket"] + place for row in rows]
+        way = [end - start for start, end in zip(launched, landed, strict=True)]
+        label = kind.replace("_", "-")
+        axes.barh(at, way, 0.3, launched, color=colour, alpha=0.4, label=f"{label} under way")
+        axes.barh(at, waited, 0.15, needed, color=colour, label=f"waited for {label}: {sum(waited):.1f} ms")
+    axes.set(
+        title=f"{name}: communication of attempt {rows[0][TRANSFERS + 'attempt']:.0f}", xlabel="ms", ylabel="bucket"
+    )
+    axes.set_yticks([row[TRANSFERS + "bucket"] for row in rows[:: -(-len(rows) // (4 * _MOST_TICKS))]])
+    axes.invert_yaxis()  # the first to be reduced on top
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend()
+    return figure
+
+
 def _heat_map(heat_map: HeatMap, title: str, unit: str, factor: float) -> Figure:
     num_layers, num_steps = len(heat_map.layers), len(heat_map.steps)
     figure = Figure(figsize=(9, min(14.0, 2 + 0.25 * num_layers)), layout="constrained")
@@ -182,6 +208,7 @@ class RunHistory:
     tokens_per_s: Series
     loss_scale: Series  # empty in a run without one
     overflows: Series  # the scale at each
+    transfers: list[dict[str, Any]]  # rows of a profiled attempt, by bucket; empty without one
     precision: dict[str, HeatMap]  # by the names of LayerPrecision's numbers; empty without examined steps
 
 
@@ -202,6 +229,7 @@ def read_history(folder: Path) -> RunHistory:
         **{name: _series(rows, TAGS[name]) for name in ("loss", "valid_loss", "lr", "grad_norm", "tokens_per_s")},
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
         overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
+        transfers=_transfers(rows),
         precision=_precision([row for row in rows if any(tag.startswith("precision/") for tag in row)]),
     )
 
@@ -223,6 +251,13 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
 def _series(rows: Sequence[dict[str, Any]], tag: str) -> Series:
     points = [(row["step"], row[tag]) for row in rows if row.get(tag) is not None]
     return Series([step for step, _ in points], [value for _, value in points])
+
+
+def _transfers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the last profiled attempt but one, if there are two: the last one's gathers have no forward beside them."""
+    attempt = TRANSFERS + "attempt"
+    attempts = sorted({row[attempt] for row in rows if attempt in row})
+    return [row for row in rows if row.get(attempt) in attempts[-2:][:1]]
 
 
 def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:

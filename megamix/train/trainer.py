@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,8 +25,8 @@ from megamix.train.batches import RankBatches, Validation
 from megamix.train.build import build_loss_scale
 from megamix.train.checkpointing import RunCheckpoints
 from megamix.train.metrics import DETAILED_EVERY, MetricsWriter, format_lines
+from megamix.train.profiling import Profiling
 from megamix.train.report import IntervalReport, Outcome, Readout, RecordedRows, gather_precision
-from megamix.train.run_folder import write_trace
 from megamix.train.saved_run import Progress
 
 MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
@@ -70,7 +69,7 @@ class Trainer:
         self._validated = start.validated  # the update after which the last validation was
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
-        self._profiler: torch.profiler.profile | None = None
+        self.profiling = Profiling(config, engine, console, writer)
         tokens = start.applied * report.tokens_per_step if start.tokens is None else start.tokens
         report.go_on_from(start.attempts, start.losses(), tokens)
         console.begin(start.applied)
@@ -150,7 +149,7 @@ class Trainer:
     def _try(self, attempt: Attempt) -> None:
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
-        with self._profiled(attempt.number):
+        with self.profiling.attempt(attempt.number, self.plan.applied + 1):
             self.passes.backward(self._load(attempt.batch))
             result = self.engine.step()
         self.readout.write(attempt.number, result)
@@ -267,27 +266,6 @@ class Trainer:
 
     def _is_examined(self, attempt: int) -> bool:
         return _is_due(attempt, self.config.metrics.precision_interval)
-
-    @contextmanager
-    def _profiled(self, attempt: int) -> Iterator[None]:
-        """Trace the chosen attempts, those that are still to come where a run takes up among them, into one file per
-        rank, for chrome://tracing or Perfetto.
-        """
-        section = self.config.profiling
-        last = section.start_step + section.num_steps - 1
-        if self._profiler is None and section.start_step <= attempt <= last:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        yield
-        if self._profiler is not None and attempt == last:
-            # Sends and receives of Gloo that began under the profiler and end after it crash the process.
-            self.engine.wait()
-            self._profiler.stop()
-            rank = self.engine.topology.world.rank
-            trace = Path(self.config.checkpoint.folder) / f"trace_rank{rank}.json"
-            with self.console.telling(trace):
-                write_trace(trace, self._profiler)
-                self.console.line(f"attempt {attempt} | profile up to it in {trace}")
 
 
 def _is_due(attempt: int, interval: int) -> bool:

@@ -180,6 +180,13 @@ def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path
     losses = run_ranks(run_on_ranks, 2, config)
     assert losses[0] == losses[1]
     assert {path.name for path in (tmp_path / "run").glob("trace_*")} == {"trace_rank0.json", "trace_rank1.json"}
+    rows = [row for row in _rows(tmp_path) if "communication/bucket" in row]
+    assert [(row["communication/attempt"], row["communication/bucket"]) for row in rows] == [
+        (attempt, bucket) for attempt in (2, 3, 4) for bucket in range(len(rows) // 3)
+    ]
+    for kind in ("reduce_scatter", "all_gather"):
+        launched, landed = ([row[f"communication/{kind}/{name}_s"] for row in rows] for name in ("launched", "landed"))
+        assert all(0 < start <= end for start, end in zip(launched, landed, strict=True))
 
 
 def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path) -> None:

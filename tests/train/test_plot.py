@@ -105,6 +105,25 @@ def test_what_is_drawn_is_what_was_read(run: Path) -> None:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["10", "20"]
 
 
+def test_communication_is_drawn_of_a_profiled_attempt_whose_gathers_are_beside_the_next(run: Path) -> None:
+    assert "communication" not in figures("mine", read_history(run))
+    kinds = ("reduce_scatter", "all_gather")
+    with MetricsWriter(run, tensorboard=False) as writer:
+        for attempt, bucket in ((3, 0), (4, 0), (4, 1), (5, 0)):
+            row: dict[str, float] = {"communication/attempt": attempt, "communication/bucket": bucket}
+            for kind in kinds:
+                times = {"launched_s": 0.5, "landed_s": 0.75 + bucket, "needed_s": 0.625, "waited_s": 0.125}
+                row |= {f"communication/{kind}/{name}": s for name, s in times.items()}
+            writer.append(4, row)
+    drawn = figures("mine", read_history(run))["communication"]
+    (axes,) = drawn.axes
+    assert axes.get_title() == "mine: communication of attempt 4"
+    assert len(axes.patches) == 2 * 2 * 2
+    bars = {(bar.get_x(), bar.get_width()) for bar in axes.patches}
+    assert bars == {(500.0, 250.0), (500.0, 1250.0), (625.0, 125.0)}
+    assert "waited for all-gather: 250.0 ms" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
 def _png_size(path: Path) -> tuple[int, int]:
     head = path.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,69 @@
+"""The steps that `[profiling]` names: a trace of each rank, and when the first rank's buckets came and went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megamix.clock import ignored
+from megamix.comm.timeline import Timeline, Transfer
+from megamix.config import Config
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.supervise.console import Console
+from megamix.train.metrics import TRANSFERS, MetricsWriter
+from megamix.train.run_folder import write_trace
+
+
+class Profiling:
+    """Traces the chosen attempts, those that are still to come where a run takes up among them, into one file per rank,
+    for chrome://tracing or Perfetto.
+    """
+
+    def __init__(self, config: Config, engine: ShardedEngine, console: Console, writer: MetricsWriter | None):
+        section = config.profiling
+        self._attempts = range(section.start_step, section.start_step + section.num_steps)
+        self._engine, self._console, self._writer = engine, console, writer
+        rank = engine.topology.world.rank
+        self._trace = Path(config.checkpoint.folder) / f"trace_rank{rank}.json"
+        self._profiler: torch.profiler.profile | None = None
+        self._timelines: dict[tuple[int, int], Timeline] = {}
+
+    @contextmanager
+    def attempt(self, number: int, update: int) -> Iterator[None]:
+        """Around an attempt, which may become `update` at the earliest."""
+        if number not in self._attempts:
+            yield
+            return
+        if self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        timeline = self._timelines[number, update] = Timeline(self._engine.device)
+        self._engine.clock.watch = timeline.watch
+        yield
+        self._engine.clock.watch = ignored
+        if number == self._attempts[-1]:
+            # Sends and receives of Gloo that began under the profiler and end after it crash the process.
+            self._engine.wait()
+            self._profiler.stop()
+            self._tell(number, self._profiler)
+
+    def _tell(self, attempt: int, profiler: torch.profiler.profile) -> None:
+        with self._console.telling(self._trace):
+            write_trace(self._trace, profiler)
+            self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
+        if self._writer is not None:
+            for (number, update), timeline in self._timelines.items():
+                for row in _rows_by_bucket(timeline.transfers()):
+                    # There alone: of several rows of a step a curve would show one.
+                    self._writer.append(update, {TRANSFERS + "attempt": number, **row})
+
+
+def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
+    for bucket in sorted({one.bucket for one in transfers}):
+        row: dict[str, float] = {TRANSFERS + "bucket": bucket}
+        for kind, _, *seconds in (one for one in transfers if one.bucket == bucket):
+            row |= {f"{TRANSFERS}{kind}/{name}": s for name, s in zip(Transfer._fields[2:], seconds, strict=True)}
+        yield row

@@ -1,0 +1,143 @@
+"""A watched step tells of every bucket when its transfers were launched, had landed, were needed and were waited for,
+and computes the same bits; a GPU is asked nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.clock import ignored
+from megamix.comm import timeline as timeline_module
+from megamix.comm.collectives import Pending
+from megamix.comm.timeline import Timeline, Transfer
+from tests.distributed.models import loss_of, make_batch, make_model
+
+
+class Work:
+    """A collective that ends when it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.end, self.error = threading.Event(), error
+
+    def wait(self) -> None:
+        self.end.wait()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that the test moves by hand."""
+    time = {"s": 10.0}
+    monkeypatch.setattr(timeline_module.time, "perf_counter", lambda: time["s"])
+    return time
+
+
+def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_needed(now) -> None:
+    timeline, work = Timeline(torch.device("cpu")), Work()
+    summed = Pending(work, then=lambda: now.update(s=17.5))  # a sum takes its time
+    now["s"] = 11.0
+    timeline.watch("reduce_scatter", 3, summed)
+    (arrival,) = summed.works
+    now["s"] = 12.0
+    work.end.set()
+    arrival.join()
+    now["s"] = 15.0
+    summed.wait()
+    now["s"] = 20.0
+    summed.wait()  # again: nothing is left
+    assert timeline.transfers() == [Transfer("reduce_scatter", 3, 1.0, 2.0, 5.0, 2.5)]
+
+
+def test_an_error_of_a_transfer_reaches_who_waits_for_it() -> None:
+    work = Work(RuntimeError("a peer died"))
+    pending = Pending(work)
+    Timeline(torch.device("cpu")).watch("all_gather", 0, pending)
+    work.end.set()
+    with pytest.raises(RuntimeError, match="a peer died"):
+        pending.wait()
+
+
+def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[list[Transfer]], int, bool]:
+    def trained(timelines: list[Timeline]) -> ShardedEngine:
+        model = make_model(tied=False)
+        own = replace(sharding, units=[*model.blocks])
+        engine = ShardedEngine(model, AdamW(lr=0.01), precision, own, clip_grad=1.0, compile_update=False)
+        for step in range(3):
+            engine.clock.watch = ignored
+            if step in range(len(timelines)):
+                timelines[step] = Timeline(engine.device)
+                engine.clock.watch = timelines[step].watch
+            engine.backward(loss_of(model, make_batch(step, engine.topology.dp.rank, 0)))
+            engine.step()
+        engine.wait()
+        return engine
+
+    timelines: list[Any] = [None, None]
+    watched, plain = trained(timelines), trained([])
+    pairs = zip(watched.master_shard.master, plain.master_shard.master, strict=True)
+    equal = all(torch.equal(one, other) for one, other in pairs)
+    return [timeline.transfers() for timeline in timelines], len(plain.layout.buckets), equal
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("reduce_dtype", ["half", "half_fp32_sum"])
+def test_watched_steps_compute_the_same_bits_and_tell_of_every_bucket(run_ranks, overlap: bool, reduce_dtype) -> None:
+    sharding = Sharding(bucket_size=1500, overlap=overlap)
+    precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
+    for steps, buckets, equal in run_ranks(_watched_and_not, 2, sharding, precision):
+        assert equal
+        assert buckets > 3
+        for transfers in steps:
+            sums = [one.bucket for one in transfers if one.kind == "reduce_scatter"]
+            assert sums == [*range(buckets)]
+            assert sorted(one.bucket for one in transfers if one.kind == "all_gather") == sums
+            for one in transfers:
+                assert 0 < one.launched_s <= min(one.landed_s, one.needed_s)
+                assert one.waited_s >= max(0.0, one.landed_s - one.needed_s)
+
+
+def test_a_gpu_tells_by_events_alone_until_all_is_over(monkeypatch) -> None:
+    recorded: list[str] = []  # the stream of each event, in order
+    streams = ["compute"]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            recorded.append(streams[-1])
+            self.at = len(recorded)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert recorded[-1] == "synchronized"
+            return 1000.0 * (end.at - self.at)
+
+    class OnStream(nullcontext):
+        def __enter__(self) -> None:
+            streams.append(self.enter_result)
+
+        def __exit__(self, *error: object) -> None:
+            streams.pop()
+
+    class Ordered:
+        def wait(self) -> None:
+            recorded.append(f"{streams[-1]} waits")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "beside")
+    monkeypatch.setattr(torch.cuda, "stream", OnStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorded.append("synchronized"))
+    timeline, pending = Timeline(torch.device("cuda", 0)), Pending(Ordered())
+    timeline.watch("all_gather", 1, pending)
+    pending.wait()
+    order = ["compute", "compute", "beside waits", "beside", "compute", "compute waits", "compute"]
+    assert recorded == order
+    assert timeline.transfers() == [Transfer("all_gather", 1, 1.0, 3.0, 4.0, 2.0)]
