@@ -241,6 +241,8 @@ def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
     """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
     if TAGS["valid_loss"] in row:
         return bool(row["step"] > progress.validated)
+    if TRANSFERS + "attempt" in row:
+        return bool(row[TRANSFERS + "attempt"] >= progress.attempts)
     if is_overflow(row):  # on the way to that update
         return bool(row[TAGS["skipped_steps"]] > progress.skipped)
     return bool(row["step"] > progress.applied)

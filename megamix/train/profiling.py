@@ -29,18 +29,18 @@ class Profiling:
         rank = engine.topology.world.rank
         self._trace = Path(config.checkpoint.folder) / f"trace_rank{rank}.json"
         self._profiler: torch.profiler.profile | None = None
-        self._timelines: dict[tuple[int, int], Timeline] = {}
+        self._timelines: dict[int, Timeline] = {}
 
     @contextmanager
     def attempt(self, number: int, update: int) -> Iterator[None]:
-        """Around an attempt, which may become `update` at the earliest."""
+        """Around an attempt, when all that is known of is done up to `update`."""
         if number not in self._attempts:
             yield
             return
         if self._profiler is None:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
-        timeline = self._timelines[number, update] = Timeline(self._engine.device)
+        timeline = self._timelines[number] = Timeline(self._engine.device)
         self._engine.clock.watch = timeline.watch
         yield
         self._engine.clock.watch = ignored
@@ -48,14 +48,14 @@ class Profiling:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self._engine.wait()
             self._profiler.stop()
-            self._tell(number, self._profiler)
+            self._tell(number, update, self._profiler)
 
-    def _tell(self, attempt: int, profiler: torch.profiler.profile) -> None:
+    def _tell(self, attempt: int, update: int, profiler: torch.profiler.profile) -> None:
         with self._console.telling(self._trace):
             write_trace(self._trace, profiler)
             self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
         if self._writer is not None:
-            for (number, update), timeline in self._timelines.items():
+            for number, timeline in self._timelines.items():
                 for row in _rows_by_bucket(timeline.transfers()):
                     # There alone: of several rows of a step a curve would show one.
                     self._writer.append(update, {TRANSFERS + "attempt": number, **row})

@@ -149,7 +149,7 @@ class Trainer:
     def _try(self, attempt: Attempt) -> None:
         if self._last_overflowed or self._is_examined(attempt.number):
             self.engine.examine_next_step()
-        with self.profiling.attempt(attempt.number, self.plan.applied + 1):
+        with self.profiling.attempt(attempt.number, self.plan.applied):
             self.passes.backward(self._load(attempt.batch))
             result = self.engine.step()
         self.readout.write(attempt.number, result)

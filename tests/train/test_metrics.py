@@ -229,3 +229,16 @@ def test_tensorboard_shows_the_configuration_and_the_sample_letter_by_letter(tmp
     assert {tag: event.step for tag, event in said.items()} == {"config": 7, "sample": 9}
     assert texts["config"] == "    [model]\n    seq_len = 8\n    "  # Markdown's way to show text as it is
     assert texts["sample"] == "    def f(*args):\n    \n        return `x`"
+
+
+def test_rows_of_buckets_are_cut_by_their_attempt_and_are_no_curves(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        for attempt in (3, 4, 5):
+            writer.append(4, {"communication/attempt": attempt, "communication/bucket": 0})
+    whole = (tmp_path / "metrics.jsonl").stat().st_size
+    cut_logs(tmp_path, Progress(applied=4, attempts=5, log_sizes={"metrics.jsonl": whole}))
+    assert [row["communication/attempt"] for row in rows(tmp_path)] == [3, 4]
+    MetricsWriter(tmp_path, tensorboard=True, applied=2).close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == []
