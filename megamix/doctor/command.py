@@ -19,6 +19,7 @@ from megamix.config import ConfigError
 from megamix.doctor import cards, host
 from megamix.doctor.finding import Finding, as_json, not_here, run_check, summary
 
+GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # of the whole: what may take longer is left out
 _HOST_LIMIT_S = 60.0  # of a check of the machine
 _PORT = 29500  # MASTER_PORT, unless it is set
 _NODES_LIMIT_S = 240.0
@@ -29,29 +30,20 @@ def add_doctor(verbs: Any) -> None:
     """To the subparsers of the command line."""
     help = "is this machine fit to train? exit status 1 if something must be mended"
     parser = add_verb(verbs, "doctor", _doctor, help, "--folder runs")
-    parser.add_argument(
-        "--folder", metavar="DIR", type=Path, default=Path("runs"), help="where runs will be written (runs)"
-    )
-    parser.add_argument(
-        "--minutes", metavar="N", type=float, help="leave out what may take longer (10 with a GPU, else 3)"
-    )
+    where = "where runs will be written (runs)"
+    parser.add_argument("--folder", metavar="DIR", type=Path, default=Path("runs"), help=where)
     parser.add_argument("--nodes", action="store_true", help="compare and connect the ranks that torchrun has started")
     parser.add_argument("--json", action="store_true", help="every check with what was looked at, seen and expected")
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    minutes = arguments.minutes
-    if minutes is not None and not minutes > 0:
-        raise ConfigError([f"--minutes: got {minutes:g}, must be more than 0; write --minutes 3"], "flags")
     if arguments.nodes and "WORLD_SIZE" not in os.environ:
         fix = "write on every node torchrun --nnodes=2 --node-rank=0 --master-addr=node0 -m megamix doctor --nodes"
         raise ConfigError([f"--nodes: no launcher has started ranks; {fix}"], "flags")
-    start_s = time.monotonic()
-    findings: list[Finding] = []
-    examined = _nodes() if arguments.nodes else examine(arguments.folder, minutes)
+    start_s, findings = time.monotonic(), list[Finding]()
 
     def lines() -> Iterator[str]:
-        for finding in examined:
+        for finding in _nodes() if arguments.nodes else examine(arguments.folder):
             findings.append(finding)
             if not arguments.json:
                 yield from finding.lines()
@@ -72,7 +64,7 @@ def _nodes() -> Iterator[Finding]:
     yield from run_check("--nodes", examine_nodes, _NODES_LIMIT_S)
 
 
-def examine(folder: Path, minutes: float | None) -> Iterator[Finding]:
+def examine(folder: Path) -> Iterator[Finding]:
     """Yield what every check says, as it becomes known."""
     start_s = time.monotonic()
     seen, facts = list[cards.Card](), dict[str, Any]()
@@ -107,13 +99,12 @@ def examine(folder: Path, minutes: float | None) -> Iterator[Finding]:
         return
     from megamix.doctor.measured import checks  # and torch, which loads
 
-    if minutes is None:
-        minutes = 10.0 if facts["cards"] else 3.0
+    end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
     with ExitStack() as stack:
         for name, (measure, limit_s) in checks(facts["cards"], stack).items():
             if measure is None:
                 yield not_here(name, "torch sees no CUDA")
-            elif time.monotonic() + limit_s > start_s + 60 * minutes:
-                yield not_here(name, f"it may take {limit_s:.0f} s, which are not left of --minutes {minutes:g}")
+            elif time.monotonic() + limit_s > end_s:
+                yield not_here(name, f"no time is left: it may take {limit_s:.0f} s of {end_s - start_s:.0f}")
             else:
                 yield from run_check(name, partial(measure, limit_s), limit_s + _MOMENT_S)

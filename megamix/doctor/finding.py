@@ -31,21 +31,21 @@ class Finding:
 
     def lines(self) -> Iterator[str]:
         """Yield it as the page has it."""
-        expected = f" (expected: {self.expected})" if self.expected else ""
-        yield f"{_MARKS[self.verdict]:<7}{self.check:<15} {self.seen}{expected}"
+        told = f" (expected: {self.expected})" if self.expected else ""
+        yield f"{_MARKS[self.verdict]:<7}{self.check:<15} {self.seen}{told}"
         if self.fix:
             yield f"{'':<22} -> {self.fix}"
 
 
 @functools.cache
-def texts() -> dict[str, dict[str, str]]:
-    """Return by check what checks.toml says of it."""
-    return tomllib.loads(Path(__file__).with_name("checks.toml").read_text())
+def expected() -> dict[str, Any]:
+    """Return what expected.toml says."""
+    return tomllib.loads(Path(__file__).with_name("expected.toml").read_text())
 
 
 def found(check: str, seen: str, wrong: bool, of: str = "", **words: object) -> Finding:
     """Return a finding. `of`: which one, of several of the check; `words`: those in braces of its texts."""
-    said = {key: text.format(**words) for key, text in texts()[check].items()}
+    said = {key: text.format(**words) for key, text in expected()["checks"][check].items()}
     verdict: Any = said["wrong"] if wrong else "ok"
     fix = said["fix"] if wrong else ""
     return Finding(f"{check} {of}".strip(), said["looked_at"], seen, said["expected"], verdict, fix)

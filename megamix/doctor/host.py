@@ -16,18 +16,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from megamix.doctor.finding import Finding, found
-from megamix.durable import sync_file
+from megamix.doctor.finding import Finding, expected, found
 from megamix.machine import num_cores
 
 _MIB, _GIB = 2**20, 2**30
 _WRITTEN = 64 * _MIB  # bytes, to judge a disk by
-# Variables that slow a run down, where they are set to this.
-_HARMFUL = {
-    "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "TRACE", "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1",
-}  # fmt: skip
 
 
 def judge_limit(name: str, soft: int) -> Finding:
@@ -37,7 +30,7 @@ def judge_limit(name: str, soft: int) -> Finding:
 
 def judge_environment(environment: Mapping[str, str]) -> Finding:
     """Look for settings that somebody left behind while looking for a mistake."""
-    told = [f"{name}={value}" for name, value in _HARMFUL.items() if environment.get(name) == value]
+    told = [f"{name}={value}" for name, value in expected()["harmful"].items() if environment.get(name) == value]
     return found("environment", ", ".join(told) or "none", bool(told))
 
 
@@ -65,18 +58,18 @@ def probe_disk(folder: Path) -> DiskTrial:
     refused, start_s = dict[str, str](), time.perf_counter()
 
     def try_all() -> None:
-        with (
-            TemporaryDirectory(prefix="megamix-doctor-", dir=existing) as place,
-            Path(place, "file").open("w+b") as file,
-        ):
+        with TemporaryDirectory(prefix="megamix-doctor-", dir=existing) as place:
+            path = Path(place, "file")
+            file = path.open("w+b", buffering=0)
             operations: dict[str, Callable[[], object]] = {
                 "write": lambda: [file.write(bytes(_MIB)) for _ in range(_WRITTEN // _MIB)],
-                "fsync": lambda: sync_file(file),
+                "fsync": lambda: os.fsync(file.fileno()),
                 "lock": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
                 "mmap": lambda: mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ).close(),
-                "rename": lambda: Path(file.name).rename(Path(place, "renamed")),
+                "rename": lambda: path.rename(path.with_name("renamed")),
             }
             refused.update({name: why for name, operation in operations.items() if (why := refusal(operation))})
+            file.close()
 
     if why := refusal(try_all):
         refused["a new folder"] = why
@@ -111,9 +104,9 @@ def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False)
     """Gloo and NCCL listen on the address of the machine's name. `several`: other machines have to reach it there."""
     told = ", ".join(f"{address}{'' if here else ' (not of this machine)'}" for address, here in own.items())
     hidden = several and all(address.startswith(("127.", "::1")) for address in own)
-    expected = "an address that the other machines reach" if several else "an address of this machine"
+    where = "an address that the other machines reach" if several else "an address of this machine"
     wrong = hidden or not any(own.values())
-    return found("hostname", f"{name} is {told or 'not resolved'}", wrong, name=name, expected=expected)
+    return found("hostname", f"{name} is {told or 'not resolved'}", wrong, name=name, expected=where)
 
 
 def probe_ports(port: int) -> tuple[str, str]:

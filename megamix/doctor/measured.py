@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +14,7 @@ from megamix.bench.sides import Work
 from megamix.config import ModelConfig, config_from_dict
 from megamix.doctor import ranks
 from megamix.doctor.cards import judge_cards
-from megamix.doctor.finding import Finding, found, not_here
+from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.doctor.ranks import DeviceRates
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
@@ -23,41 +22,28 @@ from megamix.ranks import RankPool
 from megamix.verify.command import verify_layout
 from megamix.verify.layouts import parse_layout
 
-# Bytes/s of a card's memory, by the name the driver gives it.
-_MEMORY = (
-    (r"NVIDIA H100 80GB HBM3", 3.35e12),
-    (r"NVIDIA H100 NVL", 3.94e12),
-    (r"NVIDIA H100 PCIe", 2.04e12),
-    (r"NVIDIA H200", 4.8e12),
-    (r"(NVIDIA )?A100-SXM\d-80GB|NVIDIA A100 80GB PCIe", 1.94e12),
-    (r"(NVIDIA )?A100-(SXM\d|PCIE)-40GB", 1.56e12),
-)
 _OF_PEAK, _OF_MEMORY = 0.65, 0.85  # what products and copies of a healthy card reach of it
 _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
 _OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is more than chance
 
-_GPT_124M = ModelConfig(
-    vocab_size=50304, seq_len=1024, hidden_size=768, num_layers=12, num_heads=12, activation="gelu", compile=True
-)
-_GPT_1300M = _GPT_124M.model_copy(update={"seq_len": 2048, "hidden_size": 2048, "num_layers": 24, "num_heads": 16})
-_GPT_3M = ModelConfig(vocab_size=1024, seq_len=128, hidden_size=256, num_layers=4, num_heads=4)
-
 
 class Trained(NamedTuple):
-    """A model to train beside torch's own ways. `mfu`: expected of a card whose peak is known; `steps`: timed ones."""
+    """A model to train beside torch's own ways, as expected.toml has it."""
 
     name: str
-    work: Work
-    mfu: float
+    device: str
+    micro_batch_size: int
     steps: int
+    mfu: float
     limit_s: float
+    model: dict[str, Any]
 
+    def work(self) -> Work:
+        return Work(
+            model=ModelConfig(**self.model), micro_batch_size=self.micro_batch_size, device=self.device,
+            compile_update=self.device == "cuda",  # seconds on every rank, which nobody here waits for twice
+        )  # fmt: skip
 
-_ON_GPUS = (
-    Trained("124 M", Work(model=_GPT_124M, micro_batch_size=64), 0.40, 20, 150.0),
-    Trained("1.3 B", Work(model=_GPT_1300M, micro_batch_size=8), 0.50, 10, 210.0),
-)
-_ON_CPU = (Trained("3 M", Work(model=_GPT_3M, compile_update=False), math.inf, 4, 60.0),)
 
 Check = Callable[[float], list[Finding]]  # within so many seconds
 
@@ -72,15 +58,16 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     for pool in (alone, every):
         stack.callback(pool.close)
     devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
-    tokens, numel, model = (32768, 1 << 26, _GPT_124M) if on_gpus else (2048, 1 << 22, _GPT_3M)
-    sizes = (8192, 1 << 29) if on_gpus else (1024, 1 << 24)
+    tokens, numel, sizes = (32768, 1 << 26, (8192, 1 << 29)) if on_gpus else (2048, 1 << 22, (1024, 1 << 24))
+    cases = [Trained(**case) for case in expected()["trained"] if (case["device"] == "cuda") == on_gpus]
+    model = cases[0].work().model
     has_cuda = on_gpus and torch.version.cuda is not None  # a simulated device has no driver to ask
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
 
     def verified(limit_s: float) -> list[Finding]:
-        names, job = layouts_of(size), config_from_dict(_JOB, {"optimizer": {"compile": on_gpus}})
+        names, job = layouts_of(size), config_from_dict(expected()["job"], {"optimizer": {"compile": on_gpus}})
         verdicts = {name: verify_layout(job, parse_layout(name), every, limit_s / len(names)) for name in names}
         return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
 
@@ -89,9 +76,8 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         return [found("update", f"{share:.2f}", share < 0.9)]
 
     def trained(case: Trained, limit_s: float) -> list[Finding]:
-        asked = {side: (ranks.train_rate, case.work, side, case.steps) for side in ranks.SIDES}
-        share_s = limit_s / len(asked)
-        rates = {side: min(every.call(*of_side, deadline_s=share_s)) for side, of_side in asked.items()}
+        measure, share_s = partial(every.call, ranks.train_rate, case.work()), limit_s / len(ranks.SIDES)
+        rates = {side: min(measure(side, case.steps, deadline_s=share_s)) for side in ranks.SIDES}
         return [judge_training(case, rates, card)]
 
     return {
@@ -103,15 +89,8 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         "verify": (verified, 60.0),
         "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
         "update": (updated, 60.0),
-        **{f"train {case.name}": (partial(trained, case), case.limit_s) for case in (_ON_GPUS if on_gpus else _ON_CPU)},
+        **{f"train {case.name}": (partial(trained, case), case.limit_s) for case in cases},
     }
-
-
-_JOB: dict[str, object] = {
-    "model": {"vocab_size": 256, "seq_len": 32, "hidden_size": 64, "num_layers": 2, "num_heads": 4},
-    "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
-    "data": {"train": "none"}, "optimizer": {"lr": 1e-2}, "checkpoint": {"folder": "none"},
-}  # fmt: skip
 
 
 def layouts_of(size: int) -> list[str]:
@@ -141,14 +120,14 @@ def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Find
 def judge_rates(by_rank: Sequence[DeviceRates], card: str) -> list[Finding]:
     """Compare the slowest device with what its name promises, and ask for its clocks under load."""
     unit, scale = ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
-    memory = next((most for pattern, most in _MEMORY if re.fullmatch(pattern, card)), 0.0)
+    memory = next((1e12 * most for pattern, most in expected()["memory"].items() if re.fullmatch(pattern, card)), 0.0)
     peak = dense_peak(card, torch.bfloat16) or 0.0
 
     def rate(check: str, rates: Sequence[float], unit: str, least: float) -> Finding:
         slowest = min(range(len(rates)), key=rates.__getitem__)
         where = f", card {slowest} of {len(rates)}" if len(rates) > 1 else ""
-        expected = f"{least:,.0f} {unit} or more" if least else "no figure is known here"
-        return found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < least, expected=expected)
+        wanted = f"{least:,.0f} {unit} or more" if least else "no figure is known here"
+        return found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < least, expected=wanted)
 
     findings = [
         rate("products", [one.products / scale for one in by_rank], unit, _OF_PEAK * peak / scale),
@@ -167,10 +146,10 @@ def judge_training(case: Trained, rates: Mapping[str, float], card: str) -> Find
     others = {side: rate for side, rate in rates.items() if side != "ours"}
     ours, peak = rates["ours"], dense_peak(card, torch.bfloat16)
     seen = f"{ours:,.0f} tokens/s a rank; " + ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
-    expected, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
+    wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
     if peak is not None:
-        per_token = flops_per_token(case.work.model) / peak
+        per_token = flops_per_token(case.work().model) / peak
         seen = f"{seen}; MFU {ours * per_token:.1%}"
-        expected = f"{expected}, MFU {case.mfu:.0%}: {case.mfu / per_token:,.0f} tokens/s"
+        wanted = f"{wanted}, MFU {case.mfu:.0%}: {case.mfu / per_token:,.0f} tokens/s"
         wrong = wrong or ours * per_token < case.mfu
-    return found("train", seen, wrong, of=case.name, expected=expected)
+    return found("train", seen, wrong, of=case.name, expected=wanted)

@@ -27,25 +27,22 @@ from megamix.train.same_job import RankGroup, differences, own_code
 _LIMIT_S = 60.0  # until the ranks have met, and again until they have measured
 _SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
 _SENT = 1 << 24  # bytes
-Record = tuple[
-    dict[str, str], str, dict[str, bool]
-]  # what must be alike; the machine's name; are its addresses its own?
-_RECORD = TypeAdapter(Record)
-_TIME, _RANKS = TypeAdapter(float), TypeAdapter(list[int])
+# What must be alike; the machine's name, and whether each of its addresses is its own.
+Record = tuple[dict[str, str], str, dict[str, bool]]
 _MEASURED = TypeAdapter(tuple[str, dict[str, float], list[float]])
 
 
 def examine_nodes() -> list[Finding]:
     """Examine the ranks that torchrun has started. Every rank must call it; what all say the first one returns."""
-    limit = datetime.timedelta(seconds=_LIMIT_S)
+    findings = []
     try:
-        store, rank, size = next(rendezvous("env://", timeout=limit))
-        findings = compare_ranks(store, rank, size, own_record(), _LIMIT_S)
+        store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_LIMIT_S)))
+        findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
         start_ranks(local_device(), _LIMIT_S)
+        findings += measure_links(store, rank, size, _LIMIT_S)
+        dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        return [found("reached", str(error).partition("\n")[0], True)]
-    findings += measure_links(store, rank, size, _LIMIT_S)
-    dist.destroy_process_group()
+        findings.append(found("reached", str(error).partition("\n")[0], True))
     return findings
 
 
@@ -61,24 +58,23 @@ def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: floa
 
     Every rank must call it. Raises: RuntimeError naming ranks that do not answer within `limit_s`.
     """
-    board = Board(store, limit_s)
-    board.put(f"record {rank}", own)
-    told = [f"record {number}" for number in range(size)]
-    start_s = time.time()
+    board, told = Board(store, limit_s), [f"record {number}" for number in range(size)]
+    board.put(told[rank], own)
     if rank == 0:
         board.wait(told)
         board.put("silent", [number for number, key in enumerate(told) if not board.has(key)])
+    start_s = time.time()
     if not board.wait(["silent"], Board.grace_s):
         raise RuntimeError("rank 0 does not answer")
     board.put(f"time {rank}", time.time())
-    if silent := board.read("silent", _RANKS):
+    if silent := board.read("silent", TypeAdapter(list[int])):
         raise RuntimeError(f"{names(silent)} of {size} did not answer in {limit_s:.0f} s")
     if rank > 0:
         return []
-    board.wait([f"time {number}" for number in range(size)])
-    times, end_s = [board.read(f"time {number}", _TIME) for number in range(size)], time.time()
+    board.wait(at := [f"time {number}" for number in range(size)])
+    times, end_s = [board.read(key, TypeAdapter(float)) for key in at], time.time()
     apart = [max(0.0, start_s - at_s, at_s - end_s) for at_s in times]
-    return judge_records([board.read(key, _RECORD) for key in told], apart)
+    return judge_records([board.read(key, TypeAdapter(Record)) for key in told], apart)
 
 
 def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Finding]:
@@ -91,7 +87,6 @@ def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Fin
     named = [judge_hostname(host, own, several=len(addresses) > 1) for host, own in addresses.items()]
     wrong = [one for one in named if one.verdict != "ok"]
     return [
-        found("reached", f"{len(records)} rank(s) on {len(addresses)} machine(s)", False),
         found("ranks alike", printable("; ".join(unlike), 2000) or "all alike", bool(unlike)),
         found("clocks", ", ".join(late.values()) or "together", bool(late)),
         *(wrong or named[:1]),
@@ -108,7 +103,8 @@ def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Fi
     if silent := [number for number, key in enumerate(keys) if not board.has(key)]:
         raise RuntimeError(f"{names(silent)} of {size} measured nothing in {limit_s:.0f} s")
     hosts, sums, seconds = zip(*(board.read(key, _MEASURED) for key in keys), strict=True)
-    return [judge_shares("collectives", sums), judge_pairs(hosts, seconds)]
+    reached = found("reached", f"{size} rank(s) on {len({*hosts})} machine(s)", False)
+    return [reached, judge_shares("collectives", sums), judge_pairs(hosts, seconds)]
 
 
 def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[float]]) -> Finding:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -156,12 +155,10 @@ def _make_step() -> Callable[[], Tensor]:
 def waits() -> dict[str, float]:
     """Take steps in which torch makes each wait of the host for the device an error. Raises: RuntimeError."""
     step = _make_step()
-    step(), step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
         step(), step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_sync_debug_mode("default")
     return {"waits in two steps": 0.0}
 
 
@@ -190,27 +187,24 @@ class DeviceRates(NamedTuple):
 
     products: float
     copied: float
-    pinned: float
-    loaded: list[Card]
+    pinned: float = 0.0
+    loaded: Sequence[Card] = ()
 
 
 def device_rates(side: int, numel: int) -> DeviceRates:
     """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy."""
     device = rank_device()
-    cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    a = torch.randn(side, side, device=device).to(dtype)
+    a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     source, target, out = torch.ones(numel, device=device), torch.zeros(numel, device=device), torch.empty_like(a)
     products = 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10)
     copied = 8 * numel / seconds_of(lambda: target.copy_(source), 5)
-    pinned, loaded = 0.0, list[Card]()
-    if cuda:
-        host = torch.ones(numel // 8, pin_memory=True)
-        pinned = 4 * len(host) / seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
-        for _ in range(1000):  # a second and more, in which the driver is asked
-            torch.mm(a, a, out=out)
-        loaded, _ = probe_cards()
-    return DeviceRates(products, copied, pinned, loaded)
+    if device.type == "cpu":
+        return DeviceRates(products, copied)
+    host = torch.ones(numel // 8, pin_memory=True)
+    pinned = 4 * len(host) / seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
+    for _ in range(1000):  # a second and more, in which the driver is asked
+        torch.mm(a, a, out=out)
+    return DeviceRates(products, copied, pinned, probe_cards()[0])
 
 
 def update_share(model: ModelConfig) -> float:
@@ -222,7 +216,6 @@ def update_share(model: ModelConfig) -> float:
 
 def train_rate(work: Work, side: str, steps: int) -> float:
     """Return this rank's tokens/s in whole steps of one of SIDES."""
-    work = replace(work, device=rank_device().type)
     rank = TrainRank(Side(side, SIDES[side], steps=steps, warm_up_steps=3), work)
     return work.micro_batch_size * work.model.seq_len / rank.turn().seconds
 
@@ -231,17 +224,14 @@ def seconds_by_distance(numel: int) -> list[float]:
     """Return what this rank waited for the bytes of the rank 1, 2, ... before it, while all send at once."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), rank_device()
     mine, theirs = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def exchange(to: int, source: int) -> None:
+        operations = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, theirs, source)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
     taken = []
     for distance in range(1, size):
-        operations = [
-            dist.P2POp(dist.isend, mine, (rank + distance) % size),
-            dist.P2POp(dist.irecv, theirs, (rank - distance) % size),
-        ]
-
-        def exchange(operations: list[dist.P2POp] = operations) -> None:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
         dist.barrier()
-        taken.append(seconds_of(exchange, 3))
+        taken.append(seconds_of(partial(exchange, (rank + distance) % size, (rank - distance) % size), 3))
     return taken

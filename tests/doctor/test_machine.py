@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megamix.doctor import cards, host
-from megamix.doctor.finding import Finding, found, not_here, run_check, summary, texts
+from megamix.doctor.finding import Finding, expected, found, not_here, run_check, summary
 
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "driver_version": "580.95", "power.default_limit": 700.0, "power.limit": 700.0,
@@ -125,7 +125,7 @@ def test_a_broken_machine_is_named_with_what_to_do(machine: str) -> None:
     (wrong,) = [one for one in ([findings] if isinstance(findings, Finding) else findings) if one.verdict != "ok"]
     assert wrong.check == check
     assert seen in wrong.seen
-    assert wrong.verdict == texts()[check]["wrong"]
+    assert wrong.verdict == expected()["checks"][check]["wrong"]
     assert wrong.fix
     assert "{" not in wrong.fix
 
@@ -238,7 +238,7 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
     assert [*found("port", "29500: free", False).lines()] == ["ok     port            29500: free (expected: free)"]
     first, second = found("port", "29500: taken", True).lines()
     assert first.startswith("BROKEN port")
-    assert second.strip() == f"-> {texts()['port']['fix']}"
+    assert second.strip() == f"-> {expected()['checks']['port']['fix']}"
     assert [*not_here("links", "there is one card").lines()] == [
         "-      links           does not apply: there is one card"
     ]
@@ -248,7 +248,7 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
 
 
 def test_every_check_has_all_its_texts() -> None:
-    for check, said in texts().items():
+    for check, said in expected()["checks"].items():
         assert {*said} == {"looked_at", "expected", "wrong", "fix"}, check
         assert said["wrong"] in ("slow", "broken"), check
         assert len(check) <= 15, check

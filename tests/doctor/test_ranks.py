@@ -19,7 +19,7 @@ from megamix.bench.sides import Work
 from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.config import ModelConfig
 from megamix.doctor import measured, ranks
-from megamix.doctor.finding import Finding
+from megamix.doctor.finding import Finding, expected
 from megamix.doctor.ranks import DeviceRates
 from tests.doctor.test_machine import with_cards
 
@@ -96,7 +96,7 @@ def test_the_update_is_measured_against_the_copy(monkeypatch: pytest.MonkeyPatch
 
 
 CARD = DeviceRates(700e12, 3.0e12, 50e9, with_cards({}, {}))
-CASE = measured._ON_GPUS[1]
+CASE = measured.Trained(**expected()["trained"][1])
 GOOD = {"ours": 57_500.0, "FSDP2": 55_000.0, "plain torch": 56_000.0}
 WRONG: dict[str, tuple[Callable[[], list[Finding]], str, str]] = {
     "a slow card": (
