@@ -98,7 +98,7 @@ class Poison:
         if not self.active:
             return grad
         grad = grad.clone()
-        grad.view(-1)[-1] = torch.inf
+        grad.view(-1)[-1].fill_(torch.inf)  # an assignment would copy the number from the host
         return grad
 
 

@@ -19,6 +19,7 @@ from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import Handover, Pipeline
 from megamix.parallel.stages import V_SHAPED, plan_stages
+from megamix.verify.observe import rank_device
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"norm": "layernorm", "position": "learned", "activation": "gelu", "bias": True},
@@ -70,7 +71,7 @@ def make_engine(
 def make_pipeline(case: Case, topology: Topology, sequence: bool = False) -> tuple[ShardedEngine, Pipeline]:
     config, per_rank = case.config(), 1 if case.schedule == "1f1b" else 2
     stages = plan_stages(config, topology.pp.size, per_rank, v_shaped=case.schedule in V_SHAPED)
-    model, placements = build_model(config, topology, torch.device("cpu"), stages, sequence_parallel=sequence)
+    model, placements = build_model(config, topology, rank_device(), stages, sequence_parallel=sequence)
     engine = make_engine(case, model, topology, placements, fill=drawn(model, 5))
     own = {number: plan.layers for number, plan in enumerate(stages) if plan.rank == topology.pp.rank}
     handover = Handover(topology.pp, len(stages), (B, T), topology.tp.size if sequence else 1)
@@ -117,5 +118,6 @@ def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
     shards = engine.master_shard
     kinds = [shards.master, *(list(kind) for kind in zip(*shards.state_dict()["states"], strict=True))]
     parts = [by_name(engine, kind) for kind in kinds]
+    engine.wait()
     half = {name: param.detach().float().flatten() for name, param in engine.half_params.params.items()}
     return {name: [*(part[name] for part in parts), half[name]] for name in parts[0]}

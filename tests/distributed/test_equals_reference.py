@@ -131,7 +131,8 @@ def run_engine(
 
 
 def plain_loop(case: Case) -> Reference:
-    return train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
+    with torch.device("cpu"):
+        return train_reference(make_model(case.tied), case.loss, OPTIMIZERS[case.optimizer], case)
 
 
 def differences(
@@ -155,14 +156,14 @@ def differences(
         }
         for kind, values in kinds.items():
             for number, mine in enumerate(own[kind]):
-                full = torch.zeros(bucket.padded_numel)
+                mine, full = mine.cpu(), torch.zeros(bucket.padded_numel, device="cpu")
                 for slot in bucket.slots:
                     want = values[slot.spec.name][number]
                     full[slot.start : slot.start + want.numel()] = want
                 if not torch.equal(mine, full.view(dp_size, -1)[rank]):
                     gap = (mine - full.view(dp_size, -1)[rank]).abs().max()
                     wrong.append(f"{kind} {number} of bucket {index}: off by up to {gap:.3g}")
-                if kind == "master" and not torch.equal(engine.half_params.flat[index], full.to(case.dtype)):
+                if kind == "master" and not torch.equal(engine.half_params.flat[index].cpu(), full.to(case.dtype)):
                     wrong.append(f"half parameters of bucket {index}")
     want_losses = []
     for step, all_ranks in enumerate(reference.losses):

@@ -26,6 +26,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.passes import Passes
 from megamix.parallel.pipeline_parallel import SCHEDULES
+from megamix.verify.observe import rank_device
 from tests.conftest import FULL
 from tests.distributed.pipelines import (
     Case,
@@ -295,7 +296,7 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
 
 def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
     """What the target has not taken over bit for bit, of what this rank trains in both."""
-    together = Together(source.collectives, torch.device("cpu"))
+    together = Together(source.collectives, rank_device())
     checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
     load(checkpoint, target, together)
     target.wait()

@@ -124,6 +124,7 @@ class SimulatedNccl(dist.ProcessGroup):
         split_from: Any = None
 
     supports_splitting = True
+    _device_types = (torch.device("cuda"),)
 
     def __init__(self, store: Any, rank: int, size: int, options: Options):
         super().__init__(rank, size)

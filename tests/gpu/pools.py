@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from megamix import ranks
+from tests.programs import lines_counted, with_settings
 
 _server = forkserver.ForkServer()
+_HERE = Path(__file__).parent
+
+
+def machine_with_gpus() -> dict[str, str]:
+    """Return the environment of a program whose every process has simulated GPUs."""
+    return with_settings(PYTHONPATH=f"{_HERE / 'site'}:{_HERE.parents[1]}", OMP_NUM_THREADS=1)
 
 
 @contextmanager
@@ -30,13 +39,13 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
 
     from megamix.mixed_precision.engine import ShardedEngine
     from tests.gpu import nccl, simulated
-    from tests.programs import lines_counted
 
     rank = dist.get_rank()
     simulated.waits.clear()
     nccl.counts.clear()
     nccl.delays.seed(f"{seed} {rank}")
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, LOCAL_RANK=str(rank)))
         stack.enter_context(lines_counted(counts and rank == 0))
         for name in ("backward", "step"):
             step = simulated.host_may_not_wait()(getattr(ShardedEngine, name))

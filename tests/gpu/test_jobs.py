@@ -4,7 +4,6 @@ twelve planted ways to wait is told.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamix.config import Config
@@ -23,11 +21,6 @@ from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, 
 Waits = Counter[tuple[str, str]]
 FIRST, STEPS = 4, 50
 READOUT = "synchronize of an event", "megamix/train/report.py"
-
-
-def _job(config: Config) -> float | None:
-    with mock.patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())):
-        return run_on_ranks(config)
 
 
 def _steady_waits(config: Config) -> list[str]:
@@ -41,7 +34,7 @@ def _steady_waits(config: Config) -> list[str]:
             seen.append(simulated.waits.copy())
 
     with attempts_recorded(Record(), note):
-        _job(config)
+        run_on_ranks(config)
     before, after = seen
     waits = after - before
     assert sum(count for (what, place), count in waits.items() if what == READOUT[0] and READOUT[1] in place) == STEPS

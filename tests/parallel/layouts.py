@@ -15,6 +15,7 @@ from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
+from megamix.verify.observe import rank_device
 
 VOCAB, SEQ_LEN, BATCH, STEPS = 64, 16, 2, 2
 ROUNDINGS = 32  # see first_difference
@@ -84,8 +85,8 @@ class Outcome:
 
 def build(case: Case) -> tuple[Transformer, ShardedEngine]:
     topology = Topology.connect(tp_size=case.tp_size)
-    cpu = torch.device("cpu")
-    model, placements = build_model(case.config(), topology, cpu, sequence_parallel=case.sequence_parallel)
+    device = rank_device()
+    model, placements = build_model(case.config(), topology, device, sequence_parallel=case.sequence_parallel)
     scale = StaticLossScale(2.0**10) if case.dtype == torch.float16 else None
     sharding = Sharding([*model.blocks], topology, case.bucket_size, placements=placements)
     engine = ShardedEngine(
@@ -131,7 +132,7 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     ):
         for piece in bucket.shard_pieces(own.axis.rank):
             if piece.numel:
-                found.append(Owned(piece.spec, piece.first, shard[piece.elements].float() / scale))
+                found.append(Owned(piece.spec, piece.first, (shard[piece.elements].float() / scale).cpu()))
     return {"gradient": found}
 
 
@@ -140,7 +141,7 @@ def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
     found: dict[str, list[Owned]] = {}
     for owned in engine.owned_ranges():
         for name, values in owned.tensors.items():
-            found.setdefault(name, []).append(Owned(owned.spec, owned.start, values.clone()))
+            found.setdefault(name, []).append(Owned(owned.spec, owned.start, values.to("cpu", copy=True)))
     return found
 
 
@@ -156,7 +157,7 @@ def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def with_one_inf(grad: Tensor) -> Tensor:
     """A hook for a parameter."""
-    return grad.index_fill(0, torch.tensor([0]), torch.inf)
+    return grad.index_fill(0, torch.tensor([0], device=grad.device), torch.inf)
 
 
 def assemble(ranks: list[list[Owned]]) -> tuple[dict[str, Tensor], list[str]]:

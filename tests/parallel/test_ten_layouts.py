@@ -25,7 +25,7 @@ from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch, Passes
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.layouts import parse_layout
-from megamix.verify.observe import batches
+from megamix.verify.observe import batches, rank_device
 from tests.conftest import FULL
 from tests.parallel.layouts import Owned, are_equal, assemble, contents, states, with_one_inf
 from tests.verify.jobs import make_config
@@ -48,9 +48,11 @@ def _config(layout: str) -> Config:
 
 
 def _build(config: Config) -> Passes:
-    section, stages, cpu = config.parallelism, plan_pipeline(config), torch.device("cpu")
+    section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
-    model, placements = build_model(config.model, topology, cpu, stages, sequence_parallel=section.sequence_parallel)
+    model, placements = build_model(
+        config.model, topology, rank_device(), stages, sequence_parallel=section.sequence_parallel
+    )
     accumulation = grad_accum_steps(config, topology.dp.size)
     fill = drawn(model, seed=0)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
@@ -60,7 +62,8 @@ def _build(config: Config) -> Passes:
 def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
     """(loss, whether it was skipped)."""
     mine = batches(config, number, passes.engine.topology.dp.rank)
-    passes.backward(MicroBatch(Batch(tokens, targets, None, targets.numel())) for tokens, targets in mine)
+    loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in mine)
+    passes.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
     result = passes.engine.step()
     return float(result.loss), bool(result.found_inf)
 
@@ -108,8 +111,8 @@ class Loaded(NamedTuple):
 
 
 def _together(engine: ShardedEngine) -> Together:
-    cpu = torch.device("cpu")
-    return Together(make_collectives(engine.topology.world, 0, torch.uint8, cpu), cpu)
+    device = rank_device()
+    return Together(make_collectives(engine.topology.world, 0, torch.uint8, device), device)
 
 
 def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:

@@ -1,0 +1,106 @@
+"""Seeded layouts and settings train on simulated GPUs what they train on Gloo's CPU ranks, bit for bit, an overflow
+included; `megamix verify` says so there.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megamix.config import Config
+from megamix.model import decoder
+from megamix.model.ops import Ops
+from megamix.verify.layouts import parse_layout
+from tests.conftest import FULL
+from tests.gpu.pools import machine_with_gpus
+from tests.verify.covering import Run, whole_matrix
+from tests.verify.jobs import make_config, observe_case
+from tests.verify.test_command import CONFIG, SMALL
+from tests.verify.test_layouts import AXES, _allowed
+
+pytestmark = pytest.mark.uncounted
+
+LAYOUTS = ("dp2", "dp4", "tp2", "pp2", "dp2tp2pp2")
+SETTINGS = AXES | {"layout": LAYOUTS, "fp32_sum": (False, True), "overlap": (True, False), "clip_grad": (0.0, 0.05)}
+
+
+def _may_be(run: Run) -> bool:
+    return _allowed(run) and not (run["dtype"] == "fp32" and run["fp32_sum"])
+
+
+def _runs(layout: str) -> list[Run]:
+    """Seeded picks of one layout; a few each, if not all are asked for."""
+    matrix = whole_matrix(SETTINGS | {"layout": (layout,)}, _may_be)
+    return random.Random(layout).sample(matrix, 40 if FULL else 1)
+
+
+def _config(run: Run) -> Config:
+    fp32_sum, overlap, clip_grad = (run.pop(name) for name in ("fp32_sum", "overlap", "clip_grad"))
+    config = make_config(**run)
+    precision = config.precision.model_copy(update={"reduce_dtype": "half_fp32_sum" if fp32_sum else None})
+    parallelism = config.parallelism.model_copy(update={"overlap": overlap})
+    training = config.training.model_copy(update={"clip_grad": clip_grad})
+    sections = {"precision": precision, "parallelism": parallelism, "training": training}
+    return config.model_copy(update=sections)
+
+
+@contextmanager
+def _one_arithmetic() -> Iterator[None]:
+    """The model rounds elsewhere on a GPU. With this it does not, and what is left to differ is the engine's."""
+    right = decoder.linear_cross_entropy
+
+    def in_fp32(hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        return right(hidden.float(), weight.float(), *others)
+
+    with (
+        mock.patch.object(Ops, "_sums_wide", lambda self, x: False),
+        mock.patch.object(decoder, "linear_cross_entropy", in_fp32),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
+
+
+@_one_arithmetic()
+def _digests(configs: list[Config]) -> list[dict[Any, object]]:
+    """Return of each run all that can be compared, by what it is of."""
+    found: list[dict[Any, object]] = []
+    for config in configs:
+        found.append({})
+        for number, step in enumerate(observe_case(config)):
+            found[-1] |= {(number, name): value for name, value in step.scalars.items()}
+            for part in (*step.owned, *step.copies):
+                found[-1][number, part.state, part.spec.name, part.start] = zlib.crc32(part.values.tobytes())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> None:
+    runs, size = _runs(layout), parse_layout(layout).world_size
+    configs = [_config(run.copy()) for run in runs]
+    for first in range(0, len(runs), 8):  # of more runs, groups that they have made would fill the threads
+        some = configs[first : first + 8]
+        want, got = (ranks(_digests, size, some, deadline_s=900.0) for ranks in (run_ranks, gpu_ranks))
+        for rank, both in enumerate(zip(got, want, strict=True)):
+            for run, one, other in zip(runs[first:], *both, strict=False):
+                assert one == other, f"rank {rank} of {run}: {[key for key in other if one[key] != other[key]][:3]}"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"] if FULL else ["fp16"])
+def test_verify_passes(gpu_ranks, dtype: str) -> None:
+    settings = [*SMALL, "model.num_layers=4", f"precision.dtype={dtype}"] if FULL else SMALL
+    settings = [line for line in settings if dtype == "fp16" or not line.startswith("precision.loss_scale")]
+    command = [sys.executable, "-m", "megamix", "verify", CONFIG, *settings]
+    command += ["--layouts", ",".join(LAYOUTS) if FULL else "dp2"]
+    done = subprocess.run(command, env=machine_with_gpus(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passes") == (len(LAYOUTS) if FULL else 1)
