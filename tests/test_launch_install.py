@@ -1,6 +1,9 @@
 """The scripts: which Python they take, what they install when, and what they never touch."""
 
 import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -145,3 +148,22 @@ def test_megamix_python_that_cannot_work_is_a_message(sandbox: Sandbox, script: 
     assert name in done.stderr
     assert want in done.stderr
     assert sandbox.lines() == []
+
+
+def test_a_script_beside_the_clone_imports_the_package_and_not_the_clone_s_folder(tmp_path: Path) -> None:
+    """By the hook that pip calls for an editable install; -S and -I leave out this environment's own."""
+    clone = tmp_path / "megamix"
+    (clone / "megamix").mkdir(parents=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "megamix/__init__.py"):
+        shutil.copy(ROOT / name, clone / name)
+    build = "import sys; from setuptools.build_meta import build_editable; print(build_editable(sys.argv[1]))"
+    built = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=clone, capture_output=True, text=True, check=True
+    )
+    zipfile.ZipFile(tmp_path / built.stdout.splitlines()[-1]).extractall(tmp_path / "installed")
+    find = "import sys, site, importlib.util as u; sys.path.insert(0, '.'); site.addsitedir('installed')"
+    found = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"{find}; print(u.find_spec('megamix').origin)"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == str(clone / "megamix/__init__.py")
