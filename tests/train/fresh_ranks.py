@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import threading
 import time
@@ -18,7 +17,6 @@ from megamix.cli import main
 from megamix.config import Config, config_to_toml
 from megamix.ranks import DEADLINE_S, forkserver
 from megamix.supervise import watchdog
-from megamix.train import job
 from megamix.train.batch_plan import Attempt, BatchPlan
 from tests import conftest
 from tests.conftest import FULL
@@ -28,19 +26,15 @@ from tests.programs import stop_counting
 def _rank_main(
     rank: int, size: int, folder: str, port: int, at_attempt: Callable[[int, int], None] | None, counts: bool
 ) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    # As torchrun's agent says where the ranks meet.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     torch.set_num_threads(1)
     if not counts or rank > 0:  # the first runs the others' lines
         stop_counting()
     with (Path(folder) / f"rank{rank}.txt").open("w") as log:  # what a rank says and how it dies, by descriptor
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-
-    def start_ranks(device: torch.device, timeout_s: float) -> None:
-        store = dist.TCPStore("127.0.0.1", port)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout_s)
-        )
 
     take = BatchPlan.take
 
@@ -51,7 +45,6 @@ def _rank_main(
         return attempt
 
     with (
-        mock.patch.object(job, "start_ranks", start_ranks),
         mock.patch.object(BatchPlan, "take", take_and_tell),
         # On a machine with more to do than cores the last resort may be faster than what it is the last resort for.
         mock.patch.object(watchdog, "_LAST_RESORT_S", watchdog._LAST_RESORT_S if FULL else DEADLINE_S),
