@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,7 +18,9 @@ from typing import Any
 from megamix.arguments import add_verb, print_lines
 from megamix.config import ConfigError
 from megamix.doctor import cards, host
-from megamix.doctor.finding import Finding, as_json, not_here, run_check, summary
+from megamix.doctor.finding import HANGS, Finding, as_json, not_here, run_check, summary
+from megamix.machine import tell_torch
+from megamix.supervise.console import drop_unwritten
 
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # of the whole: what may take longer is left out
 _HOST_LIMIT_S = 60.0  # of a check of the machine
@@ -55,7 +58,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
             yield f"{summary(findings)}; {time.monotonic() - start_s:.0f} s"
 
     print_lines(lines())
-    return int(not as_json(findings)["fit"])
+    status = int(not as_json(findings)["fit"])
+    if any(thread.name == HANGS for thread in threading.enumerate()):
+        drop_unwritten()
+        os._exit(status)  # an ordinary end would wait for it, or die of what it does meanwhile
+    return status
 
 
 def _nodes() -> Iterator[Finding]:
@@ -97,6 +104,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     if "torch" not in facts:
         yield not_here("all else", "torch does not load")
         return
+    tell_torch(len(facts["cards"]) or 2)
     from megamix.doctor.measured import checks  # and torch, which loads
 
     end_s = start_s + (GPU_LIMIT_S if facts["cards"] else CPU_LIMIT_S)
@@ -104,7 +112,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         for name, (measure, limit_s) in checks(facts["cards"], stack).items():
             if measure is None:
                 yield not_here(name, "torch sees no CUDA")
-            elif time.monotonic() + limit_s > end_s:
+            elif time.monotonic() + limit_s + _MOMENT_S > end_s:
                 yield not_here(name, f"no time is left: it may take {limit_s:.0f} s of {end_s - start_s:.0f}")
             else:
                 yield from run_check(name, partial(measure, limit_s), limit_s + _MOMENT_S)

@@ -15,6 +15,7 @@ from megamix.supervise.console import say
 
 Verdict = Literal["ok", "slow", "broken", "does not apply"]
 _MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "does not apply": "-"}
+HANGS = "a check of megamix doctor"  # the name of a thread that is left behind
 _SILENT_S = 2.0  # of a check, until it is named for whoever waits
 
 
@@ -69,7 +70,7 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
             last = (str(error).strip().splitlines() or [""])[-1]
             answers.append([found("answer", f"{type(error).__name__}: {last}", True, of=check)])
 
-    thread = threading.Thread(target=answer, daemon=True)
+    thread = threading.Thread(target=answer, daemon=True, name=HANGS)
     thread.start()
     thread.join(min(_SILENT_S, limit_s))
     if thread.is_alive():

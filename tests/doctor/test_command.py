@@ -5,13 +5,16 @@ is broken; ranks name wrong sums, wrong compiled gradients and a slow training
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from megamix.cli import main
 from megamix.doctor import cards, command, host
+from megamix.doctor.finding import HANGS
 
 
 def test_the_page_and_json_say_the_same(
@@ -51,3 +54,24 @@ def test_nothing_is_measured_where_torch_does_not_load(
     out = capsys.readouterr().out
     assert "BROKEN torch           ends with 1 (expected: 2.11 or newer)\n" in out
     assert "-      all else        does not apply: torch does not load\nNOT fit: mend what is BROKEN: " in out
+
+
+def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, ended = threading.Event(), list[int]()
+    monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
+    monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
+    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        main(["doctor"])
+    finally:
+        end.set()
+        for thread in threading.enumerate():
+            if thread.name == HANGS:
+                thread.join()
+    assert ended == [1]
+    lines = capsys.readouterr().out.splitlines()
+    assert "BROKEN answer file system none in 0 s (expected: an answer)" in lines
+    assert lines[-1].startswith("NOT fit")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megamix.doctor import cards, host
-from megamix.doctor.finding import Finding, expected, found, not_here, run_check, summary
+from megamix.doctor.finding import HANGS, Finding, expected, found, not_here, run_check, summary
 
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "driver_version": "580.95", "power.default_limit": 700.0, "power.limit": 700.0,
@@ -230,6 +230,9 @@ def test_a_check_that_raises_or_hangs_is_a_finding(capsys: pytest.CaptureFixture
     end = threading.Event()
     (one,) = run_check("disk", lambda: [] if end.wait() else [found("disk", "?", False)], limit_s=0.01)
     end.set()
+    for thread in threading.enumerate():
+        if thread.name == HANGS:
+            thread.join()
     assert (one.verdict, one.seen) == ("broken", "none in 0 s")
     assert capsys.readouterr().err == "megamix doctor: disk, at most 0 s\n"
 
