@@ -6,17 +6,20 @@ What is computed stays the same, bit for bit.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from megamix.comm.collectives import Pending
+
+_MOST_THREADS = 256  # what is launched while as many are under way is seen to arrive late
 
 Instant = Any  # of the host: seconds; of a GPU: an event
 
@@ -47,6 +50,7 @@ class Timeline:
     def __init__(self, device: torch.device):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._watched: list[_Watched] = []
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # each is made when it has something to do
         # Waits for transfers beside the stream that computes.
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._begin = self._now()
@@ -57,14 +61,11 @@ class Timeline:
         self._watched.append(watched)
         pending.noted = partial(self._noted, watched)
         if self._stream is None:
-            arrival = _Arrival(pending.works, watched)
-            arrival.start()
-            pending.works = [arrival]
+            arrival = self._threads.submit(self._arrive, watched, pending.works)
+            pending.works = [SimpleNamespace(wait=arrival.result)]  # which raises what a thread has met
         else:
             with torch.cuda.stream(self._stream):
-                for work in pending.works:
-                    work.wait()
-                watched.landed = self._now()
+                self._arrive(watched, pending.works)
 
     def transfers(self) -> list[Transfer]:
         """Return what has become of them, in the order of their launches; all must have been waited for. Waits for the
@@ -79,6 +80,11 @@ class Timeline:
             )
             for one in self._watched
         ]  # fmt: skip
+
+    def _arrive(self, watched: _Watched, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait()
+        watched.landed = self._now()
 
     @contextmanager
     def _noted(self, watched: _Watched) -> Iterator[None]:
@@ -96,24 +102,3 @@ class Timeline:
     def _s(self, start: Instant, end: Instant) -> float:
         seconds: float = start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
         return seconds
-
-
-class _Arrival(threading.Thread):
-    """Waits for works in the place of whoever has launched them, and notes when they have arrived."""
-
-    def __init__(self, works: Sequence[Any], watched: _Watched):
-        super().__init__(name="arrival", daemon=True)
-        self._works, self._watched, self._error = works, watched, list[Exception]()
-
-    def run(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except Exception as error:  # a peer died: told to the one who waits
-            self._error = [error]
-        self._watched.landed = time.perf_counter()
-
-    def wait(self) -> None:
-        self.join()
-        for error in self._error:
-            raise error

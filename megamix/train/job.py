@@ -181,8 +181,8 @@ def _supervised(job: Job) -> Iterator[None]:
     try:
         if world.group is not None:
             roll = RollCall(side_store(world), world.rank, world.size)
-        job.together = Together.apart(world, SAVE_TIMEOUT_S)
         with Watchdog(roll, job.config.parallelism.timeout_s, job.status, job.leave, job.launcher, job.position):
+            job.together = Together.apart(world, SAVE_TIMEOUT_S)  # watched: connecting may take that long, too
             # Nobody leaves before the first rank has written all: torchrun ends the ranks some time after the first one
             # that left early, and the watchdog takes one that has left for dead.
             try:

@@ -48,7 +48,7 @@ def test_a_transfer_lands_when_it_has_arrived_and_is_waited_for_from_when_it_is_
     (arrival,) = summed.works
     now["s"] = 12.0
     work.end.set()
-    arrival.join()
+    arrival.wait()
     now["s"] = 15.0
     summed.wait()
     now["s"] = 20.0

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -138,6 +138,8 @@ def _answer_cuda() -> None:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "Event": Event,
+        "Stream": lambda device=None: object(),  # what is put on one is done at once
+        "stream": lambda stream: nullcontext(),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megamix import tuned
 from megamix.checkpoint import load
+from megamix.checkpoint.together import Together
 from megamix.cli import main
 from megamix.config import RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
@@ -264,7 +266,13 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
             seen.append(Watched.place())
             yield chunk
 
-    verified_chunks = load.verified_chunks
+    def apart(*arguments: Any) -> Together:
+        watched.append("watchdog" in {thread.name for thread in threading.enumerate()})
+        return connect(*arguments)
+
+    watched: list[bool] = []
+    connect, verified_chunks = Together.apart, load.verified_chunks
+    monkeypatch.setattr(Together, "apart", apart)
     monkeypatch.setattr(job, "Job", Watched)
     monkeypatch.setattr(job, "drawn", noting(job.drawn))
     monkeypatch.setattr(load, "verified_chunks", chunks)
@@ -275,6 +283,7 @@ def test_a_start_moves_with_each_parameter_that_it_draws_and_each_piece_that_it_
         assert len({*seen}) == len(seen) > 4
         assert {place.doing for place in seen} == {"the start"}
         seen.clear()
+    assert watched == [True, True]
 
 
 def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_path, monkeypatch) -> None:
