@@ -24,7 +24,6 @@ from megamix.supervise.console import drop_unwritten
 
 GPU_LIMIT_S, CPU_LIMIT_S = 600.0, 180.0  # of the whole: what may take longer is left out
 _HOST_LIMIT_S = 60.0  # of a check of the machine
-_PORT = 29500  # MASTER_PORT, unless it is set
 _NODES_LIMIT_S = 240.0
 _MOMENT_S = 15.0  # for ranks that are out of time to be ended
 
@@ -74,7 +73,7 @@ def _nodes() -> Iterator[Finding]:
 def examine(folder: Path) -> Iterator[Finding]:
     """Yield what every check says, as it becomes known."""
     start_s = time.monotonic()
-    seen, facts = list[cards.Card](), dict[str, Any]()
+    seen, facts, port = list[cards.Card](), dict[str, Any](), int(os.environ.get("MASTER_PORT", "29500"))
 
     def about_cards() -> list[Finding]:
         told, problem = cards.probe_cards()
@@ -93,7 +92,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "processes": lambda: [host.judge_limit("processes", resource.getrlimit(resource.RLIMIT_NPROC)[0])],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
-        "ports": lambda: host.judge_ports(*host.probe_ports(_PORT), _PORT),
+        "ports": lambda: host.judge_ports(*host.probe_ports(port), port),
         "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
         "file system": lambda: host.judge_disk(host.probe_disk(folder)),
         "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],

@@ -6,36 +6,48 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from megamix.cli import main
 from megamix.doctor import cards, command, host
 from megamix.doctor.finding import HANGS
 
+probe_torch = cards.probe_torch
 
-def test_the_page_and_json_say_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    doctor = ["doctor", "--folder", str(tmp_path)]
+
+@pytest.fixture
+def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A sound machine without cards, and no time to measure it."""
+    facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "cudnn": 0, "problem": "", "cards": [], "apart": []}
+    probes = {
+        "disk": lambda folder: host.DiskTrial(folder, 10**12, 1e9, {}), "memory": lambda: 1 << 40,
+        "hostname": lambda: ("node7", {"10.0.0.7": True}), "ports": lambda port: ("", ""), "compiler": lambda name: "",
+    }  # fmt: skip
+    for name, probe in probes.items():
+        monkeypatch.setattr(host, f"probe_{name}", probe)
+    monkeypatch.setattr(cards, "probe_torch", lambda: facts)
+    monkeypatch.setattr(cards, "probe_pci", lambda: 0)
+    monkeypatch.setattr(cards, "ask_driver", lambda *_: ([], "there is no nvidia-smi"))
     monkeypatch.setattr(command, "CPU_LIMIT_S", 0.0)
-    monkeypatch.setattr(host, "probe_ports", lambda port: ("", ""))  # another program's
-    assert main(doctor) == 0
+    monkeypatch.setattr(resource, "getrlimit", lambda number: (65536, 65536))
+
+
+@pytest.mark.usefixtures("sound")
+def test_the_page_and_json_say_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["doctor", "--folder", "/runs"]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    assert f"{tmp_path}: nothing refused" in "\n".join(lines)
-    assert any(
-        line.startswith("-      verify          does not apply: no time is left: it may take 60 s of 0")
-        for line in lines
-    )
+    assert "ok     file system     /runs: nothing refused (expected: nothing refused)" in lines
+    assert "-      verify          does not apply: no time is left: it may take 60 s of 0" in lines
     assert last.startswith("fit to train: ")
 
-    facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "cudnn": 0, "problem": "", "cards": [], "apart": []}
-    monkeypatch.setattr(cards, "probe_torch", lambda: facts)
     monkeypatch.setattr(host, "probe_compiler", lambda name: f"{name} is not on PATH")
-    assert main([*doctor, "--json"]) == 1
+    assert main(["doctor", "--json"]) == 1
     page = json.loads(capsys.readouterr().out)
     assert page["fit"] is False
     (broken,) = [one for one in page["checks"] if one["verdict"] == "broken"]
@@ -46,23 +58,34 @@ def test_the_page_and_json_say_the_same(
     assert [one["check"] for one in page["checks"]] == told
 
 
+def test_torch_tells_its_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(cards._FACTS)
+    facts = json.loads(capsys.readouterr().out)
+    assert {*facts} == {"torch", "cuda", "nccl", "cudnn", "problem", "cards", "apart"}
+    assert facts["torch"] == torch.__version__
+    assert len(facts["cards"]) == torch.cuda.device_count()
+
+
+@pytest.mark.usefixtures("sound")
 def test_nothing_is_measured_where_torch_does_not_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "false")
+    monkeypatch.setattr(cards, "probe_torch", probe_torch)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "BROKEN torch           ends with 1 (expected: 2.11 or newer)\n" in out
     assert "-      all else        does not apply: torch does not load\nNOT fit: mend what is BROKEN: " in out
 
 
+@pytest.mark.usefixtures("sound")
 def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end, ended = threading.Event(), list[int]()
     monkeypatch.setattr(cards, "probe_torch", lambda: {"problem": "does not load"})
     monkeypatch.setattr(host, "probe_disk", lambda folder: end.wait() and None)
-    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)
+    monkeypatch.setattr(command, "_HOST_LIMIT_S", 0.5)  # the others look at nothing
     monkeypatch.setattr(os, "_exit", ended.append)
     try:
         main(["doctor"])
