@@ -41,7 +41,7 @@ class Clock:
         try:
             if not self.enabled:
                 yield
-            elif self._on_gpu:  # pragma: CUDA only
+            elif self._on_gpu:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
                 yield

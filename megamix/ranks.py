@@ -174,7 +174,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Gloo's greetings would mix into a report
     else:
         torch.set_num_threads(1)
-    if on_gpus:  # pragma: CUDA only
+    if on_gpus:
         torch.cuda.set_device(rank)
     held: list[object] = []
     while (request := pipe.recv()) is not None:

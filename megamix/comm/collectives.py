@@ -148,7 +148,7 @@ class _ManyRanks(Collectives):
         return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self.scratch.device)).all())
 
 
-class NcclCollectives(_ManyRanks):  # pragma: CUDA only
+class NcclCollectives(_ManyRanks):
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
@@ -286,7 +286,7 @@ def make_collectives(
     if axis.group is None:
         return Collectives(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
-    if axis.group._get_backend(device).name() == "nccl":  # pragma: CUDA only
+    if axis.group._get_backend(device).name() == "nccl":
         return NcclCollectives(axis, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
     return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
 

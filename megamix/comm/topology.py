@@ -223,7 +223,7 @@ def local_device() -> torch.device:
     """Return the GPU that LOCAL_RANK names, or the CPU where torch sees no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # pragma: CUDA only
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def side_store(world: Axis) -> Store:
@@ -243,7 +243,7 @@ def start_ranks(device: torch.device, timeout_s: float) -> None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
-    if device.type == "cuda":  # pragma: CUDA only
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",

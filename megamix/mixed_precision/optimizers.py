@@ -37,7 +37,7 @@ def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
     if len(table) == 1:
         return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
     host = torch.tensor(table, dtype=torch.float32)
-    if device.type == "cuda":  # pragma: CUDA only
+    if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
 

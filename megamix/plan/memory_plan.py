@@ -214,7 +214,7 @@ def memory_line(config: Config, engine: ShardedEngine) -> str:
     tensors that the interpreter knows are counted, and compared with what was planned to be held between steps.
     """
     topology, on_gpu, spare = engine.topology, engine.device.type == "cuda", 0
-    if on_gpu:  # pragma: CUDA only
+    if on_gpu:
         plan = plan_rank(config, topology.dp.size, topology.pp.rank, "gpu")
         planned = plan.peak - plan.held.get(EVALUATION, 0)  # none has been yet
         what, measured = f"peak ({plan.peak_phase})", torch.cuda.max_memory_allocated()

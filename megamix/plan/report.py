@@ -20,7 +20,7 @@ RESERVED = 2 * 2**30
 
 def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | None, as_json: bool) -> Iterator[str]:
     """Yield what to print. `limit`: bytes that tensors may take; None: what this machine's GPU has, if it has one."""
-    if limit is None and machine == "gpu" and torch.cuda.is_available():  # pragma: CUDA only
+    if limit is None and machine == "gpu" and torch.cuda.is_available():
         limit = torch.cuda.get_device_properties(0).total_memory - RESERVED
     plan = plan_memory(config, dp_size, machine)
     if not as_json:

@@ -270,7 +270,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
     """Return two lines that say what runs where, so that a log explains itself."""
     topology = engine.topology
     machine = "CPU, Gloo"
-    if device.type == "cuda":  # pragma: CUDA only
+    if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     numel = parameter_count(config.model)

@@ -28,7 +28,7 @@ from megamix.train.metrics import FIRST_EXPONENT, LAST_EXPONENT, LayerPrecision,
 
 def peak_memory_gib(device: torch.device) -> float:
     """Peak of this rank: allocated on its GPU, or resident on the host where it computes there."""
-    if device.type == "cuda":  # pragma: CUDA only
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
@@ -144,14 +144,14 @@ class Readout:
         self._slots[slot].copy_(values, non_blocking=True)
         self._names[slot] = result.recorded.names
         event = self._events[slot]
-        if event is not None:  # pragma: CUDA only
+        if event is not None:
             event.record()
 
     def read(self, attempt: int) -> Outcome:
         """Return what was written for an attempt, of the last `lag`; waits until its step has ended on the device."""
         slot = attempt % len(self._slots)
         event = self._events[slot]
-        if event is not None:  # pragma: CUDA only
+        if event is not None:
             event.synchronize()
         sizes = [len(_SCALARS), 1, 2 * self._num_pieces, 2 * len(self._names[slot])]
         scalars, num_values, *tables = torch.split(self._slots[slot].clone(), sizes)  # the slot is written again

@@ -79,7 +79,7 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> list[Obser
 
 def rank_device() -> torch.device:
     """Return what this rank computes on: the GPU that its pool has given it, or the CPU."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":  # pragma: CUDA only
+    if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

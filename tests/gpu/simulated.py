@@ -42,7 +42,7 @@ def _told(kind: bytes, what: bytes) -> int:
 
 def note_wait(what: str) -> int:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not (_is_ours(frame) and "/tests/gpu/" not in frame.f_code.co_filename):
+    while frame is not None and not _is_ours(frame):
         frame = frame.f_back
     file = frame.f_code.co_filename if frame is not None else "backward"
     place = file if frame is None else f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {frame.f_code.co_name}"
@@ -51,7 +51,8 @@ def note_wait(what: str) -> int:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(f"{ROOT}/") and "site-packages" not in frame.f_code.co_filename
+    file = frame.f_code.co_filename
+    return file.startswith(f"{ROOT}/") and "site-packages" not in file and file != __file__
 
 
 _library.on_told(_told)

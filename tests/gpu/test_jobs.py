@@ -1,6 +1,6 @@
 """Whole jobs on simulated GPUs: 50 steady steps make the host wait for the device in the readout alone, and each of
-twelve planted waits is told; a run that a signal ends goes on to the bits of one that none ended, and can be evaluated
-and exported; a rank that hangs is named.
+twelve planted waits is told; a run that a signal ends goes on to the bits of one that none ended, and can be planned,
+evaluated and exported; a rank that hangs is named.
 """
 
 from __future__ import annotations
@@ -8,10 +8,12 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,27 +26,21 @@ from tests.supervise import test_signals, test_watchdog
 from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, write_data
 from tests.train.outcome import differences, end_of
 
-Waits = Counter[tuple[str, str]]
-FIRST, STEPS = 4, 50
-READOUT = "synchronize of an event", "megamix/train/report.py"
+FIRST, STEADY = 4, 50
+READOUT = "synchronize of an event at megamix/train/report.py"
 
 
-def _steady_waits(config: Config) -> list[str]:
-    """Return what has made the host wait for the device within STEPS attempts of a job, but for the readout."""
-    from tests.gpu import simulated
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    write_data(folder)
+    return folder
 
-    seen: list[Waits] = []
 
-    def note(plan: BatchPlan) -> None:
-        if plan.launched in (FIRST, FIRST + STEPS):
-            seen.append(simulated.waits.copy())
-
-    with attempts_recorded(Record(), note):
-        run_on_ranks(config)
-    before, after = seen
-    waits = after - before
-    assert sum(count for (what, place), count in waits.items() if what == READOUT[0] and READOUT[1] in place) == STEPS
-    return [f"{what} at {place}" for what, place in waits if what != READOUT[0] or READOUT[1] not in place]
+def _synchronize() -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
 
 
 PLANTS: dict[str, Callable[[Tensor], Any]] = {
@@ -63,66 +59,70 @@ PLANTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _synchronize() -> None:
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()
+def _waits(config: Config) -> list[Counter[str]]:
+    """Return what has made the host wait for the device, and where, in STEADY attempts of a job, and in as many more as
+    there are plants, one in each.
+    """
+    from tests.gpu import simulated
 
+    right, begins, seen = Trainer._try, (FIRST, FIRST + STEADY, FIRST + STEADY + len(PLANTS)), []
 
-def _planted_waits(config: Config) -> list[str]:
-    right, plants = Trainer._try, iter(PLANTS.values())
+    def note(plan: BatchPlan) -> None:
+        if plan.launched in begins:
+            seen.append(Counter({f"{what} at {place}": count for (what, place), count in simulated.waits.items()}))
 
-    def wrong(self: Trainer, attempt: Attempt) -> None:
+    def plant(self: Trainer, attempt: Attempt) -> None:
         right(self, attempt)
-        if attempt.number >= FIRST and (plant := next(plants, None)) is not None:
-            plant(torch.ones(3, device=self.device))
+        if attempt.number >= begins[1]:
+            [*PLANTS.values()][(attempt.number - begins[1]) % len(PLANTS)](torch.ones(3, device=self.device))
 
-    with mock.patch.object(Trainer, "_try", wrong):
-        return _steady_waits(config)
+    with attempts_recorded(Record(), note), mock.patch.object(Trainer, "_try", plant):
+        run_on_ranks(config)
+    return [behind - before for before, behind in pairwise(seen)]
 
 
-def _steady_job(folder: Path) -> Config:
-    write_data(folder / "data")
-    return tiny_job(
-        folder,
-        data={"valid": None},
+def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, data: Path, tmp_path: Path) -> None:
+    config = tiny_job(
+        tmp_path,
+        data={"train": str(data / "train"), "valid": None},
         precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}},
-        training={"steps": FIRST + STEPS + 1, "eval_interval": 0},
+        training={"steps": FIRST + STEADY + len(PLANTS) + 1, "eval_interval": 0},
         metrics={"log_interval": 1000},
     )
-
-
-def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, tmp_path: Path) -> None:
-    assert gpu_ranks(_steady_waits, 2, _steady_job(tmp_path)) == [[], []]
-
-
-def test_each_planted_wait_is_told(gpu_ranks, tmp_path: Path) -> None:
-    (told,) = gpu_ranks(_planted_waits, 1, _steady_job(tmp_path))
-    assert [kind for kind in PLANTS if not any(line.startswith(kind) for line in told)] == []
+    for steady, planted in gpu_ranks(_waits, 2, config):
+        assert [(wait.startswith(READOUT), count) for wait, count in steady.items()] == [(True, STEADY)], steady
+        assert [kind for kind in PLANTS if not any(wait.startswith(f"{kind} at tests/") for wait in planted)] == []
 
 
 def _use(run: Path, out: Path) -> list[int]:
     """Return the exit statuses of what is done with a run behind its end."""
-    return [main(["evaluate", str(run), "--stride", "32"]), main(["export", str(run), "--to", "hf", str(out)])]
+    verbs = (
+        ["plan", f"{run}/config.toml"],
+        ["evaluate", f"{run}", "--stride", "32"],
+        ["export", f"{run}", "--to", "hf"],
+    )
+    return [main([*verb, str(out)] if "export" in verb else verb) for verb in verbs]
 
 
-def test_a_run_that_a_signal_ends_goes_on_to_the_bits_of_one_that_none_ended(gpu_ranks, tmp_path: Path) -> None:
-    write_data(tmp_path / "data")
+def test_a_run_that_a_signal_ends_goes_on_to_the_bits_of_one_that_none_ended(
+    gpu_ranks, data: Path, tmp_path: Path
+) -> None:
+    configs = []
     for name in ("whole", "asked"):
         (tmp_path / name).mkdir()
-    whole, asked = (test_signals._config(tmp_path / name, tmp_path / "data") for name in ("whole", "asked"))
+        configs.append(test_signals._config(tmp_path / name, data))
+    whole, asked = configs
     assert gpu_ranks(test_signals._outcome, 2, whole) == ["finished"] * 2
     said = gpu_ranks(test_signals._asked, 2, asked, "validating", 1, 0, signal.SIGTERM, seed=1)
     assert all("(SIGTERM): ended after update" in each.outcome for each in said)
     assert gpu_ranks(test_signals._outcome, 2, asked, seed=2) == ["finished"] * 2
     assert differences(end_of(tmp_path / "asked"), end_of(tmp_path / "whole")) == []
-    assert gpu_ranks(_use, 1, tmp_path / "asked/run", tmp_path / "hf") == [[0, 0]]
+    assert gpu_ranks(_use, 1, tmp_path / "asked/run", tmp_path / "hf") == [[0, 0, 0]]
 
 
-def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, tmp_path: Path) -> None:
-    write_data(tmp_path / "data")
+def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, data: Path, tmp_path: Path) -> None:
     with processes_with_gpus():
-        ranks = test_watchdog._start(tmp_path / "hangs", tmp_path / "data", test_watchdog._asleep, 1, 5.0)
+        ranks = test_watchdog._start(tmp_path / "hangs", data, test_watchdog._asleep, 1, 5.0)
     end = test_watchdog._ended(ranks)
     assert "NCCL" in ranks.said(0)
     assert end.statuses == [1, 1]
