@@ -40,7 +40,8 @@ def examine_nodes() -> list[Finding]:
         findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
         start_ranks(local_device(), _LIMIT_S)
         findings += measure_links(store, rank, size, _LIMIT_S)
-        dist.destroy_process_group()
+        if size > 1:
+            dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         findings.append(found("reached", str(error).partition("\n")[0], True))
     return findings

@@ -222,8 +222,8 @@ def train_rate(work: Work, side: str, steps: int) -> float:
 
 def seconds_by_distance(numel: int) -> list[float]:
     """Return what this rank waited for the bytes of the rank 1, 2, ... before it, while all send at once."""
-    rank, size, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    mine, theirs = (torch.zeros(numel, dtype=torch.uint8, device=device) for _ in range(2))
+    world = Topology.current().world
+    mine, theirs = (torch.zeros(numel, dtype=torch.uint8, device=rank_device()) for _ in range(2))
 
     def exchange(to: int, source: int) -> None:
         operations = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, theirs, source)]
@@ -231,7 +231,8 @@ def seconds_by_distance(numel: int) -> list[float]:
             work.wait()
 
     taken = []
-    for distance in range(1, size):
+    for distance in range(1, world.size):
         dist.barrier()
-        taken.append(seconds_of(partial(exchange, (rank + distance) % size, (rank - distance) % size), 3))
+        to, source = ((world.rank + way * distance) % world.size for way in (1, -1))
+        taken.append(seconds_of(partial(exchange, to, source), 3))
     return taken

@@ -4,6 +4,7 @@ apart or whose name is no address, and the slowest link
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -133,3 +134,15 @@ def test_who_cannot_meet_the_first_rank_is_told(
     first, fix, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("BROKEN reached")
     assert "open MASTER_PORT" in fix
+
+
+def test_one_rank_alone_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(nodes, "probe_hostname", lambda: HERE)
+    assert main(["doctor", "--nodes"]) == 0
+    out = capsys.readouterr().out
+    assert "ok     reached         1 rank(s) on 1 machine(s) (expected: every rank)\n" in out
+    assert "-      slowest link    does not apply: there is one rank\n" in out

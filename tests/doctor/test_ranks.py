@@ -4,8 +4,9 @@ compiled gradient, a slow link, card, copy, product, layout or training
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from megamix.bench import update_bench
 from megamix.bench.sides import Work
 from megamix.comm.collectives import GlooCollectives, Pending
-from megamix.config import ModelConfig
+from megamix.config import Config, ModelConfig
 from megamix.doctor import measured, ranks
 from megamix.doctor.finding import Finding, expected
 from megamix.doctor.ranks import DeviceRates
+from megamix.verify.judge import Verdict
+from megamix.verify.layouts import Layout
 from tests.doctor.test_machine import with_cards
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -144,3 +147,45 @@ def test_a_sound_card_is_ok() -> None:
     assert measured.judge_wire([{"all-gather": 1.0}], on_gpus=True).verdict == "does not apply"
     assert measured.layouts_of(1) == ["dp1"]
     assert measured.layouts_of(8) == ["dp8", "dp4tp2", "dp2tp2pp2"]
+
+
+ANSWERS: dict[str, Any] = {
+    "sums_off": {"sum of float16": 0.5}, "wire_rates": {"all-gather": 90e9}, "device_rates": CARD,
+    "waits": {"waits in two steps": 0.0}, "captured_off": {"loss 0": 0.0}, "norms_off": {"the input": 0.1},
+    "update_share": 0.95,
+}  # fmt: skip
+
+
+class Pool:
+    """Ranks that have measured."""
+
+    def __init__(self, size: int, *, on_gpus: bool):
+        self.size = size
+
+    def call(self, function: Callable[..., Any], *args: Any, deadline_s: float) -> list[Any]:
+        inspect.signature(function).bind(*args)
+        assert 0 < deadline_s <= 210
+        answer = GOOD.get(args[1]) if function is ranks.train_rate else ANSWERS[function.__name__]
+        return [answer] * self.size
+
+    def close(self) -> None:
+        pass
+
+
+def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verified(config: Config, layout: Layout, pool: Pool, deadline_s: float) -> Verdict:
+        assert layout.world_size == pool.size == 8
+        assert 0 < deadline_s <= 20
+        return Verdict(worst={"gradient": 0.3 if layout.name == "dp8" else 40.0})
+
+    monkeypatch.setattr(measured, "RankPool", Pool)
+    monkeypatch.setattr(measured, "verify_layout", verified)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with ExitStack() as stack:
+        examined = measured.checks([H100] * 8, stack).items()
+        findings = {one.check: one for _, (check, limit_s) in examined if check for one in check(limit_s)}
+    wrong = {check: one.seen for check, one in findings.items() if one.verdict != "ok"}
+    off = "gradient is off by 40 bounds"
+    assert wrong == {"train 124 M": wrong["train 124 M"], "verify dp4tp2": off, "verify dp2tp2pp2": off}
+    assert {"host waits", "CUDA graph", "compiled norms", "update", "wire", "copy", "train 1.3 B"} <= {*findings}
+    assert sum(limit_s for _, (_, limit_s) in examined) < 800
