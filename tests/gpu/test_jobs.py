@@ -1,10 +1,11 @@
 """Whole jobs on simulated GPUs: 50 steady steps make the host wait for the device in the readout alone, and each of
 twelve planted waits is told; a run that a signal ends goes on to the bits of one that none ended, and can be planned,
-evaluated and exported; a rank that hangs is named.
+evaluated and exported; a rank that hangs is named; one that saves and profiles keeps to its own GPU.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -127,3 +128,18 @@ def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, data: Path, tmp_path
     assert "NCCL" in ranks.said(0)
     assert end.statuses == [1, 1]
     assert test_watchdog._verdict(test_watchdog._asleep, 1) in end.status["reason"]
+
+
+def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gpu(gpu_ranks, tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    config = tiny_job(
+        tmp_path,
+        data={"valid": None},
+        training={"steps": 4, "eval_interval": 0},
+        checkpoint={"save_interval": 2},
+        profiling={"start_step": 1, "num_steps": 2},
+    )
+    gpu_ranks(run_on_ranks, 2, config)
+    assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {row["communication/attempt"] for row in rows if "communication/bucket" in row} == {1, 2}
