@@ -248,7 +248,7 @@ def _prepare(arguments: argparse.Namespace) -> Iterator[str]:
             max_bad_records=arguments.max_bad_records,
         )
         corpus = input_corpus(arguments.input, arguments.split) if arguments.input else named_corpus(arguments.corpus)
-        yield prepare_corpus(corpus, arguments.output, request).summary()
+        yield prepare_corpus(corpus, arguments.output, request).summary() + corpus.passed_over
     except OSError as error:  # the disk, or memory
         raise ValueError(f"{error}; correct that and run the same command again: it continues") from error
 

@@ -50,6 +50,16 @@ def says(cell: str, field: FieldInfo) -> bool:
     return (tuple(value) if isinstance(value, list) else value) == field.default
 
 
+def test_the_table_of_other_libraries_names_keys_that_are_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    section = text.split("## From Megatron-LM, DeepSpeed and torchtitan\n")[1].partition("\n## ")[0]
+    ours = re.findall(r"\| ([^|]+) \|$", section, re.MULTILINE)
+    named = re.findall(r"`(\w+[\w.]*\.\w+)`", " ".join(ours))
+    assert len(named) >= 30
+    there = {f"{heading.strip('[]')}.{key}" for heading, table in TABLES.items() for key in table.model_fields}
+    assert [key for key in named if key not in there] == []
+
+
 @pytest.mark.parametrize("heading", TABLES)
 def test_page_names_every_key_with_its_default(heading: str) -> None:
     fields = {key: field for key, field in TABLES[heading].model_fields.items() if field.default != {}}  # a table

@@ -33,6 +33,8 @@ class Checkpoints:
     """
 
     def __init__(self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0):
+        if not isinstance(engine, ShardedEngine):
+            raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine that trains it")
         self._engine, self._folder = engine, Path(folder).absolute()
         self._together = Together.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)

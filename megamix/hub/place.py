@@ -19,7 +19,7 @@ def find_model(path: Path) -> Path:
     """
     if is_hugging_face(path) or (path / MANIFEST).is_file():
         return path
-    if found := checkpoints(path / CHECKPOINTS):
+    if found := checkpoints(path / CHECKPOINTS) or checkpoints(path):
         return found[0]
     is_there = "holds no model" if path.is_dir() else "is no folder"
     raise ValueError(

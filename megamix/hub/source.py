@@ -134,6 +134,9 @@ def open_source(path: Path) -> Source:
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:
+    if not (checkpoint.manifest.run.config or checkpoint.manifest.weights_only):
+        other = "`megamix checkpoint export` hands on its weights"
+        raise ValueError(f"{checkpoint.path} is a checkpoint of the library, without [model]; {other}")
     try:
         tables = checkpoint.manifest.run.tables()
         keys = tables.get("model", {})

@@ -42,6 +42,8 @@ class ShardedEngine:
     and over `grad_accum_steps` calls of `backward` per `step`, by weight. `clip_grad`: largest global norm; 0 is off.
     """
 
+    __reduce__ = settings.refuse_copy
+
     def __init__(
         self,
         model: nn.Module,
@@ -207,9 +209,8 @@ class ShardedEngine:
             coefficients = self.optimizer.coefficients(update.double())
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
         for k in self.param_gather.order_of_need:
-            half_shard = self.param_gather.half_shards[k]
             with self.clock.span("update"):
-                update_shard(cuts[k], grad_shards[k], self.master_shard, k, half_shard, scalars)
+                update_shard(cuts[k], grad_shards[k], self.master_shard, k, self.param_gather.half_shards[k], scalars)
             self.param_gather.launch(k)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf

@@ -189,7 +189,7 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
-        raise ValueError("the model has no trainable parameter: every requires_grad is False")
+        raise ValueError("the model has no trainable parameter: it has none, or every requires_grad is False")
     if bucket_size is None:
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), axis_sizes[0])
     if bucket_size < 1:

@@ -26,13 +26,13 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def single_device(model: nn.Module) -> torch.device:
-    """Return where the model lies. Raises: ValueError if that is more than one device."""
+    """Return where the model lies; one without a tensor anywhere. Raises: ValueError if on more than one device."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1:
+    if len(devices) > 1:
         raise ValueError(
             f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
         )
-    return devices.pop()
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def describe_params(

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -103,6 +103,11 @@ class Optimizer:
     lr: float | Sequence[float]
     weight_decay: float = 0.0
     groups: tuple[ParamGroup, ...] = ()
+
+    def __new__(cls, *params: object, **settings: object) -> Self:
+        if params:
+            raise TypeError(f"{cls.__name__} takes settings by name, and no parameters: write {cls.__name__}(lr=1e-3)")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for group in self.groups:

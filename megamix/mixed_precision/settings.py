@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ _INSTEAD = {
     "step() for the norm",
     "train": "call engine.module.train()",
     "eval": "call engine.module.eval()",
+    "save": "call megamix.Checkpoints(engine, folder).save({}) on every rank",
+    "load": "call megamix.Checkpoints(engine, folder).load() on every rank",
     "no_sync": "set grad_accum_steps: gradients travel in the last backward() of a step alone",
 }
 
@@ -116,6 +118,14 @@ def attribute_error(name: str) -> AttributeError:
     """Return what is raised for an attribute that the engine does not have."""
     instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
     return AttributeError(f"ShardedEngine has no attribute {name!r}{instead}")
+
+
+def refuse_copy(engine: object) -> NoReturn:
+    """Raises: TypeError, for copy, deepcopy and pickle."""
+    raise TypeError(
+        "an engine is neither copied nor pickled, for it belongs to its module and ranks. Save it by "
+        "megamix.Checkpoints(engine, folder); to copy weights take deepcopy(engine.module) or engine.full_weights()"
+    )
 
 
 def check_arguments(

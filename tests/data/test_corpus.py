@@ -46,12 +46,17 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(
     others = ("README.md", "infos.json.zst", "a.csv", "x.jsonl", *(f"{n}.py" for n in range(7)))
     write_files(tmp_path, "data/x.parquet", *others)
     monkeypatch.setitem(sys.modules, "zstandard", None)  # which what is passed over does not need
+    size = sum((tmp_path / name).stat().st_size for name in others)
     assert names(tmp_path) == ["data/x.parquet"]
     assert [record.getMessage() for record in caplog.records] == [
         f"--input '{tmp_path}': files beside Parquet or Arrow are passed over: "
-        "0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py, README.md and 3 more"
+        "a.csv, 0.py, 1.py, 2.py, 3.py, 4.py, 5.py, 6.py and 3 more"
     ]
     assert names(tmp_path, tmp_path / "README.md")[-1] == "README.md"
+    alone, named = (input_corpus([str(tmp_path), *more]) for more in ([], [str(tmp_path / "README.md")]))
+    assert alone.passed_over.startswith(f"; 11 files ({size} bytes) were passed over: name one by --input")
+    assert named.passed_over.startswith("; 10 files (")
+    assert alone.outside(tmp_path / "a").passed_over == alone.passed_over
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", gzip.compress(b"text", mtime=0), b"\x7fELF\2\1\1\0"])

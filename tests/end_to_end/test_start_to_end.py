@@ -140,17 +140,20 @@ def test_every_command_of_the_page_runs(
     assert first_loss < math.log(imported) + 0.5, "it begins where the imported model stood"
 
 
-# Of the README's commands: what CI does less of, and what its capitals stand for.
+# Of the README's job and commands: what CI does less of, and what its capitals stand for.
+JOB_SMALLER = {
+    "configs/quickstart.toml": "small.toml",
+    "vocab_size = 32000": "vocab_size = 400",
+    "steps = 1000": "steps = 80" if FULL else "steps = 2",
+}
 README_SMALLER = {
-    "training.steps=1000": "training.steps=80" if FULL else "training.steps=2",
     "dp2,dp4": "dp2,dp4" if FULL else "dp1",
     "--vocab-size 32000": "--vocab-size 400",
     "--world 64": "--world 4",
     "import HF_DIR": "import OUT",
 }
-# The quickstart's configuration, and a user's: a small model on a small text.
+# The quickstart's configuration, on which the job stands: a small model.
 CONFIG_SMALLER = {
-    "vocab_size = 2048": "vocab_size = 2048" if FULL else "vocab_size = 400",  # what the quickstart's texts need
     "seq_len = 256": "seq_len = 32",
     "hidden_size = 192": "hidden_size = 48",
     "num_layers = 4": "num_layers = 2",
@@ -170,15 +173,12 @@ def test_every_command_of_the_readme_runs(
 ) -> None:
     monkeypatch.chdir(clone.root)
     config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
-    Path("job.toml").write_text(config.replace("runs/quickstart", "runs/job"), encoding="utf-8")
+    Path("small.toml").write_text(config, encoding="utf-8")
     Path("my_texts").symlink_to("docs")
-    if not FULL:  # what launch/quickstart.sh leaves; test_pretrain.py runs it
-        Path("configs/quickstart.toml").write_text(config, encoding="utf-8")
-        clone.run(
-            "megamix prepare --input docs --output runs/data/stdlib --vocab-size 400 --valid-fraction 0.2", capsys
-        )
-        clone.run("megamix train configs/quickstart.toml", capsys)
-    (commands,) = re.findall(r"^```\n(\./launch/pretrain\.sh .*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    ((job, commands),) = re.findall(
+        r"^```toml\n(.*?)^```$.*?^```\n(megamix doctor .*?)^```$", README, flags=re.MULTILINE | re.DOTALL
+    )
+    Path("job.toml").write_text(_small(job, JOB_SMALLER), encoding="utf-8")
     said: dict[str, str] = {}
     for line in _small(commands, README_SMALLER).splitlines():
         command = line.partition("  #")[0].strip()
@@ -189,7 +189,7 @@ def test_every_command_of_the_readme_runs(
 
     assert "no problems; 1 rank" in said["megamix train job.toml --check"]
     assert "4 rank" in said["megamix plan job.toml --world 4"]
-    assert "perplexity" in said["megamix evaluate runs/quickstart"]
-    assert said['megamix generate runs/quickstart --prompt "def "'].startswith("def ")
+    assert "perplexity" in said["megamix evaluate runs/mine"]
+    assert said['megamix generate runs/mine --prompt "def "'].startswith("def ")
     assert f"step_{80 if FULL else 2:08d}" in said["megamix checkpoint ls runs/mine"]
-    assert {path.name for path in Path("runs/quickstart").glob("*.png")} >= {"loss.png", "loss_scale.png"}
+    assert {path.name for path in Path("runs/mine").glob("*.png")} >= {"loss.png", "loss_scale.png"}

@@ -43,6 +43,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a script's tokenizer": (_of_a_script("[data]\ntokenizer = {}\n"), "data.tokenizer"),
     "another model": (lambda fields: fields["params"][0].update(name="x"), "x"),
     "no model": (lambda fields: fields["run"].update(config=""), "vocab_size"),
+    "a library's": (
+        lambda fields: fields.update(applied_updates=1) or fields["run"].update(config=""),
+        "a checkpoint of the library, without [model]",
+    ),
     "an unknown key": (
         lambda fields: fields["run"].update(config=fields["run"]["config"].replace("[model]", "[model]\nlater = 1")),
         "later",

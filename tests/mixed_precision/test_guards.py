@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from megamix import NAG, AdamW, ParamGroup, Precision, ShardedEngine, StaticLossScale
+from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
 from tests.distributed.models import loss_of, make_batch, make_model
 
 BF16 = Precision(torch.bfloat16)
@@ -61,6 +61,15 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         TypeError,
         r"groups takes ParamGroup, got dict .*; write ParamGroup\(pattern=",
     ),
+    (lambda: AdamW(make_model().parameters(), lr=1e-3), TypeError, r"AdamW takes settings by name.*: write AdamW\(lr="),
+    (lambda: Checkpoints(make_model(), "runs"), TypeError, "engine is a .*; pass the ShardedEngine that trains it"),
+    (lambda: _engine(nn.ReLU()), ValueError, "no trainable parameter: it has none, or"),
+    (
+        lambda: _engine(nn.Linear(2, 2).requires_grad_(False)),
+        ValueError,
+        "no trainable parameter: it has none, or every requires_grad is False",
+    ),
+    (lambda: copy.deepcopy(_engine()), TypeError, r"neither copied nor pickled.* take deepcopy\(engine.module\)"),
     (lambda: AdamW(lr=torch.tensor(1.0)), ValueError, "lr must be a finite number .* or a sequence of such"),
     (lambda: AdamW(lr="1e-3"), ValueError, "lr must be a finite number .* got '1e-3'"),
     (lambda: _engine(nn.Linear(2, 2, device="meta")), ValueError, "weight is on the meta device .* model.to_empty"),
@@ -167,6 +176,8 @@ ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
     (lambda engine: engine.zero_grad(), "'zero_grad'; there is nothing to clear"),
     (lambda engine: nn.utils.clip_grad_norm_(engine.parameters(), 1.0), "'parameters'; .* set clip_grad to clip"),
     (lambda engine: engine.eval(), r"'eval'; call engine.module.eval\(\)"),
+    (lambda engine: engine.save("runs/mine"), r"'save'; call megamix.Checkpoints\(engine, folder\).save"),
+    (lambda engine: engine.load("runs/mine"), r"'load'; call megamix.Checkpoints\(engine, folder\).load"),
     (lambda engine: engine.nonsense, "ShardedEngine has no attribute 'nonsense'$"),
 ]
 

@@ -1,4 +1,4 @@
-"""From the command line to the first collective of a gradient there are at most ten calls, those of the README."""
+"""From the command line to the first collective of a gradient there are at most ten calls, those of docs/design.md."""
 
 import re
 import traceback
@@ -50,7 +50,7 @@ def test_the_way_to_the_first_collective_is_short_and_is_the_one_that_is_written
     write_data(tmp_path / "data")
     config = tiny_job(tmp_path, training={"steps": 2, "eval_interval": 0})
     (tmp_path / "job.toml").write_text(config_to_toml(config))
-    page = (PACKAGE.parent / "README.md").read_text()
+    page = (PACKAGE.parent / "docs/design.md").read_text()
     (listed,) = re.findall(r"^From `megamix train` .+?\.$", page, flags=re.MULTILINE | re.DOTALL)
     places = re.findall(r"((?:`\w+`(?: and )?)+)\s\(`(megamix/\S+)`\)", listed)
     written = [(place, name) for names, place in places for name in re.findall(r"`(\w+)`", names)]

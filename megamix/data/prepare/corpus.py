@@ -26,13 +26,14 @@ _TABLES = ("parquet", "arrow")
 _CSV = (".csv", ".tsv")  # text, but none to learn from
 _HEAD = 2**13  # bytes; no text has a zero among them
 _TOLD = 8  # files in a message
+_PASSED_OVER = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CorpusFile:
     path: str  # where it lies
     name: str  # relative to the folder it was found in, "/" between parts on every system; decides on validation
-    kind: str  # text, jsonl, json (no lines), parquet, arrow, or the ending of what a plugin reads
+    kind: str  # text, jsonl, json (no lines), parquet, arrow, the ending of what a plugin reads, or _PASSED_OVER
     drawn_by_name: bool = True  # of text; not where several files have the name, which would all be on one side
 
 
@@ -42,6 +43,7 @@ class Corpus:
 
     flag: str  # how the user asked for it, for messages and the manifest
     files: tuple[CorpusFile, ...]
+    passed_over: str = ""  # how much of what the user named is not among them: the end of a line
 
     def outside(self, *folders: Path) -> "Corpus":
         """Return the corpus without files in these folders: what prepare writes into a folder that it reads is no text
@@ -49,7 +51,7 @@ class Corpus:
         """
         inside = tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
         files = (file for file in self.files if not os.path.realpath(file.path).startswith(inside))
-        return Corpus(self.flag, tuple(files))
+        return replace(self, files=tuple(files))
 
 
 def named_corpus(name: str) -> Corpus:
@@ -76,11 +78,14 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     Raises: ValueError for a path that is none of these, or holds no file.
     """
     files: list[CorpusFile] = []
+    passed_over: list[str] = []
     given: dict[str, int] = {}  # each file, and the number of the path that holds it
     for number, path in enumerate(paths):
         found = _hub_files(path, split) if path.startswith(_HUB) else _path_files(path, split)
         if not found:
             raise ValueError(f"--input {path!r} holds no file that can be read; give files, or a folder of them")
+        passed_over += [file.path for file in found if file.kind == _PASSED_OVER]
+        found = tuple(file for file in found if file.kind != _PASSED_OVER)
         for file in found:
             before = given.setdefault(os.path.realpath(file.path), number)
             if before != number:
@@ -88,7 +93,10 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
         files += found
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
-    return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files))
+    unread = [path for path in passed_over if os.path.realpath(path) not in given]
+    size = f"{len(unread)} files ({sum(map(os.path.getsize, unread)):,} bytes)"
+    told = f"; {size} were passed over: name one by --input to have it read, or told why not" if unread else ""
+    return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files), told)
 
 
 def folder_files(root: Path, suffix: str = "", left_out: frozenset[str] = frozenset()) -> tuple[CorpusFile, ...]:
@@ -128,13 +136,14 @@ def _kind_of(path: Path) -> str:
 
 
 def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
-    """Pass over what holds no text, and what lies beside tables, with a line that says so; look into the .json files
-    of the others.
+    """Mark what holds no text, and what lies beside tables, as passed over, with a line that says so; look into the
+    .json files of the others.
 
     Raises: ValueError if nothing else is left; or for a file of comma-separated values.
     """
     if any(file.kind in _TABLES for file in files):
         others = [file for file in files if file.kind in ("text", "json", "jsonl")]
+        others.sort(key=lambda file: not file.name.endswith(_CSV))  # these are told first
         which = "files beside Parquet or Arrow"
     else:
         texts = [file for file in files if file.kind == "text"]
@@ -155,8 +164,11 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
             raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}{more}; {fix}")
         log.warning("--input %r: %s are passed over: %s%s", given, which, names, more)
     left_out = {*others}
-    kept = [file for file in files if file not in left_out]
-    return tuple(replace(file, kind=json_kind(file.path)) if file.kind == "json" else file for file in kept)
+    return tuple(replace(file, kind=_PASSED_OVER if file in left_out else _look_into(file)) for file in files)
+
+
+def _look_into(file: CorpusFile) -> str:
+    return json_kind(file.path) if file.kind == "json" else file.kind
 
 
 def _is_binary(path: str) -> bool:

@@ -172,7 +172,8 @@ def _write(corpus: Corpus, plan: Plan, request: Request, unfinished: Path, resul
     bad_records = [line for report in reports for line in report.bad_records]
     if not any(any(report.num_documents.values()) for report in reports):
         first = f", the first: {_told(bad_records[0])}" if bad_records else ""
-        raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; give other files")
+        fix = "name the key of the text by --text-key, or give other files"
+        raise ValueError(f"{corpus.flag} holds no text, only {len(bad_records)} bad records{first}; {fix}")
     counts = merge_pieces(job, reports, result, vocab_size)
     for file in path.parent.iterdir():
         shutil.copyfile(file, result / file.name)
