@@ -11,6 +11,10 @@ from typing import Any, NoReturn
 from megamix.config import nearest
 from megamix.supervise.console import drop_unwritten, say
 
+_ELSEWHERE = {
+    "dcp": "megamix checkpoint export runs/mine --to dcp exported", "hf": "megamix export runs/mine --to hf hf/mine",
+}  # fmt: skip  # by what it is exported to
+
 
 class Parser(argparse.ArgumentParser):
     """Reads a verb's arguments. `example`: a command that works, with which the help and every error end."""
@@ -23,6 +27,8 @@ class Parser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice and (near := nearest(choice[1], re.findall(r"[\w-]+", choice[2]))):
             fix = f"did you mean {near}? write for example {self._example}"
+        if choice and choice[1] in _ELSEWHERE:
+            fix = f"write {_ELSEWHERE[choice[1]]}"
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}; {fix or f'write for example {self._example}'}\n")
 
@@ -38,15 +44,23 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | No
     return parser
 
 
+class Failed(str):
+    """A line that says that what was asked about is not so: the verb's exit status is 1."""
+
+
 def print_lines(lines: Iterator[str]) -> bool:
-    """Print each as it comes. Return whether all were: whoever reads may have seen enough, as `head` has."""
+    """Print each as it comes. Return whether all were, and none is `Failed`: whoever reads may have seen enough, as
+    `head` has.
+    """
+    passed = True
     for line in lines:
+        passed = passed and not isinstance(line, Failed)
         try:
             print(line, flush=True)
         except BrokenPipeError:  # of this print alone: another pipe that breaks, as a worker's, is an error
             drop_unwritten()
             return False
-    return True
+    return passed
 
 
 def lines_told(verb: Callable[[argparse.Namespace], Iterator[str]]) -> Callable[[argparse.Namespace], int]:

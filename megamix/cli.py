@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for a damaged checkpoint or a layout that differs, 2 for wrong input, or that of
-    a run that ended early.
+    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, a layout that differs or a job that does not fit, 2 for
+    wrong input, or that of a run that ended early.
     """
     open_streams()
     arguments = _parse(argv)
@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int | None = arguments.run(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
         tell = say if getattr(error, "source", "") == "environment" else _say_on_first_rank  # whose RANK may be wrong
+        if isinstance(error, ConfigError) and error.source == "job":  # a user knows it by its file
+            error = ConfigError(error.problems, str(arguments.config))
         tell(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2
     finally:
@@ -77,7 +79,7 @@ def _parser() -> Parser:
     _add_config(train)
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
 
-    plan_help = "the memory that each rank of a job will need, before anything is started"
+    plan_help = "the memory that each rank of a job will need; exit status 1 if that does not fit"
     plan = add_verb(verbs, "plan", lines_told(_plan), plan_help, "job.toml --world 64 --memory 80GiB")
     _add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
@@ -118,9 +120,7 @@ def _parser() -> Parser:
     config = add_verb(verbs, "config", lines_told(_config), config_help, "job.toml --show")
     _add_config(config, nargs="?")
     kind = config.add_mutually_exclusive_group(required=True)
-    kind.add_argument(
-        "--show", action="store_true", help="the effective configuration: checked, every key that is read"
-    )
+    kind.add_argument("--show", action="store_true", help="the effective configuration, with every key that is read")
     kind.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     return parser
 
@@ -183,10 +183,11 @@ def _train(arguments: argparse.Namespace) -> None:
     )
     _check_plugins(arguments, config)
     from megamix.train.run_folder import check
+    from megamix.train.same_run import outlook
 
-    outlook = check(config)  # before the seconds that importing torch takes
+    nothing_found = check(config)  # before the seconds that importing torch takes
     if arguments.check:
-        _say_on_first_rank(outlook)
+        _say_on_first_rank(f"{nothing_found}; {outlook(config)}")
         return
     tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():
@@ -228,8 +229,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     layouts = parse_layouts(config, arguments.layouts.split(","))
     from megamix.verify.command import verify_lines  # and torch, which takes seconds
 
-    failed: list[str] = []
-    return 0 if print_lines(verify_lines(config, layouts, failed)) and not failed else 1
+    return 0 if print_lines(verify_lines(config, layouts)) else 1
 
 
 def _prepare(arguments: argparse.Namespace) -> Iterator[str]:

@@ -99,9 +99,11 @@ def test_only_rank_0_speaks_and_every_rank_fails(
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Config] = []
     checked: list[Config] = []
-    job, preflight = ModuleType("megamix.train.job"), ModuleType("megamix.train.run_folder")
+    job, preflight, ahead = (ModuleType(f"megamix.train.{name}") for name in ("job", "run_folder", "same_run"))
     monkeypatch.setattr(job, "run_job", lambda config, memory_line: ran.append(config), raising=False)
     monkeypatch.setattr(preflight, "check", lambda config: checked.append(config) or "no problems", raising=False)
+    monkeypatch.setattr(ahead, "outlook", lambda config: "a new run", raising=False)
+    monkeypatch.setitem(sys.modules, "megamix.train.same_run", ahead)
     monkeypatch.setitem(sys.modules, "megamix.train.job", job)
     monkeypatch.setitem(sys.modules, "megamix.train.run_folder", preflight)
     assert main(["train", QUICKSTART, "training.steps=90", "--check"]) == 0

@@ -42,8 +42,8 @@ from megamix.plugins import (
     register_tracker,
 )
 from megamix.train.build import build_optimizer
-from megamix.train.resume import changes
 from megamix.train.same_job import RankGroup, differences, started_with
+from megamix.train.same_run import changes
 from tests.checkpoint.seal import edit
 from tests.test_config_errors import GOOD, Tree, changed, problems_of
 from tests.test_config_moved import CHECKPOINT, now
@@ -206,10 +206,10 @@ def test_a_table_of_a_family_is_compared_as_a_whole() -> None:
         config = config_from_dict(changed(model={"family": "routed", "routing": {"experts": experts}}))
         return RunRecord(config=config_to_toml(config), fingerprints={}, rng_rule="")
 
-    saved: Any = SimpleNamespace(path="x", manifest=SimpleNamespace(run=record(2), weights_only=False))
-    assert changes(saved, record(2), 0) == []
+    saved: Any = SimpleNamespace(run=record(2), weights_only=False)
+    assert changes(Path("x"), saved, record(2), 0) == []
     with pytest.raises(ConfigError, match=r"model.routing: the checkpoint has \{ experts = 2 \}, the configuration"):
-        changes(saved, record(3), 0)
+        changes(Path("x"), saved, record(3), 0)
 
 
 def test_what_a_saved_configuration_says_holds_over_a_plugin_s_defaults(here: Path) -> None:

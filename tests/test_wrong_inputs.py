@@ -45,6 +45,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     "generate run --temperature hot": ("--temperature", "'hot'", "megamix generate runs/mine"),
     "generate run --dtype fp64": ("--dtype", "'fp64'", "bf16", "megamix generate runs/mine"),
     "export run --to gguf out": ("--to", "'gguf'", "hf", "megamix export runs/mine --to hf"),
+    "export run --to dcp out": ("--to", "'dcp'", "write megamix checkpoint export runs/mine --to dcp exported"),
+    "checkpoint export run --to hf out": ("--to", "'hf'", "write megamix export runs/mine --to hf hf/mine"),
     "export run out": ("required: --to", "megamix export runs/mine --to hf"),
     "import gpt2": ("required: --output", "megamix import hf/gpt2 --output runs/imported"),
     "evaluate run --seq-len long": ("--seq-len", "'long'", "megamix evaluate runs/mine"),
@@ -62,7 +64,9 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train nope.toml": ("config: got nope.toml", "no such file", "; write the path of a TOML file"),
     "train jop.toml": ("config: got jop.toml", "no such file", "did you mean job.toml?"),
     "plan texts": ("config: got texts", "it is a folder", "write the path of a TOML file"),
-    "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "correct that line"),
+    "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
+    "train job.json": ("config: got job.json", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
+    "train half.toml": ("config: got half.toml", "is no TOML", "line 1", "correct that line (text needs quotes)"),
     "train job.toml lr=1e-3": ("lr: got", '"lr=1e-3"', "write for example optimizer.lr=3e-4"),
     "train job.toml optimizer.lr 1e-3": ("optimizer.lr 1e-3", "settings are written section.key=value: optimizer.lr="),
     "train job.toml training.steps 5": ("training.steps 5", "settings are written section.key=value: training.steps=5"),
@@ -82,14 +86,22 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train job.toml training.stepz=5": ("training.stepz", "got 5", "did you mean training.steps?"),
     "train job.toml training.steps=1e4": ("training.steps", "got 10000.0", "write steps = 10000"),
     "train job.toml training.epochs=3": ("training.epochs", "got 3", "known are steps"),
-    "train job.toml precision.dtype=float16": ("precision.dtype", '"float16"', "'fp16'", "write for example dtype"),
+    "train job.toml precision.dtype=float16": ("precision.dtype", '"float16"', "'fp16'", 'write dtype = "fp16"'),
+    "train job.toml precision.dtype=half": ("precision.dtype", '"half"', "'fp16'", 'write dtype = "fp16"'),
+    "train job.toml model.compile=yes": ("model.compile", '"yes"', "true or false; write compile = true"),
+    "train job.toml optimizer.name=sgd": (
+        "optimizer.name", '"sgd"', 'write name = "nag", and momentum = 0 under [optimizer.nag] for plain SGD',
+    ),
     "train job.toml model.activation=relu6": ("model.activation", '"relu6"', 'write activation = "gelu"'),
     "train job.toml optimizer.name=lion": ("optimizer.name", '"lion"', 'write for example name = "adamw"'),
     "train job.toml metrics.wandb=true": ("metrics.wandb", "got true", "a table; write [metrics.wandb] and its keys"),
     "train job.toml --plugins nope": ("plugins", "nope", "install it, or start in the folder where it lies"),
     "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, dp4 or dp2tp2"),
+    "plan job.toml --memory 80": ("--memory", "'80'", "a number and a unit; write --memory 80GiB"),
     "plan job.toml --memory lots": ("--memory", "'lots'", "write --memory 80GiB"),
     # files and folders
+    "train job.toml training.global_batch_size=7 --check": ("job.toml: 1 problem", "training.global_batch_size: got 7"),
+    "train job.toml data.train=data --check": ("job.toml: 1 problem", "write data/train or data/valid"),
     "train job.toml checkpoint.folder=/proc/x": ("checkpoint.folder", "/proc/x", "write another folder"),
     "train job.toml checkpoint.folder=file/run": ("checkpoint.folder", "file/run", "write another folder"),
     "train job.toml checkpoint.resume=nowhere": ("checkpoint.resume", "nowhere", "write auto, never or a path"),
@@ -135,6 +147,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "job.toml").write_text(config_to_toml(tiny_job(Path())))
     for name, text in {
         "job.yaml": "model:\n  hidden_size: 3\n", "pyproject.toml": "", "file": "", "texts/a.txt": "plain words " * 99,
+        "job.json": '{"model": {}}', "half.toml": "model = fp16",
         "theirs/thesis.tex": "", "broken/config.json": "{",
     }.items():  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)

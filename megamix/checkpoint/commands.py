@@ -15,7 +15,7 @@ import torch
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, set_aside, unfinished
 from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest, states_text
-from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint
+from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint, verify_named
 from megamix.config import effective_tables
 
 _ABSENT = "(none)"
@@ -65,7 +65,7 @@ def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str
     """Write a folder for torch.distributed.checkpoint; of a run its newest. Raises: OSError as well."""
     from megamix.checkpoint.export_dcp import export_dcp  # torch.distributed.checkpoint takes half a second
 
-    checkpoint = verify_checkpoint(checkpoints_at(path)[0], check)
+    checkpoint = verify_named(checkpoints_at(path)[0], check)
     export_dcp(checkpoint, output)
     yield f"{output}: step {checkpoint.manifest.applied_updates}, {_size(output)}"
 
@@ -73,7 +73,7 @@ def export(path: Path, output: Path, check: Check | None = None) -> Iterator[str
 def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
     if (found := checkpoints_at(path)) != [path]:
         raise ValueError(f"{name}: {path} is no checkpoint but holds some; name one, such as {found[0]}")
-    return verify_checkpoint(path, check)
+    return verify_named(path, check)
 
 
 def _row(path: Path, check: Check | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
-from megamix.checkpoint.folder import MANIFEST
+from megamix.checkpoint.folder import MANIFEST, checkpoints
 from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, naming, read_manifest
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
@@ -46,6 +47,20 @@ def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     if problems:
         raise DamagedCheckpoint(problems)
     return checkpoint
+
+
+def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
+    """`verify_checkpoint` of one that a user names. Raises: DamagedCheckpoint, naming the newest good one beside it."""
+    try:
+        return verify_checkpoint(path, check)
+    except DamagedCheckpoint as error:
+        problems = error.problems
+    for other in checkpoints(path.parent):
+        with suppress(DamagedCheckpoint):
+            verify_checkpoint(other, check)
+            problems.append(f"{other} is good: name that one")
+            break
+    raise DamagedCheckpoint(problems)
 
 
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:

@@ -293,6 +293,6 @@ def _parse(text: str, what: str) -> dict[str, Any]:
     except TooDeepError as error:
         raise ConfigError([f"{what}, which {error}; no setting needs that"]) from None
     except ValueError as error:
-        raise ConfigError(
-            [f"{what}, is no TOML: {one_line(str(error))}; correct that line (text needs quotes)"]
-        ) from error
+        other = what.endswith((".json", ".yaml", ".yml"))
+        fix = "write it as configs/quickstart.toml is written" if other else "correct that line (text needs quotes)"
+        raise ConfigError([f"{what}, is no TOML: {one_line(str(error))}; {fix}"]) from error

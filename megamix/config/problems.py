@@ -34,6 +34,10 @@ _WRONG = {
     "value_error": "{error}",
 }
 
+# What other tools and languages call it.
+_CALLED = {"float16": "fp16", "half": "fp16", "float32": "fp32", "sgd": "nag", "yes": True, "no": False}
+_SGD = ", and momentum = 0 under [optimizer.nag] for plain SGD"
+
 
 class ConfigError(ValueError):
     """Everything that is wrong with what the user wrote, at once."""
@@ -199,7 +203,7 @@ def _fix(key: str, field: FieldInfo, value: object) -> str:
 
     repaired = next((item for item in _repairs(value, field) if passes(item)), None)
     if repaired is not None:
-        return f"write {key} = {value_text(repaired)}"
+        return f"write {key} = {value_text(repaired)}{_SGD if value == 'sgd' else ''}"
     usual = [*(field.examples or []), *([] if field.default is PydanticUndefined else [field.default])]
     if not usual:
         return f"write {key}: {field.description or 'what its plugin asks for'}"
@@ -213,6 +217,7 @@ def _repairs(value: object, field: FieldInfo) -> Iterator[object]:
     if isinstance(value, str):
         yield parse_value(value)
         yield parse_value(value.lower())
+        yield _CALLED.get(value.lower())
         one_of = (name for item in field.metadata if isinstance(item, OneOf) for name in item.names())
         yield nearest(value.lower(), [*one_of, *(word for word in get_args(field.annotation) if isinstance(word, str))])
     elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**127:

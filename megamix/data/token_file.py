@@ -142,7 +142,7 @@ class TokenFile:
             if prefix.suffix in (".bin", ".idx"):
                 hint = "give the prefix without its ending"
             elif held := sorted(prefix.glob("*.idx")):
-                hint = f"{prefix} is a folder; write {held[0].with_suffix('')}"
+                hint = f"{prefix} is a folder; write {' or '.join(str(path.with_suffix('')) for path in held[:2])}"
             raise DataError(f"{path} is missing; expected PREFIX.idx beside PREFIX.bin: {hint}")
         self.index = TokenIndex(path)
         self.dtype = self.index.dtype

@@ -16,7 +16,7 @@ from torch import Tensor
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST
 from megamix.checkpoint.manifest import MASTER, DamagedCheckpoint, naming
-from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_checkpoint
+from megamix.checkpoint.verify import Checkpoint, PieceReader, verify_named
 from megamix.config import DecoderConfig
 from megamix.hub.hugging_face import HuggingFaceWeights, tables_problem
 from megamix.hub.place import find_model, is_hugging_face
@@ -130,7 +130,7 @@ def open_source(path: Path) -> Source:
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
         dtype = _OF_TORCH.get(str(saved), "fp32")
         return Source(path, weights.config, weights, dtype, tokenizer_in(path))
-    return _of_checkpoint(verify_checkpoint(path, check_if_run))
+    return _of_checkpoint(verify_named(path, check_if_run))
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:

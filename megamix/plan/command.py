@@ -14,7 +14,7 @@ from megamix.supervise.console import say
 if TYPE_CHECKING:
     from megamix.plan.activations import Machine
 
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 MOST_RANKS = 16384
 PATIENCE_S = 2.0  # of a user who sees nothing
 
@@ -51,7 +51,7 @@ def plan_lines(
 
 
 def _bytes(memory: str, problems: list[str]) -> int | None:
-    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) *([kMGT]i?|)B?", memory)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) *([kMGT]i?)B?", memory)
     if match is not None:
         return int(float(match[1]) * UNITS[match[2]])
     problems.append(f"--memory: got {memory!r}, must be a number and a unit; write --memory 80GiB")

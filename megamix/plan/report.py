@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from megamix.arguments import Failed
 from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.plan.activations import Machine
@@ -26,7 +27,11 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
     if not as_json:
         yield from _table(plan)  # before the changes, which take longer to count
     advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
-    yield from [json.dumps(_record(plan, limit, advice), indent=2)] if as_json else _verdict(plan, limit, advice)
+    if as_json:
+        record = _record(plan, limit, advice)
+        yield (str if record["fits"] is not False else Failed)(json.dumps(record, indent=2))
+    else:
+        yield from _verdict(plan, limit, advice)
 
 
 def _record(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> dict[str, object]:
@@ -70,7 +75,7 @@ def _verdict(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> Itera
     if plan.peak <= limit:
         yield f"fits: {amount(limit - plan.peak)} of {amount(limit)} are left at the peak"
         return
-    yield f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}"
+    yield Failed(f"does NOT fit: the peak ({plan.peak_phase}) is {amount(plan.peak - limit)} more than {amount(limit)}")
     for one in advice:
         left = limit - one.peak
         verdict = f"fits, {amount(left)} left" if left >= 0 else f"{amount(-left)} too much"

@@ -9,6 +9,7 @@ how these end is how the launcher ends. Where the ranks of one machine meet, nob
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import resource
@@ -24,6 +25,8 @@ from megamix.supervise.processes import children_of
 from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
 
 PREEMPTED = PreemptedError().exit_status
+# Wrong input, gave up, asked to leave: a rank that ends so has said why, and torchrun's line behind it is no news.
+_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, PREEMPTED))
 # torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its
 # own patience is over, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
@@ -45,6 +48,9 @@ def launch(arguments: list[str]) -> int:
 
         from megamix.supervise.rendezvous import torchrun
 
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+            lambda record: not record.getMessage().startswith(_SAID)
+        )
         try:
             torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
         except ChildFailedError as error:

@@ -37,11 +37,7 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
     Raises: ConfigError naming the holder, if one lives. With a holder on another host that takes up to `stale_s`.
     """
     path = folder / LOCK
-    descriptor = _open_locked(path)
-    try:
-        holder = _holder(path)
-        if descriptor is None or (holder and _lives(holder, path, stale_s)):
-            raise ConfigError([_refusal(folder, holder)], "job")
+    with _locked(path, stale_s, os.O_CREAT) as (descriptor, holder):
         if holder:
             say(f"{path}: taken over from pid {holder['pid']} on {holder['host']}, which left it behind")
         try:
@@ -51,15 +47,34 @@ def run_lock(folder: Path, say: Callable[[str], None], stale_s: float = STALE_S)
         finally:
             with suppress(OSError):  # a disk that has gone says nothing of how the run ended
                 path.unlink()  # while it is still locked: whoever opened this file will see that it is gone
+
+
+def refuse_held(folder: Path) -> None:
+    """Refuse a folder that a job holds, by what is known at once of its holder; write nothing.
+
+    Raises: ConfigError naming the holder; OSError.
+    """
+    with suppress(FileNotFoundError), _locked(folder / LOCK, stale_s=0.0):
+        pass
+
+
+@contextmanager
+def _locked(path: Path, stale_s: float, create: int = 0) -> Iterator[tuple[int, dict[str, str]]]:
+    descriptor = _open_locked(path, create)
+    try:
+        holder = _holder(path)
+        if descriptor is None or (holder and _lives(holder, path, stale_s)):
+            raise ConfigError([_refusal(path.parent, holder)], "job")
+        yield descriptor, holder
     finally:
         if descriptor is not None:
             os.close(descriptor)
 
 
-def _open_locked(path: Path) -> int | None:
+def _open_locked(path: Path, create: int) -> int | None:
     """The lock's file, open and with its flock where there is such a thing; None if another process has that."""
     while True:
-        descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_own(path, os.O_RDWR | create)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

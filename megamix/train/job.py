@@ -39,6 +39,7 @@ from megamix.train.report import IntervalReport, mfu_per_token_rate
 from megamix.train.results import write_results
 from megamix.train.resume import Start, find_start, load_start
 from megamix.train.same_job import known_data
+from megamix.train.same_run import no_step_left
 from megamix.train.trackers import start_trackers
 from megamix.train.trainer import MemoryLine, Trainer
 
@@ -231,8 +232,10 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
         applied = start.progress.applied  # 0: imported
         what = f"goes on from {start.checkpoint.path} after update {applied}"
         job.console.line(what if applied else f"begins with the weights of {start.checkpoint.path}")
-        for line in start.changes:
-            job.console.line(f"changed since: {line}")
+        if applied == config.training.steps:
+            job.console.line(f"the run {no_step_left(applied)}; its weights and sample are written again")
+        for line in start.lines:
+            job.console.line(line)
     job.on_first_rank(lambda: job.begin(start, claims=True))
     loader = files.enter_context(BatchLoader(training_source(config), device))
     held_out = validation_source(config)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, applied_updates, checkpoints, set_aside
+from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
 from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
 from megamix.config.problems import short
 from megamix.data import installing
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
+RESUME_WORDS = ("auto", "never")  # in place of a path
 BEGIN_ANEW = "write another checkpoint.folder to begin anew, or bring a whole one there"
 _MARKS = (CONFIG, WEIGHTS, METRICS)  # a folder that holds one of these belongs to a run
 _READ_OR_CONTINUED = (CONFIG, STATUS, LOCK, METRICS, SET_ASIDE)  # all others are written anew
@@ -76,12 +77,18 @@ def _foreign_problems(path: Path) -> list[str]:
 
 def _ended_before_its_first_save(path: Path, config: Config) -> bool:
     """Whether the folder holds this very run, and nothing that a new start would lose."""
-    try:
-        held = load_config(path / CONFIG, imports=False)
-    except ConfigError:
-        return False
-    same = all(getattr(held, name) == getattr(config, name) for name in ("model", "data", "optimizer", "training"))
+    held = _held(path)
+    sections = ("model", "data", "optimizer", "training")
+    same = all(getattr(held, name, None) == getattr(config, name) for name in sections)
     return same and not (path / WEIGHTS).exists()
+
+
+def _held(path: Path) -> Config | None:
+    """The configuration of the run that the folder holds, if it can be read."""
+    try:
+        return load_config(path / CONFIG, imports=False)
+    except ConfigError:
+        return None
 
 
 def claim(config: Config) -> None:
@@ -104,7 +111,7 @@ def write_trace(path: Path, profiler: "profile") -> None:
 
 
 def check(config: Config) -> str:
-    """Refuse what cannot be trained; write nothing. Return a line that says what a run would do.
+    """Refuse what cannot be trained; write nothing. Return the words that nothing was found.
 
     Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
     folder.
@@ -116,7 +123,7 @@ def check(config: Config) -> str:
         _told(variable, 0, range(size), f"from 0 to {size - 1}, as there are {size} rank(s)")
     if problems := job_problems(config, world_size):
         raise ConfigError(problems, "job")
-    return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}; {_outlook(config)}"
+    return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
 
 def _told(variable: str, default: int, numbers: range, what: str) -> int:
@@ -128,30 +135,16 @@ def _told(variable: str, default: int, numbers: range, what: str) -> int:
     return int(text)
 
 
-def _outlook(config: Config) -> str:
-    folder, resume, steps = config.checkpoint.folder, config.checkpoint.resume, config.training.steps
-    own = checkpoints(checkpoint_folder(config))
-    if resume == "never" or (not own and resume == "auto"):
-        return f"would start a new run in {folder}"
-    if not own:
-        return f"would start a new run in {folder} from {resume}"
-    done = applied_updates(own[0])
-    if done < steps:
-        return f"would go on from step {done} of {folder} to step {steps}"
-    return f"{folder} is after step {done} already, so no step is left; training.steps = {done + 1} or more has some"
-
-
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Return every problem of ranks, files and folder, one line each: field, value, fix."""
     problems = check_world_size(config, world_size)
     problems += data_problems(config)
     if config.data.tokenizer is not None:
         problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
-    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        problems.append(
-            "metrics.tensorboard: is true, but the package tensorboard is not installed; "
-            f"{installing('tensorboard')}, or write tensorboard = false"
-        )
+    for package, without in (("tensorboard", "write tensorboard = false"), ("wandb", "leave [metrics.wandb] out")):
+        if getattr(config.metrics, package) and importlib.util.find_spec(package) is None:
+            fix = f"{installing(package)}, or {without}"
+            problems.append(f"metrics.{package}: is set, but the package {package} is not installed; {fix}")
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
     if config.training.deterministic and workspace not in WORKSPACES:
         problems.append(
@@ -191,7 +184,7 @@ def _tokenizer_problems(path: str, vocab_size: int) -> list[str]:
 
 def _resume_problems(config: Config) -> list[str]:
     resume, own = config.checkpoint.resume, checkpoint_folder(config)
-    if resume in ("auto", "never"):
+    if resume in RESUME_WORDS:
         return []
     if Path(resume).resolve().parent == own.resolve():
         return [
@@ -199,7 +192,9 @@ def _resume_problems(config: Config) -> list[str]:
             f"{own} away"
         ]
     # A run that has saved goes on from its own, whatever has become of the one that it began from.
-    if not checkpoints(own) and not (Path(resume) / MANIFEST).is_file():
+    held = _held(own.parent) if checkpoints(own) else None
+    began_there = held is not None and held.checkpoint.resume == resume
+    if not began_there and not (Path(resume) / MANIFEST).is_file():
         return [
             f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as "
             "runs/my-run/checkpoints/step_00001000"

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -24,13 +24,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # not in __al
 
 from megamix.checkpoint.manifest import printable
 from megamix.comm.topology import Topology, side_store
-from megamix.config import Config, ConfigError, DataSource, config_to_toml, effective_tables
+from megamix.config import Config, ConfigError, DataSource, config_to_toml
 from megamix.config.toml_text import value_text
 from megamix.config.unread import drop_unread
 from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.train.build_data import data_fingerprints, data_identity
+from megamix.train.run_folder import RESUME_WORDS
+from megamix.train.same_run import flat, flat_keys
 
 _LONGEST = 2000  # characters of a line out of the store, to which others may write, too
 _LONGEST_TOLD = 1000  # characters of a value that is put there; of a longer one the rest is told by a hash
@@ -145,8 +147,6 @@ def _silence(board: Board, size: int) -> str:
 # the fingerprints count, and the run's folder is looked at once it is taken.
 MAY_DIFFER = ("parallelism.timeout_s", "checkpoint.folder", "data.tokenizer")
 PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which of them are one
-# A path in place of these words: the first rank's is everybody's.
-RESUME_WORDS = ("auto", "never")
 
 _UNSET = "not set"
 NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
@@ -160,7 +160,7 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     """
     found = {key: _bounded(value_text(value)) for key, value in _settings(config).items()}
     tree = config.model_dump()
-    found |= {key: _UNSET for key, value in _flat("", tree) if value is None and key not in MAY_DIFFER}
+    found |= {key: _UNSET for key, value in flat_keys("", tree) if value is None and key not in MAY_DIFFER}
     found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
     found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
     return found | own_code(config.plugins)
@@ -173,24 +173,9 @@ def own_code(plugins: Sequence[str]) -> dict[str, str]:
     return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 
 
-def flat(config: str) -> dict[str, Any]:
-    """Take an effective configuration apart, by `section.key`, to compare it with another one: a key that is not read
-    has its default, one that is not set is not there. Raises: ValueError if it is no TOML.
-    """
-    return dict(_flat("", effective_tables(config)))
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and not name.startswith("model."):  # a table there means something as a whole
-        for key, inner in value.items():
-            yield from _flat(f"{name}.{key}".lstrip("."), inner)
-    else:
-        yield name, value
-
-
 def _settings(config: Config) -> dict[str, Any]:
     settings = {key: value for key, value in flat(config_to_toml(config)).items() if key not in MAY_DIFFER}
-    if settings["checkpoint.resume"] not in RESUME_WORDS:
+    if settings["checkpoint.resume"] not in RESUME_WORDS:  # the first rank's is everybody's
         settings["checkpoint.resume"] = "a path"
     numbers: dict[str | int, int] = {}
     for key in PATHS_MAY_DIFFER:

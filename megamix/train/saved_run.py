@@ -49,7 +49,7 @@ def check_run(manifest: Manifest) -> None:
         keys = tables.get("model", {})
         check_params(manifest, _validated(section_of(keys), keys, tables))
         return
-    config = _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
+    config = saved_config(manifest)
     check_params(manifest, config.model)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     for param in manifest.params:
@@ -68,6 +68,12 @@ def check_run(manifest: Manifest) -> None:
         raise ValueError(f"fingerprints: there is none of {missing[0]}")
     if not all(map(_DIGEST.fullmatch, fingerprints.values())):
         raise ValueError("fingerprints: they are no digests")
+
+
+def saved_config(manifest: Manifest) -> Config:
+    """Return the configuration of a run's. Raises: as `check_run`."""
+    tables = manifest.run.tables()
+    return _validated(Config, {name: {} for name in SECTIONS} | tables, tables)
 
 
 def _check_counters(manifest: Manifest, config: Config) -> None:
@@ -104,7 +110,7 @@ def check_params(manifest: Manifest, model: DecoderConfig) -> None:
 
 def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, Any]) -> _Section:
     """A section, or all of them, as some version has saved it. What only a later one knows is left out here: to say so
-    is for `resume.changes`. Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
+    is for `same_run.changes`. Raises: ValueError naming the key; PluginError if it may be one of a plugin's.
     """
     try:
         return kind.model_validate(tree)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
@@ -27,10 +28,8 @@ COLUMNS = {
 }
 
 
-def verify_lines(config: Config, layouts: Sequence[Layout], failed: list[str]) -> Iterator[str]:
-    """Yield what to print, as it becomes known; the layouts that differ or fail are added to `failed`. What begins is
-    said on stderr.
-    """
+def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
+    """Yield what to print, as it becomes known. What begins is said on stderr."""
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     yield f"at {size} (overrides take another size)"
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")
@@ -44,11 +43,8 @@ def verify_lines(config: Config, layouts: Sequence[Layout], failed: list[str]) -
             try:
                 verdict = verify_layout(config, layout, pool)
             except RankFailure as failure:
-                failed.append(layout.name)
-                yield f"{layout.name:<14}fails\n{failure}"
+                yield Failed(f"{layout.name:<14}fails\n{failure}")
                 continue
-            if verdict.differences:
-                failed.append(layout.name)
             yield from _result(layout.name, verdict)
     finally:
         for pool in pools.values():
@@ -69,7 +65,7 @@ def _result(name: str, verdict: Verdict) -> Iterator[str]:
     ends = "differs" if verdict.differences else "passes"
     yield _row(name, str(verdict.attempts), str(verdict.skipped), *cells, ends)
     if verdict.differences:
-        yield f"  first: {verdict.differences[0]}"
+        yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
         yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
 

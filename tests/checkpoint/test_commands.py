@@ -121,7 +121,9 @@ def test_no_command_uses_what_is_damaged(run: Path, tmp_path: Path, capsys) -> N
     output = tmp_path / "out"
     for flags in (["diff", older, newer], ["diff", newer, older], ["export", newer, "--to", "dcp", output]):
         assert main(["checkpoint", *map(str, flags)]) == 1
-        assert str(newer / FILES[2]) in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert str(newer / FILES[2]) in said
+        assert f"{older} is good: name that one" in said
     assert not output.exists()
 
 

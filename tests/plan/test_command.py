@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megamix.arguments import Failed
 from megamix.cli import main
 from megamix.config import ConfigError, load_config
 from megamix.plan import command
@@ -43,6 +44,7 @@ def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
     lines = [*plan_lines(config, 8, "1.5GiB", "gpu", False)]
     start = next(index for index, line in enumerate(lines) if line.startswith("does NOT fit"))
+    assert isinstance(lines[start], Failed)  # and the exit status 1
     advice = dict(line.strip().split(": ") for line in lines[start + 1 :])
     (smaller,) = (change for change in advice if change.startswith("training.micro_batch_size"))
     assert ", fits, " in advice[smaller]

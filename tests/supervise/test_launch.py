@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megamix.ranks import DEADLINE_S
@@ -47,6 +48,14 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
 
     monkeypatch.setattr(rendezvous, "torchrun", fail)
     assert launch(["--standalone", "job"]) == status
+
+
+@pytest.mark.parametrize(("exit_code", "lines"), [(75, 0), (2, 0), (3, 0), (1, 1), (-9, 1)])
+def test_torchrun_adds_no_line_to_what_a_rank_has_said_of_its_end(monkeypatch, caplog, exit_code, lines) -> None:
+    line = "failed (exitcode: %s) local_rank: %s (pid: %s) of binary: %s"
+    monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: api.logger.error(line, exit_code, 0, 1, "python"))
+    launch([])
+    assert len(caplog.records) == lines
 
 
 def test_ranks_that_end_well_end_well(monkeypatch) -> None:

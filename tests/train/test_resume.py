@@ -25,7 +25,7 @@ from megamix.diagnosis.overflows import GaveUpError
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan
-from megamix.train.resume import changes
+from megamix.train.same_run import changes
 from megamix.train.trainer import Trainer
 from tests.conftest import FULL
 from tests.programs import lines_counted
@@ -277,6 +277,7 @@ def test_a_changed_lr_passes_and_is_told(stopped, data, capsys) -> None:
     assert "changed since: optimizer.lr: 0.01 -> 0.02\n" in said
     assert "changed since: metrics.log_interval: 4 -> 1\n" in said
     assert said.count("changed since") == 2
+    assert "learning rate of update 7: 0.0075 -> 0.015\n" in said
 
 
 def test_what_changes_nothing_of_the_state_may_be_written_otherwise(stopped, data, capsys) -> None:
@@ -298,12 +299,12 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
     older = run.config.replace("qk_norm = false\n", "").replace('packing = "none"\n', "")
     manifest = checkpoint.manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
     before = replace(checkpoint, manifest=manifest)
-    assert changes(before, run, 0) == []
+    assert changes(before.path, before.manifest, run, 0) == []
     otherwise = run.model_copy(update={"rng_rule": "dice"})
-    assert changes(checkpoint, otherwise, 0) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
+    assert changes(checkpoint.path, checkpoint.manifest, otherwise, 0) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
     other = run.config.replace("qk_norm = false", "qk_norm = true")
     with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has false, the configuration true"):
-        changes(before, run.model_copy(update={"config": other}), 0)
+        changes(before.path, before.manifest, run.model_copy(update={"config": other}), 0)
 
 
 def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_them(stopped, data) -> None:
@@ -314,9 +315,9 @@ def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_t
     assert "momentum" not in run.config
     older = run.model_copy(update={"config": listed})
     for manifest, now in ((checkpoint.manifest.model_copy(update={"run": older}), run), (checkpoint.manifest, older)):
-        assert changes(replace(checkpoint, manifest=manifest), now, 0) == []
+        assert changes(checkpoint.path, manifest, now, 0) == []
     lower = run.model_copy(update={"config": run.config.replace("lr = 0.01", "lr = 0.005")})
-    assert changes(checkpoint, lower, 0) == ["optimizer.lr: 0.01 -> 0.005"]
+    assert changes(checkpoint.path, checkpoint.manifest, lower, 0) == ["optimizer.lr: 0.01 -> 0.005"]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:

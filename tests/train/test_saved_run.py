@@ -195,7 +195,7 @@ def test_a_run_of_before_a_key_was_renamed_goes_on_without_a_word(data, run, cap
     start = _start(_config(data, run))
     assert start.checkpoint is not None
     assert start.checkpoint.path == newest
-    assert not [line for line in (*start.changes, caplog.text) if "interval" in line]
+    assert not [line for line in (*start.lines, caplog.text) if "interval" in line]
 
 
 def test_a_field_that_is_there_twice_is_refused(run) -> None:
@@ -212,7 +212,7 @@ def test_keys_of_a_later_version_are_told_and_no_damage(data, run, tmp_path) -> 
     start = _start(_config(data, run))
     assert start.checkpoint is not None
     assert start.checkpoint.path == newest
-    assert "training.later: 1 -> not set" in start.changes
+    assert "changed since: training.later: 1 -> not set" in start.lines
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "diff", "export"])

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from megamix.checkpoint.manifest import UNTRAINED, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
 from megamix.config import config_to_toml
+from megamix.supervise.run_lock import LOCK, run_lock
+from megamix.train.build_data import data_fingerprints
+from megamix.train.run_folder import checkpoint_folder
+from megamix.train.same_run import record_of
 from tests.train.jobs import tiny_job, write_data
 
 
@@ -130,6 +135,20 @@ def test_a_mistake_is_named_and_nothing_is_written(job, monkeypatch, capsys, nam
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
+def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
+    """A checkpoint as a run leaves it, as far as a check reads it."""
+    config = tiny_job(folder, checkpoint={"folder": str(folder / run)}, **overrides)
+    record = record_of(config, data_fingerprints(config)).model_copy(update={"progress": {"cursor": 8 * update}})
+    manifest = Manifest(
+        applied_updates=update, skipped_steps=0, loss_scale={}, run=record, layout=LayoutRecord(dp_size=1, buckets=()),
+        states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
+    )  # fmt: skip
+    path = checkpoint_folder(config) / f"step_{update:08d}"
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_bytes(manifest_text(manifest))
+    return path
+
+
 def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     folder, config = job
     run = folder / "run"
@@ -139,21 +158,72 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
         return capsys.readouterr().out
 
     assert told() == f"no problems; 1 rank; would start a new run in {run}\n"
-    (run / "checkpoints/step_00000007").mkdir(parents=True)
+    newest = _save(folder, "run", 7)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert told() == f"no problems; 2 ranks; would go on from step 7 of {run} to step 12\n"
     assert told("training.steps=7") == (
         f"no problems; 2 ranks; {run} is after step 7 already, so no step is left; "
-        "training.steps = 8 or more has some\n"
+        "training.steps = 8 or more has some\n  changed since: training.steps: 12 -> 7\n"
     )
-    begun = folder / "other/checkpoints/step_00000003"
-    begun.mkdir(parents=True)
-    (begun / "manifest.json").touch()
+    begun = _save(folder, "other", 3)
     resume, new = f"checkpoint.resume={begun}", f"checkpoint.folder={folder / 'new'}"
-    assert told(resume, new) == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}\n"
-    assert "go on from step 7" in told(resume)  # a run that has saved goes on from its own
+    first, *changes = told(resume, new).splitlines()
+    assert first == f"no problems; 2 ranks; would start a new run in {folder / 'new'} from {begun}"
+    assert len(changes) == 2  # of resume and folder
+    goes_on = told(resume)  # a run that has saved goes on from its own
+    assert "go on from step 7" in goes_on
+    assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
+    _save(folder, "run", 5)
+    (newest / "manifest.json").write_text("{")
+    assert f"go on from step 5 of {run} to step 12\n  damaged: {newest}: " in told()
     monkeypatch.setenv("RANK", "1")
     assert told() == ""
+
+
+# What a start refuses to go on with, and what --check must say of it.
+CHANGES = {
+    "model.hidden_size=48 training.seed=3": (
+        "job.toml: 2 problems", "model.hidden_size: the checkpoint has 32, the configuration 48", "training.seed: the",
+    ),
+    "data.train={folder}/data/valid": ("job.toml: 1 problem", "data.train: holds other data than when"),
+    "training.steps=5": ("training.steps: got 5, but {folder}/run/checkpoints/step_00000007 is after update 7; write",),
+    "checkpoint.resume={folder}/nowhere": ("checkpoint.resume: {folder}/nowhere is no checkpoint; write auto",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_a_check_refuses_to_go_on_where_the_start_does(job, capsys, changed: str) -> None:
+    folder, config = job
+    _save(folder, "run", 7)
+    assert main(["train", str(config), "--check", *changed.format(folder=folder).split()]) == 2
+    said = capsys.readouterr().err
+    for part in CHANGES[changed]:
+        assert part.format(folder=folder) in said
+
+
+def test_a_check_refuses_a_folder_that_a_job_holds_and_leaves_a_dead_one_s_lock(job, capsys) -> None:
+    folder, config = job
+    (folder / "run").mkdir()
+    lock, check = folder / "run" / LOCK, ["train", str(config), "--check"]
+    with run_lock(folder / "run", say=print):
+        held = lock.read_text()
+        assert main(check) == 2
+        assert lock.read_text() == held
+    assert re.search(r"run is in use by pid \d+ on .*; end that job first", capsys.readouterr().err)
+    lock.write_text(held.replace('"start": "', '"start": "9'))
+    assert main(check) == 0
+    assert lock.exists()
+
+
+def test_a_check_of_a_run_imports_no_torch(job) -> None:
+    folder, config = job
+    _save(folder, "run", 7)
+    code = (
+        "import sys; from megamix.cli import main; "
+        f"print(main(['train', {str(config)!r}, '--check', 'training.steps=20']), 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-2:] == ["0", "False"]
 
 
 def test_two_mistakes_are_shown_at_once(job, monkeypatch, capsys) -> None:
@@ -186,12 +256,12 @@ def test_an_empty_corpus_is_refused(tmp_path, capsys) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_tensorboard_that_is_not_installed_is_reported_before_the_run(job, monkeypatch, capsys) -> None:
+def test_trackers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["train", str(job[1])]) == 2
-    assert (
-        "metrics.tensorboard: is true, but the package tensorboard is not installed; run pip" in capsys.readouterr().err
-    )
+    assert main(["train", str(job[1]), 'metrics.wandb.project="mine"']) == 2
+    said = capsys.readouterr().err
+    assert "metrics.tensorboard: is set, but the package tensorboard is not installed; run pip" in said
+    assert "metrics.wandb: is set, but the package wandb is not installed; run pip" in said
 
 
 def test_tokenizers_that_are_not_installed_are_reported_before_the_run(job, monkeypatch, capsys) -> None:
