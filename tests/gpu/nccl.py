@@ -7,6 +7,7 @@ streams and tells the host nothing.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import random
@@ -41,80 +42,74 @@ class Stream(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="simulated NCCL")
-        self.queue: SimpleQueue[Collective | None] = SimpleQueue()
+        self.queue: SimpleQueue[Collective] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while (work := self.queue.get()) is not None:
+        while True:
+            work = self.queue.get()
             time.sleep(delays.choice((0.0, LATEST_S * delays.random())))
             work.land()
 
 
 def _stream() -> Stream:
-    if not one_stream:
-        return Stream()
-    if not _shared:
-        _shared.append(Stream())
+    if not one_stream or not _shared:
+        _shared[:] = [Stream()]
     return _shared[0]
 
 
 class Collective(dist.Work):
-    """One that was issued. `reads`, `writes`: the device's memory that it has until it was waited for."""
+    """One that was issued. It has `reads` and `writes`, memory of the device, until it was waited for; of what it
+    writes, `in_place` is also read, and so is not NaN at first.
+    """
 
     def __init__(
-        self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], None], timeout_s: float
-    ):
+        self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], in_place: Sequence[Tensor],
+        run: Callable[[], None], timeout_s: float,
+    ):  # fmt: skip
         super().__init__()
         self.what, self._run, self._timeout_s = what, run, timeout_s
         self._landed, self._error, self._number = threading.Event(), "", next(_numbers)
-        self._kept = (*reads, *writes)  # as torch keeps what a collective uses
-        for tensors, written in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                ops.touch(tensor, written, what)
-                if written:
-                    ops.host(tensor).view(-1).view(torch.uint8).fill_(0xFF)  # NaN
-        for tensors, written in ((reads, False), (writes, True)):
-            for tensor in tensors:
-                ops.lend(tensor, written, what, self._number)
+        # Kept, as torch keeps what a collective uses.
+        self._uses = [(each, False) for each in reads] + [(each, True) for each in (*writes, *in_place)]
+        for tensor, written in self._uses:
+            ops.touch(tensor, written, what)
+        for tensor in writes:
+            ops.host(tensor).view(-1).view(torch.uint8).fill_(0xFF)  # NaN
+        for tensor, written in self._uses:
+            ops.lend(tensor, written, what, self._number)
         _issued.append(what)
 
     def land(self) -> None:
         try:
             with torch.no_grad():
                 self._run()
+            self._landed.set()
         except Exception as error:  # a peer is gone: NCCL would say nothing until its time limit
             self._error = str(error)
-            return
-        self._landed.set()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if not self._landed.wait(self._timeout_s):
             raise RuntimeError(f"{self.what} has not run for {self._timeout_s:g} s. {_told_orders()} {self._error}")
-        freed = ops.give_back(self._number)
-        if freed:
+        if freed := ops.give_back(self._number):
             raise RuntimeError(f"memory was freed while {freed} used it")
         return True
 
     def is_completed(self) -> bool:
         return self._landed.is_set()
 
-    def synchronize(self) -> None:
-        self.wait()
+    synchronize = wait
 
 
 def _told_orders() -> str:
-    """Return what each rank has issued last, as far as they say so."""
-    store = dist.distributed_c10d._get_default_store()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store.set(f"issued by {rank}", "; ".join(_issued[-4:]))
-    told = []
-    for other in range(size):
-        try:
-            store.wait([f"issued by {other}"], datetime.timedelta(seconds=3))
-            told.append(f"Rank {other} has issued last: {store.get(f'issued by {other}').decode()}.")
-        except RuntimeError:
-            told.append(f"Rank {other} does not wait.")
-    return " ".join(told)
+    """Return what each rank that waits in vain has issued last."""
+    store, told = dist.distributed_c10d._get_default_store(), ""
+    store.set(f"issued by {dist.get_rank()}", "; ".join(_issued[-4:]))
+    for rank in range(dist.get_world_size()):
+        with contextlib.suppress(RuntimeError):  # it does not wait
+            store.wait([f"issued by {rank}"], datetime.timedelta(seconds=3))
+            told += f"Rank {rank} has issued last: {store.get(f'issued by {rank}').decode()}. "
+    return told
 
 
 class SimulatedNccl(dist.ProcessGroup):
@@ -128,9 +123,8 @@ class SimulatedNccl(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, options: Options):
         super().__init__(rank, size)
-        self._rank, self._size, self._timeout_s = rank, size, options._timeout.total_seconds()
-        ranks = options.global_ranks_in_group
-        self.label = f"group {list(ranks)}" if ranks else "the world"
+        self.rank, self.size, self._timeout_s = (lambda: rank), (lambda: size), options._timeout.total_seconds()
+        self._label = f"group {list(options.global_ranks_in_group)}" if options.global_ranks_in_group else "the world"
         if options.split_from is not None:
             options.split_from.perform_nocolor_split(None)
         # torch has set it on the group in whose place this one stands.
@@ -138,101 +132,74 @@ class SimulatedNccl(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
         self._stream, self._of_pairs = _stream(), dict[int, Stream]()
 
-    # What torch asks of a backend and of a group.
-
     def _get_backend(self, device: torch.device) -> SimulatedNccl:
         return self
 
     def name(self) -> str:
         return "nccl"
 
-    def getBackendName(self) -> str:
-        return "nccl"
+    getBackendName = name
 
-    def rank(self) -> int:
-        return self._rank
+    def _ignore(self, *_: object) -> None: ...
 
-    def size(self) -> int:
-        return self._size
-
-    def _set_sequence_number_for_group(self) -> None: ...
-
-    def _set_group_name(self, name: str) -> None: ...
-
-    def _set_group_desc(self, desc: str) -> None: ...
-
-    def eager_connect_single_device(self, device: torch.device) -> None: ...
-
-    def shutdown(self) -> None: ...
-
-    def abort(self) -> None: ...
+    _set_sequence_number_for_group = _set_group_name = _set_group_desc = _ignore
+    eager_connect_single_device = shutdown = abort = _ignore
 
     def perform_nocolor_split(self, device: object) -> None:
         """Take part in a split of this communicator, in which all its ranks must."""
-        token = torch.zeros(1, device="cpu")
-        self._issue("ncclCommSplit", [], [], lambda: self._gloo.allreduce([token]).wait()).wait()
-
-    # The collectives.
+        self.barrier("ncclCommSplit").wait()
 
     def _issue(
-        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], None],
-        stream: Stream | None = None,
+        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], run: Callable[[], None], *,
+        in_place: Sequence[Tensor] = (), stream: Stream | None = None,
     ) -> Collective:  # fmt: skip
-        what = f"{kind} {[tuple(tensor.shape) for tensor in (reads or writes)]} of {self.label}"
-        for tensor in (*reads, *writes):
+        what = f"{kind} {[tuple(tensor.shape) for tensor in (reads or writes or in_place)]} of {self._label}"
+        for tensor in (*reads, *writes, *in_place):
             if not tensor.is_contiguous():
                 raise ValueError(f"{what}: Tensors must be contiguous")
-            if not tensor.is_cuda or tensor.get_device() != ops.current_device():
+            if tensor.device != torch.device("cuda", ops.current_device()):
                 raise ValueError(f"{what}: a tensor is on {tensor.device}, this rank's is {ops.current_device()}")
             if tensor.dtype not in DTYPES:
                 raise TypeError(f"{what}: Unconvertible NCCL type {tensor.dtype}")
-        work = Collective(what, reads, writes, run, self._timeout_s)
+        work = Collective(what, reads, writes, in_place, run, self._timeout_s)
         (stream or self._stream).queue.put(work)
         return work
 
-    def _parts(self, whole: Tensor, part: Tensor, what: str) -> tuple[list[Tensor], bool]:
-        """Return `whole` by rank, and whether `part` lies in it, at this rank's place."""
-        if whole.numel() != self._size * part.numel() or whole.dtype != part.dtype:
-            raise ValueError(f"{what}: {self._size} x {part.numel()} {part.dtype} in {whole.numel()} {whole.dtype}")
-        parts = [*whole.view(self._size, -1)] if whole.is_contiguous() else []
-        shares = whole.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        inside = (
-            shares
-            and whole.data_ptr() < part.data_ptr() + part.nbytes
-            and part.data_ptr() < whole.data_ptr() + whole.nbytes
-        )
-        in_place = inside and bool(parts) and parts[self._rank].data_ptr() == part.data_ptr()
-        if inside and not in_place:
+    def _others(self, whole: Tensor, part: Tensor, what: str) -> list[Tensor] | None:
+        """Return the other ranks' parts of `whole` where `part` is this rank's; None where they lie apart."""
+        size, rank = self.size(), self.rank()
+        if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
+            raise ValueError(f"{what}: {size} x {part.numel()} {part.dtype} in {whole.numel()} {whole.dtype}")
+        distance = part.data_ptr() - whole.data_ptr()
+        if not -part.nbytes < distance < whole.nbytes:
+            return None
+        if distance != rank * part.nbytes:
             raise ValueError(f"{what}: one tensor lies in the other, but not at this rank's place")
-        return parts, in_place
+        return [other for number, other in enumerate(whole.view(size, -1)) if number != rank]
 
     def all_gather_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Collective:
-        parts, in_place = self._parts(out, inp, "all_gather")
-        mine, there = ops.host(inp), [ops.host(part) for part in parts]
+        others = self._others(out, inp, "all_gather")
+        return self.allgather([[*out.view(self.size(), -1)]], [inp], writes=[out] if others is None else others)
 
-        def run() -> None:
-            own = mine.reshape(-1).clone()
-            self._gloo.allgather([there], [own]).wait()
-
-        writes = [part for rank, part in enumerate(parts) if rank != self._rank] if in_place else [out]
-        return self._issue("all_gather", [inp], writes, run)
+    def allgather(
+        self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None, writes: list[Tensor] | None = None
+    ) -> Collective:
+        mine, there = ops.host(ins[0]), [ops.host(part) for part in outs[0]]
+        run = lambda: self._gloo.allgather([there], [mine.view_as(there[0]).clone()]).wait()  # noqa: E731
+        return self._issue("all_gather", ins, outs[0] if writes is None else writes, run)
 
     def reduce_scatter_single(self, out: Tensor, inp: Tensor, opts: Any = None) -> Collective:
-        parts, in_place = self._parts(inp, out, "reduce_scatter")
+        others = self._others(inp, out, "reduce_scatter")
         mine, there = ops.host(inp), ops.host(out)
 
         def run() -> None:
             arrived = torch.empty_like(mine)
             self._gloo.alltoall_base(arrived.view(-1), mine.view(-1).clone(), [], []).wait()
-            there.copy_(_reduced(arrived.view(self._size, -1), opts).view(there.shape))
+            there.copy_(_reduced(arrived.view(self.size(), -1), opts).view(there.shape))
 
-        reads = [part for rank, part in enumerate(parts) if rank != self._rank] if in_place else [inp]
-        if not in_place:
-            return self._issue("reduce_scatter", reads, [out], run)
-        # In place the sum is not NaN at first: it is what is summed.
-        work = self._issue("reduce_scatter", reads, [], run)
-        ops.lend(out, True, work.what, work._number)
-        return work
+        if others is None:
+            return self._issue("reduce_scatter", [inp], [out], run)
+        return self._issue("reduce_scatter", others, [], run, in_place=[out])
 
     def all_to_all_single(
         self, out: Tensor, inp: Tensor, out_splits: Any = None, in_splits: Any = None, opts: Any = None
@@ -240,53 +207,42 @@ class SimulatedNccl(dist.ProcessGroup):
         if out.data_ptr() == inp.data_ptr():
             raise ValueError("all_to_all: NCCL has none in place")
         mine, there = ops.host(inp).view(-1), ops.host(out).view(-1)
-
-        def run() -> None:
-            self._gloo.alltoall_base(there, mine.clone(), out_splits or [], in_splits or []).wait()
-
+        run = lambda: self._gloo.alltoall_base(there, mine.clone(), out_splits or [], in_splits or []).wait()  # noqa: E731
         return self._issue("all_to_all", [inp], [out], run)
 
-    def allgather(self, outs: list[list[Tensor]], ins: list[Tensor], opts: Any = None) -> Collective:
-        mine, there = ops.host(ins[0]), [ops.host(part) for part in outs[0]]
-        return self._issue("all_gather", ins, outs[0], lambda: self._gloo.allgather([there], [mine.clone()]).wait())
-
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Collective:
-        there = ops.host(tensors[0])
-        again = dist.BroadcastOptions()
+        there, again = ops.host(tensors[0]), dist.BroadcastOptions()
         again.rootRank, again.rootTensor = opts.rootRank, 0
-        reads, writes = (tensors, []) if opts.rootRank == self._rank else ([], tensors)
+        reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
         return self._issue("broadcast", reads, writes, lambda: self._gloo.broadcast([there], again).wait())
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Collective:
         there = ops.host(tensors[0])
 
         def run() -> None:
-            arrived = there.new_empty(self._size, there.numel())
+            arrived = there.new_empty(self.size(), there.numel())
             self._gloo.allgather([[*arrived]], [there.reshape(-1).clone()]).wait()
             there.copy_(_reduced(arrived, opts).view(there.shape))
 
-        work = self._issue("all_reduce", tensors, [], run)
-        ops.lend(tensors[0], True, work.what, work._number)
-        return work
+        return self._issue("all_reduce", [], [], run, in_place=tensors)
 
-    def barrier(self, opts: Any = None) -> Collective:
+    def barrier(self, kind: str = "barrier", opts: Any = None) -> Collective:
         token = torch.zeros(1, device="cpu")
-        return self._issue("barrier", [], [], lambda: self._gloo.allreduce([token]).wait())
-
-    # One message between two ranks has a communicator of its own, where several together have the group's.
+        return self._issue(kind, [], [], lambda: self._gloo.allreduce([token]).wait())
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Collective:
-        return self._messages([("send", tensors[0], peer)], 1, self._of_pair(peer))
+        return self._alone("send", tensors[0], peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Collective:
-        return self._messages([("recv", tensors[0], peer)], 1, self._of_pair(peer))
+        return self._alone("recv", tensors[0], peer)
 
-    def _of_pair(self, peer: int) -> Stream:
+    def _alone(self, kind: str, tensor: Tensor, peer: int) -> Collective:
+        """One message has a communicator of the two ranks, where several together have the group's."""
         if peer not in self._of_pairs:
             self._of_pairs[peer] = _stream()
-        return self._of_pairs[peer]
+        return self.messages([(kind, tensor, peer)], 1, self._of_pairs[peer])
 
-    def _messages(self, them: list[tuple[str, Tensor, int]], tag: int, stream: Stream) -> Collective:
+    def messages(self, them: list[tuple[str, Tensor, int]], tag: int = 0, stream: Stream | None = None) -> Collective:
         parts = [(kind, ops.host(tensor), peer) for kind, tensor, peer in them]
 
         def run() -> None:
@@ -297,26 +253,25 @@ class SimulatedNccl(dist.ProcessGroup):
             for work in works:
                 work.wait()
 
-        reads = [tensor for kind, tensor, _ in them if kind == "send"]
-        writes = [tensor for kind, tensor, _ in them if kind == "recv"]
-        named = "+".join(f"{kind} {peer}" for kind, _, peer in them)
-        return self._issue(named, reads, writes, run, stream)
+        reads, writes = ([tensor for kind, tensor, _ in them if kind == wanted] for wanted in ("send", "recv"))
+        return self._issue("+".join(f"{kind} {peer}" for kind, _, peer in them), reads, writes, run, stream=stream)
 
 
 def _reduced(parts: Tensor, opts: Any) -> Tensor:
     """Return the ranks' parts reduced in rank order, half ones in FP32 and rounded once. Shapes: (ranks, n) -> (n,)."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    if op == dist.ReduceOp.MAX:
-        return parts.amax(0)
-    if op == dist.ReduceOp.MIN:
-        return parts.amin(0)
-    if op == dist.ReduceOp.AVG:
-        counts["AVG"] += 1
-    wide = torch.float32 if parts.dtype in (torch.float16, torch.bfloat16) else parts.dtype
-    total = parts.new_zeros(parts.shape[1:], dtype=wide)
+    if op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        return parts.amax(0) if op == dist.ReduceOp.MAX else parts.amin(0)
+    counts["AVG"] += op == dist.ReduceOp.AVG
+    half = parts.dtype in (torch.float16, torch.bfloat16)
+    total = parts.new_zeros(parts.shape[1:], dtype=torch.float32 if half else parts.dtype)
     for part in parts:
         total += part
     return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(parts.dtype)
+
+
+_batch_isend_irecv = dist.batch_isend_irecv
+_object_to_tensor = dist.distributed_c10d._object_to_tensor
 
 
 def _together(messages: list[dist.P2POp]) -> list[Any]:
@@ -324,11 +279,7 @@ def _together(messages: list[dist.P2POp]) -> list[Any]:
     if not isinstance(group, SimulatedNccl):
         return _batch_isend_irecv(messages)
     kinds = {dist.isend: "send", dist.irecv: "recv"}
-    return [group._messages([(kinds[one.op], one.tensor, one.group_peer) for one in messages], 0, group._stream)]
-
-
-_batch_isend_irecv = dist.batch_isend_irecv
-_object_to_tensor = dist.distributed_c10d._object_to_tensor
+    return [group.messages([(kinds[one.op], one.tensor, one.group_peer) for one in messages])]
 
 
 def _counted_object(obj: object, device: torch.device, group: Any) -> Any:

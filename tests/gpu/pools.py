@@ -6,20 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from megamix import ranks
-from tests.programs import lines_counted, with_settings
+from tests.programs import lines_counted
 
 _server = forkserver.ForkServer()
-_HERE = Path(__file__).parent
-
-
-def machine_with_gpus() -> dict[str, str]:
-    """Return the environment of a program whose every process has simulated GPUs."""
-    return with_settings(PYTHONPATH=f"{_HERE / 'site'}:{_HERE.parents[1]}", OMP_NUM_THREADS=1)
 
 
 @contextmanager
