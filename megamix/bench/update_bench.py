@@ -53,8 +53,8 @@ class UpdateRank:
         self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, device)
         self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
         # Far from the subnormal numbers, which take a CPU many times as long.
-        draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0))
-        self._grads = [(draw(bucket.padded_numel) * 1e-2).to(dtype) for bucket in self.layout.buckets]
+        draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+        self._grads = [(draw(bucket.padded_numel) * 1e-2).to(device, dtype) for bucket in self.layout.buckets]
         count = torch.tensor(10.0)
         coefficients = self._optimizer.coefficients(count.double())
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)

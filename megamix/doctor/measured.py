@@ -18,7 +18,7 @@ from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.doctor.ranks import DeviceRates
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
-from megamix.ranks import RankPool
+from megamix.ranks import RankFailure, RankPool
 from megamix.verify.command import verify_layout
 from megamix.verify.layouts import parse_layout
 
@@ -66,6 +66,12 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
 
+    def graph(limit_s: float) -> list[Finding]:
+        try:
+            return shares("CUDA graph", alone, ranks.captured_off)(limit_s)
+        except RankFailure as failure:  # no job captures its steps: the machine is fit without
+            return [found("CUDA graph", str(failure).strip().splitlines()[-1], True)]
+
     def verified(limit_s: float) -> list[Finding]:
         names, job = layouts_of(size), config_from_dict(expected()["job"], {"optimizer": {"compile": on_gpus}})
         verdicts = {name: verify_layout(job, parse_layout(name), every, limit_s / len(names)) for name in names}
@@ -85,7 +91,7 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         "wire": (lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)], 30.0),
         "device": (lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card), 30.0),
         "host waits": (shares("host waits", alone, ranks.waits) if has_cuda else None, 60.0),
-        "CUDA graph": (shares("CUDA graph", alone, ranks.captured_off) if has_cuda else None, 60.0),
+        "CUDA graph": (graph if has_cuda else None, 60.0),
         "verify": (verified, 60.0),
         "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
         "update": (updated, 60.0),

@@ -33,6 +33,7 @@ def _examined() -> dict[str, Any]:
             "links": ranks.seconds_by_distance(1024),
             "rates": ranks.device_rates(16, 64),
             "norms": ranks.norms_off(tokens=16, width=64),
+            "update": ranks.update_share(TINY),
             "waits": ranks.waits(),
             "trained": ranks.train_rate(work, "ours", 1),  # torch's own ways are not simulated
         }
@@ -44,6 +45,7 @@ def test_all_that_is_measured_goes_on_gpus(gpu_ranks: Callable[..., list[Any]]) 
     assert measured.judge_shares("collectives", [told["sums"] for told in by_rank]).verdict == "ok"
     assert measured.judge_shares("compiled norms", [told["norms"] for told in by_rank]).verdict == "ok"
     assert all(told["waits"] == {"waits in two steps": 0.0} for told in by_rank)
+    assert all(told["update"] > 0 for told in by_rank)
     slow = [
         measured.judge_wire([told["wires"] for told in by_rank], on_gpus=True),
         *measured.judge_rates([told["rates"] for told in by_rank], card),
