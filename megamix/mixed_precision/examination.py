@@ -16,10 +16,12 @@ from megamix.mixed_precision.flat_layout import Piece, Run
 from megamix.mixed_precision.fused_update import Cut, Update
 from megamix.mixed_precision.step import Examination
 
-_CHUNK = 1 << 20  # elements, a multiple of ROW: the passes' own memory is a few of these, whatever a shard's size
+# Elements, a multiple of ROW, on a CPU and on a GPU: the passes' own memory is a few of these, whatever a shard's size.
+_CHUNK, _CHUNK_GPU = 1 << 20, 1 << 24
 
 EXPONENT_BIAS = 127  # of FP32
 _EXPONENTS = 256
+_LANES = 1024  # of a GPU's counts
 
 
 def new_examination(param_names: Sequence[str], micro_batches: int, device: torch.device) -> Examination:
@@ -45,7 +47,7 @@ def look(examination: Examination | None, micro_batch: int) -> Callable[[str, Te
 
     def look_at(name: str, grad: Tensor) -> None:
         inf, nan, max_abs = rows[name]
-        for chunk in torch.split(grad.reshape(-1), _CHUNK):
+        for chunk in torch.split(grad.reshape(-1), _chunk(grad)):
             inf += chunk.isinf().sum()
             nan += chunk.isnan().sum()
             torch.maximum(max_abs, chunk.abs().amax(), out=max_abs)
@@ -65,15 +67,20 @@ def watch(
     cuts: list[list[Cut]] = []
     for own, grad_shard in zip(pieces, grad_shards, strict=True):
         cuts.append([])
+        size = _chunk(grad_shard)
         for piece in own:
             layer = examination.layers.index(layer_of(piece.spec.name))
-            for chunk in torch.split(grad_shard[piece.elements], _CHUNK):
+            for chunk in torch.split(grad_shard[piece.elements], size):
                 count_exponents(chunk, examination.exponents[layer])
                 examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
             compared = partial(_compare, update, examination.updates[layer])
-            for start in range(piece.start, piece.end, _CHUNK):
-                cuts[-1].append((Run(piece.spec.group, start, min(start + _CHUNK, piece.end)), compared))
+            for start in range(piece.start, piece.end, size):
+                cuts[-1].append((Run(piece.spec.group, start, min(start + size, piece.end)), compared))
     return cuts
+
+
+def _chunk(tensor: Tensor) -> int:
+    return _CHUNK if tensor.is_cpu else _CHUNK_GPU
 
 
 def _compare(update: Update, counts: Tensor, *arguments: Any) -> None:
@@ -91,8 +98,15 @@ def count_exponents(values: Tensor, counts: Tensor) -> None:
     Neither bincount nor histc would do: the first waits for the device, the second takes five times as long on a CPU.
     """
     exponents = (values.float().view(torch.int32) >> 23) & (_EXPONENTS - 1)
-    one = torch.ones((), dtype=torch.int64, device=values.device)
-    counts.index_add_(0, exponents, one.expand(values.numel()))
+    ones = torch.ones((), dtype=torch.int64, device=values.device).expand(values.numel())
+    if values.is_cpu:
+        counts.index_add_(0, exponents, ones)
+        return
+    # A gradient's exponents are about ten: so many threads would wait for each other at ten places. Each lane has its
+    # own, and neighbours are of different lanes.
+    lanes = torch.arange(values.numel(), dtype=torch.int32, device=values.device) % _LANES
+    by_lane = counts.new_zeros(_LANES * _EXPONENTS).index_add_(0, exponents + _EXPONENTS * lanes, ones)
+    counts += by_lane.view(_LANES, _EXPONENTS).sum(0)
 
 
 def layer_of(param_name: str) -> str:

@@ -124,9 +124,10 @@ class LibraryUpdate:
     ) -> None:
         shared = self._groups[group]
         at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
-        unscaled = torch.empty(min(tuned.UPDATE_PIECE, grad.numel()), dtype=torch.float32, device=grad.device)
-        for start in range(0, grad.numel(), tuned.UPDATE_PIECE):
-            piece = slice(start, min(start + tuned.UPDATE_PIECE, grad.numel()))
+        size = tuned.piece(tuned.UPDATE_PIECE, grad)
+        unscaled = torch.empty(size, dtype=torch.float32, device=grad.device)
+        for start in range(0, grad.numel(), size):
+            piece = slice(start, min(start + size, grad.numel()))
             piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
             piece_states = {name: state[piece] for name, state in states.items()}
             wide = {name: state.float() for name, state in piece_states.items()}  # FP32 ones themselves

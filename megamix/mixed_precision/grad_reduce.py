@@ -111,8 +111,7 @@ class GradReduce:
         a pass of their own.
         """
         grad_shard = self.grad_shards[bucket]
-        # As for the sum: on a GPU there are no pieces.
-        size = tuned.SUMMED_PIECE if grad_shard.is_cpu else grad_shard.numel()
+        size = tuned.piece(tuned.SUMMED_PIECE, grad_shard)
         rows = []
         for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
             sum_in_rank_order(piece_parts, piece)

@@ -30,9 +30,10 @@ def row_stats(grad_shard: Tensor) -> Tensor:
 
 def chunked_row_stats(grad_shard: Tensor) -> Tensor:
     """Do what `row_stats` does on machines without a compiler, where each operation is a pass of its own: in chunks
-    that stay in cache.
+    that stay in a CPU's cache.
     """
-    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, tuned.STATS_PIECE)], dim=1)
+    chunks = torch.split(grad_shard, tuned.piece(tuned.STATS_PIECE, grad_shard))
+    return torch.cat([row_stats(chunk) for chunk in chunks], dim=1)
 
 
 class PieceStats:
@@ -54,20 +55,21 @@ class PieceStats:
 
     def __call__(self, rows: list[Tensor]) -> Tensor:
         """Shapes: rows FP32 (2, rows) per bucket -> FP64 (2, pieces): each piece's sum of squares and max abs."""
-        sums = [
-            torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=borders, unsafe=True)
-            for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
-        ]
-        # Not segment_reduce: its maximum takes ten times as long on a CPU. Both keep NaN.
-        peaks = torch._foreach_max(
-            [
-                piece
-                for bucket_rows, counts in zip(rows, self._row_counts, strict=True)
-                for piece in torch.split(bucket_rows[1], counts)
+        if rows[0].is_cpu:
+            sums = [
+                torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=borders, unsafe=True)
+                for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
             ]
-        )
-        total = torch.cat(sums)
+            total = torch.cat(sums)
+        else:  # where segment_reduce is a launch for each bucket, with one block of threads for a piece
+            total = torch.stack(torch._foreach_norm(self._by_piece(rows, 0), 1, dtype=torch.float64))
+        # Not segment_reduce: its maximum takes ten times as long on a CPU. All of these keep NaN.
+        peaks = torch._foreach_max(self._by_piece(rows, 1))
         return torch.stack([total if self._counts else torch.zeros_like(total), torch.stack(peaks).double()])
+
+    def _by_piece(self, rows: list[Tensor], kind: int) -> list[Tensor]:
+        counted = zip(rows, self._row_counts, strict=True)
+        return [piece for bucket_rows, counts in counted for piece in torch.split(bucket_rows[kind], counts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,21 +20,31 @@ from megamix.model.wide import apply
 # that still fits, 2**15 < 65504, and that is divided out again in FP32.
 SLOPE_SCALE = 2.0**15
 
-Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Slopes = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-likelihood of each target, the loss's slope by each logit times SLOPE_SCALE).
+def slopes(logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
+    """Return the log-likelihood of each target; write the loss's slope by each logit, times SLOPE_SCALE, into `slope`,
+    which may be the logits themselves.
 
-    Shapes: logits FP32 (rows, vocab), targets INT64 (rows,) -> FP32 (rows,), FP32 (rows, vocab).
+    Shapes: logits FP32 (rows, vocab), targets INT64 (rows,), slope half or FP32 (rows, vocab) -> FP32 (rows,).
     """
     counts = (targets != IGNORE).unsqueeze(1)
     target = targets.unsqueeze(1).where(counts, 0)
     log_share = logits.log_softmax(1)
     log_likelihood = log_share.gather(1, target).where(counts, 0).squeeze(1)
     share = log_share.exp_()
-    share.scatter_add_(1, target, torch.full_like(target, -1, dtype=share.dtype))
-    return log_likelihood, share.mul_(counts * SLOPE_SCALE)
+    if torch.compiler.is_compiling():  # into one kernel, which a scatter would divide in three
+        share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
+    else:  # without a pass over all logits
+        share.scatter_add_(1, target, torch.full_like(target, -1, dtype=share.dtype))
+    slope.copy_(share.mul_(counts * SLOPE_SCALE))
+    return log_likelihood
+
+
+def compiled_slopes() -> Slopes:
+    """Return `slopes` compiled, on a GPU with one order of sums in every process."""
+    return torch.compile(slopes, dynamic=False, options={"deterministic": True})
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -64,8 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             wide_hidden = hidden[rows].to(dtype)
             logits = _product(wide_hidden, wide_weight.t())
             slope = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
-            for part in _parts(logits):
-                log_likelihood[rows][part], slope[part] = slopes(logits[part].float(), targets[rows][part])
+            _slopes_by_parts(slopes, logits, targets[rows], slope, log_likelihood[rows])
             if with_grads:
                 grad_hidden[rows] = _product(slope, wide_weight)
                 _add_product(grad_weight, slope.t(), wide_hidden)
@@ -86,6 +95,14 @@ def _chunks(hidden: Tensor, vocab_size: int) -> Iterator[slice]:
 
 def _parts(x: Tensor) -> Iterator[slice]:
     return wide.row_slices(len(x), x.shape[1], tuned.LOSS_PART[x.device.type != "cpu"])
+
+
+def _slopes_by_parts(slopes: Slopes, logits: Tensor, targets: Tensor, slope: Tensor, log_likelihood: Tensor) -> None:
+    for part in _parts(logits):
+        wide_logits = logits[part].float()
+        # One tensor twice where it is read and written: two views of it would be two tensors to the compiler.
+        into = wide_logits if wide_logits.dtype == slope.dtype else slope[part]
+        log_likelihood[part] = slopes(wide_logits, targets[part], into)
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
 from megamix.model.context import KeyValueCache, find_documents
-from megamix.model.cross_entropy import linear_cross_entropy, slopes
+from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
 from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops
@@ -81,14 +81,14 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
         self.norm = self.last_norm()
         self.head = Linear(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
-        self.slopes, self.is_compiled = slopes, config.compile
+        self.slopes: Slopes = compiled_slopes() if config.compile else slopes
+        self.is_compiled = config.compile
         self.rules = param_rules(self)
         self.reset_parameters()
         if config.compile:
             # Never the whole model: its gradients would all become ready at the very end of backward.
             for block in self.blocks:  # one graph serves all that are alike
                 block.compile(dynamic=False)
-            self.slopes = torch.compile(slopes, dynamic=False)
 
     def block(self, config: Any, layer: int) -> nn.Module:
         """Build one. It is called with hidden states half (B, T, hidden_size), the rotary tables' rows, documents and

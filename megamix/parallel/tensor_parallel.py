@@ -145,8 +145,8 @@ class VocabularySlopes:
     def __init__(self, tp: Collectives):
         self._tp = tp
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Shapes: logits FP32 (rows, columns), targets INT64 (rows,) -> FP32 (rows,), FP32 (rows, columns)."""
+    def __call__(self, logits: Tensor, targets: Tensor, slope: Tensor) -> Tensor:
+        """Shapes: logits FP32 (rows, columns), targets INT64 (rows,), slope as logits -> FP32 (rows,)."""
         column = (targets - self._tp.axis.rank * logits.shape[1]).unsqueeze(1)
         here = (column >= 0) & (column < logits.shape[1])
         column = column.where(here, 0)
@@ -158,4 +158,5 @@ class VocabularySlopes:
         counts = targets != IGNORE
         share = (logits - logsumexp.unsqueeze(1)).exp_()
         share.scatter_add_(1, column, -here.to(share.dtype))
-        return (target_logits.sum(0) - logsumexp).where(counts, 0), share.mul_(counts.unsqueeze(1) * SLOPE_SCALE)
+        slope.copy_(share.mul_(counts.unsqueeze(1) * SLOPE_SCALE))
+        return (target_logits.sum(0) - logsumexp).where(counts, 0)

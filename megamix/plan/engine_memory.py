@@ -60,6 +60,10 @@ def engine_memory(
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
     trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
+
+    def piece(size: int) -> int:
+        return largest_shard if on_gpu else min(size, largest_shard)  # as `tuned.piece`
+
     # Of a piece: its gradient and its half states, in FP32.
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
@@ -75,8 +79,8 @@ def engine_memory(
         trial=0 if by_torch else trial,
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
-        statistics=rows + by_torch * copies * _FP32 * min(tuned.STATS_PIECE, largest_shard),
-        update=by_torch * wide * _FP32 * min(tuned.UPDATE_PIECE, largest_shard),
+        statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),
+        update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
     )
 
 

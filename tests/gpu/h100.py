@@ -11,6 +11,7 @@ import ast
 import contextlib
 import ctypes
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -41,11 +42,29 @@ def search_path() -> str | None:
     return str(FOLDER) if FOLDER.is_dir() else None
 
 
-def let_tensors_name_cuda() -> None:
-    """Give "cuda" the device guard of "meta", which does nothing, for fake tensors on a CPU build of torch."""
+def run(module: str, folder: Path, **environment: str) -> None:
+    """Run a program of this package with Triton, and with a folder as its argument."""
+    path = os.pathsep.join([str(search_path()), str(Path(__file__).parents[2]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, folder],
+        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Let tensors be fake, without values, of "cuda" too on a CPU build of torch: it gets the device guard of "meta",
+    which does nothing.
+    """
     c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(c10, "_ZN3c104impl26device_guard_impl_registryE")
-    guards[CUDA] = guards[CUDA] or guards[META]
+    former, guards[CUDA] = guards[CUDA], guards[CUDA] or guards[META]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        guards[CUDA] = former
 
 
 class _Driver:
@@ -130,12 +149,13 @@ class H100:
             put(guards, "_empty_strided_cuda", empty)
             put(guards, "copy_if_misaligned", lambda tensor: tensor)
             stack.enter_context(torch._inductor.config.patch(_SETTINGS))
-            stack.enter_context(FakeTensorMode())
+            stack.enter_context(fake_tensors())
             torch._dynamo.reset()
             yield
 
 
 _SETTINGS = {
+    "joint_graph_constant_folding": False,  # it computes on the device
     "fx_graph_cache": False, "autotune_local_cache": False, "compile_threads": 1, "use_static_triton_launcher": False,
 }  # fmt: skip
 

@@ -16,16 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix import NAG, AdamW
+from megamix import NAG, AdamW, tuned
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
-from tests.gpu.h100 import H100, let_tensors_name_cuda, machine_codes, traffic
+from megamix.model.cross_entropy import compiled_slopes
+from tests.gpu.h100 import H100, machine_codes, traffic
 
 OPTIMIZERS = {"AdamW": AdamW(lr=0.01), "NAG": NAG(lr=0.1)}
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 WEIGHT_DECAY = 0.1
+VOCAB = 50304  # of configs/gpt2-124m.toml
 ROWS = 19  # of 64 elements, in the last call: what the interpreter repeats
 LENGTHS = [64 * rows for rows in (*(2 + step**3 for step in range(49)), ROWS)]
 
@@ -43,10 +45,9 @@ class Kernel:
 
 
 def main(folder: Path) -> None:
-    let_tensors_name_cuda()
     h100 = H100(folder)
     with h100.in_place_of_cuda():
-        found = [*_updates(h100)]
+        found = [*_updates(h100), *_losses(h100)]
         for kernel in found:
             source = folder / f"{kernel.sources[-1]}.py"
             kernel.bytes = traffic(source.read_text())
@@ -86,10 +87,24 @@ def _stats(stats: Callable[[Tensor], Tensor], sums: torch.dtype, numel: int) -> 
     return {"grad": grad, "rows": stats(grad)}
 
 
-def _called(h100: H100, name: str, once: Callable[[int], dict[str, Tensor]]) -> Kernel:
+def _losses(h100: H100) -> Iterator[Kernel]:
+    """The loss's slopes, between the products of head and loss, in chunks of one size, as a step's are."""
+    compiled = compiled_slopes()
+
+    rows = tuned.LOSS_PART[1] // VOCAB
+
+    def once(rows: int) -> dict[str, Tensor]:
+        logits, slope = _zeros((rows, VOCAB)), _zeros((rows, VOCAB), torch.bfloat16)
+        return {"logits": logits, "slope": slope, "likelihood": compiled(logits, _zeros(rows, torch.int64), slope)}
+
+    once(rows)
+    yield _called(h100, "loss slopes, BF16", once, [rows] * 2)
+
+
+def _called(h100: H100, name: str, once: Callable[[int], dict[str, Tensor]], lengths: list[int] = LENGTHS) -> Kernel:
     """Call a function that was compiled before, with tensors of many lengths."""
     before = h100.graphs
-    for numel in LENGTHS:
+    for numel in lengths:
         h100.launches.clear()
         tensors = once(numel)
     names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}

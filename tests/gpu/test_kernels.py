@@ -8,10 +8,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import gpu_kernels
 import pytest
 import torch
 from torch import Tensor
@@ -22,21 +21,11 @@ from megamix.mixed_precision.optimizers import Optimizer, UpdateScalars
 from tests.gpu import h100, kernels
 from tests.mixed_precision.test_compiled_update import EPS, assert_within_rounding
 
-ROOT = Path(__file__).parents[2]
 TRITON = h100.search_path()
 pytestmark = [
     pytest.mark.uncounted,
     pytest.mark.skipif(TRITON is None, reason=f"no Triton here, nor in {h100.FOLDER}: launch/test.sh puts it there"),
 ]
-
-
-def _program(module: str, folder: Path, **environment: str) -> None:
-    path = os.pathsep.join([str(TRITON), str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, folder],
-        env={**os.environ, "PYTHONPATH": path, **environment}, capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "kernels.json").exists():
-            _program("tests.gpu.kernels", folder)
+            h100.run("tests.gpu.kernels", folder)
     return folder
 
 
@@ -92,6 +81,22 @@ def test_statistics_are_one_kernel_that_reads_whole_vectors_in_one_order(made: d
         _assert_lean(code)
 
 
+def test_the_slopes_of_the_loss_are_one_kernel_without_scalar_accesses_to_logits(made: dict[str, dict]) -> None:
+    kernel = made["loss slopes, BF16"]
+    assert len(kernel["sources"]) == 1
+    assert kernel["recompiled"] == 0
+    assert kernel["bytes"]["element"] == 10  # logits twice, for the sum and for each share, and the slope
+    (code,) = kernel["machine"]
+    assert code["widths"]["128"] == 2
+    assert code["widths"]["32"] <= 2  # a row's likelihood, and its target's logit
+    _assert_lean(code)
+
+
+def test_the_page_has_the_table_of_these_kernels(made: dict[str, dict]) -> None:
+    page = gpu_kernels.PAGE.read_text(encoding="utf-8")
+    assert page == gpu_kernels.with_table(page, [*made.values()]), "write it: python docs/gpu_kernels.py"
+
+
 def _assert_lean(code: dict) -> None:
     assert code["registers"] <= 80
     assert code["spills"] == code["doubles"] == 0
@@ -101,7 +106,7 @@ def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(fol
     before = {name: [_tensors(name, gated) for gated in (False, True)] for name in NAMES}
     before["statistics, sums in BF16"] = [_gradient("statistics, sums in BF16")]
     torch.save(before, folder / "before.pt")
-    _program("tests.gpu.interpret", folder, TRITON_INTERPRET="1")
+    h100.run("tests.gpu.interpret", folder, TRITON_INTERPRET="1")
     after = torch.load(folder / "after.pt")
     for name in NAMES:
         (old, new), (kept, gated) = zip(before[name], after[name], strict=True)

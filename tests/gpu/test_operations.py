@@ -1,0 +1,109 @@
+"""What a step gives a GPU to do, counted on fake tensors of a model of 1.24e9 parameters: some hundred operations,
+compiled or not, as many for four times the elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.config import load_config
+from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision import fused_update, half_params
+from megamix.model.transformer import Transformer
+from tests.gpu.h100 import fake_tensors
+
+CONFIG = Path(__file__).parents[2] / "configs/llama3.2-1b.toml"
+BUCKETS = 22
+# What only names a place, or allocates one.
+FREE = {"empty", "new_empty", "empty_strided", "empty_like", "detach", "device", "split", "split_with_sizes"}
+
+
+class Operations(TorchDispatchMode):
+    """Counts by name; a compiled function is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+        self._inside = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.split("::")[1]
+        is_view = any(out.alias_info and not out.alias_info.is_write for out in function._schema.returns)
+        if not self._inside and not is_view and name not in FREE:
+            self.counts[name] += 1
+        # A fused kernel that writes in place has no form for fake tensors.
+        return None if name.startswith("_fused_") else function(*args, **(kwargs or {}))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def once(*args: Any) -> Any:
+            self.counts["compiled"] += not self._inside
+            self._inside += 1
+            try:
+                return function(*args)
+            finally:
+                self._inside -= 1
+
+        return once
+
+
+@contextlib.contextmanager
+def _an_engine(operations: Operations, scale: int, compiled: bool) -> Iterator[ShardedEngine]:
+    model_config = load_config(CONFIG, []).model
+    sizes = {"hidden_size": scale * model_config.hidden_size, "ffn_hidden_size": scale * model_config.ffn_hidden_size}
+    data_ptr = Tensor.data_ptr
+
+    def place(tensor: Tensor) -> int:
+        fake = isinstance(tensor.data, FakeTensor)
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() if fake else data_ptr(tensor)
+
+    with (
+        fake_tensors(),
+        mock.patch.object(Tensor, "data_ptr", place),
+        mock.patch.object(engine_module.settings, "check_arguments"),  # refuses tensors that are not plain
+        mock.patch.object(engine_module.settings, "require_equal"),  # reads the device
+        mock.patch.object(half_params, "gather_texts", lambda collectives, text, device: [text]),
+        mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
+        mock.patch.object(fused_update, "_compile", operations.compiled),
+    ):
+        with torch.device("cuda"):
+            model = Transformer(model_config.model_copy(update={**sizes, "compile": False}))
+        sharding = Sharding(units=[*model.blocks], bucket_size=40_000_000 * scale**2)
+        engine = ShardedEngine(
+            model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, clip_grad=1.0, compile_update=compiled,
+        )  # fmt: skip
+        assert len(engine.layout.buckets) == BUCKETS
+        yield engine
+
+
+def _count(scale: int, compiled: bool) -> tuple[int, int]:
+    """A step's operations: in the ready hooks of backward, without the model's own, and in `step()`."""
+    operations = Operations()
+    with _an_engine(operations, scale, compiled) as engine:
+        for param in engine.half_params.params.values():
+            param.grad = torch.zeros_like(param)
+        with operations:
+            with engine.accumulate(), engine.backward_pass(0, engine.half_grads.names):
+                engine.under_way.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
+                engine.half_grads.take(engine.half_grads.names)
+            hooks = operations.counts.total()
+            engine.step()
+    return hooks - len(engine.params), operations.counts.total() - hooks
+
+
+def test_a_step_is_some_hundred_operations_however_many_elements() -> None:
+    hooks, step = _count(1, compiled=True)
+    assert (hooks <= 10, step <= 180) == (True, True), (hooks, step)
+    hooks, step = _count(1, compiled=False)
+    assert (hooks <= 10, step <= 500) == (True, True), (hooks, step)
+    assert _count(2, compiled=False) == (hooks, step)
