@@ -76,9 +76,10 @@ class CompiledUpdate:
 def _rows(run: Tensor) -> Tensor:
     """View a run as rows of one length. Of a flat run the compiler knows no factor of its length, and loads and stores
     element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two rows for each of
-    the statistics, as a run of a single one would be compiled apart. Shapes: (n,) -> (n / 32, 32).
+    the statistics, as a run of a single one would be compiled apart. Detached, for a view's base has a size of its own:
+    runs of buckets of other sizes would be compiled again. Shapes: (n,) -> (n / 32, 32).
     """
-    rows = run.view(-1, ROW // 2)
+    rows = run.view(-1, ROW // 2).detach()
     torch._dynamo.mark_static(rows, 1)
     return rows
 
