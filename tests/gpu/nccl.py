@@ -42,14 +42,14 @@ class Stream(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="simulated NCCL")
-        self.queue: SimpleQueue[Collective] = SimpleQueue()
+        self.queue: SimpleQueue[Collective | None] = SimpleQueue()
         self.start()
 
     def run(self) -> None:
-        while True:
-            work = self.queue.get()
+        while (work := self.queue.get()) is not None:
             time.sleep(delays.choice((0.0, LATEST_S * delays.random())))
             work.land()
+            del work  # it holds Gloo's group, whose threads spin once the peers have left theirs
 
 
 def _stream() -> Stream:
@@ -143,7 +143,12 @@ class SimulatedNccl(dist.ProcessGroup):
     def _ignore(self, *_: object) -> None: ...
 
     _set_sequence_number_for_group = _set_group_name = _set_group_desc = _ignore
-    eager_connect_single_device = shutdown = abort = _ignore
+    eager_connect_single_device = abort = _ignore
+
+    def shutdown(self) -> None:
+        for stream in (self._stream, *self._of_pairs.values()):
+            stream.queue.put(None)
+        _shared.clear()
 
     def perform_nocolor_split(self, device: object) -> None:
         """Take part in a split of this communicator, in which all its ranks must."""
