@@ -76,7 +76,8 @@ def _open_locked(path: Path, create: int) -> int | None:
     while True:
         descriptor = open_own(path, os.O_RDWR | create)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Who only looks shares it: starts of many nodes look at once, and must not take each other for a job.
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if create else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _NO_FLOCK:
                 return descriptor

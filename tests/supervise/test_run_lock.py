@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megamix.config import ConfigError
-from megamix.supervise.run_lock import LOCK, run_lock
+from megamix.supervise.run_lock import LOCK, refuse_held, run_lock
 
 
 def _no_line(line: str) -> None:
@@ -65,6 +65,14 @@ def test_a_second_job_is_refused_with_the_holder_s_name(tmp_path) -> None:
     with run_lock(tmp_path, _no_line):  # the refusal has not touched the lock, and its end leaves nothing
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_only_looks_refuses_a_holder_and_nobody_who_looks_as_well(tmp_path) -> None:
+    with run_lock(tmp_path, _no_line), pytest.raises(ConfigError, match=f"in use by pid {os.getpid()} "):
+        refuse_held(tmp_path)
+    with _leave(tmp_path, pid=_dead_pid()).open() as looking:  # as another node's start does in this very moment
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        refuse_held(tmp_path)
 
 
 def test_a_holder_that_is_stopped_is_said_to_be(tmp_path) -> None:
