@@ -59,6 +59,7 @@ class Profiling:
                 for row in _rows_by_bucket(timeline.transfers()):
                     # There alone: of several rows of a step a curve would show one.
                     self._writer.append(update, {TRANSFERS + "attempt": number, **row})
+        self._timelines.clear()  # their threads end
 
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
