@@ -73,7 +73,7 @@ def _nodes() -> Iterator[Finding]:
 def examine(folder: Path) -> Iterator[Finding]:
     """Yield what every check says, as it becomes known."""
     start_s = time.monotonic()
-    seen, facts, port = list[cards.Card](), dict[str, Any](), int(os.environ.get("MASTER_PORT", "29500"))
+    seen, facts = list[cards.Card](), dict[str, Any]()
 
     def about_cards() -> list[Finding]:
         told, problem = cards.probe_cards()
@@ -84,6 +84,10 @@ def examine(folder: Path) -> Iterator[Finding]:
         facts.update(cards.probe_torch())
         return cards.judge_torch(facts, len(seen), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
+    def about_ports() -> list[Finding]:
+        port = int(os.environ.get("MASTER_PORT", "29500"))
+        return host.judge_ports(*host.probe_ports(port), port)
+
     machine: dict[str, Callable[[], list[Finding]]] = {
         "driver": about_cards,
         "torch": about_torch,
@@ -92,7 +96,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "processes": lambda: [host.judge_limit("processes", resource.getrlimit(resource.RLIMIT_NPROC)[0])],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
-        "ports": lambda: host.judge_ports(*host.probe_ports(port), port),
+        "ports": about_ports,
         "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
         "file system": lambda: host.judge_disk(host.probe_disk(folder)),
         "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],

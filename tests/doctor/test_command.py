@@ -98,3 +98,12 @@ def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
     lines = capsys.readouterr().out.splitlines()
     assert "BROKEN answer file system none in 0 s (expected: an answer)" in lines
     assert lines[-1].startswith("NOT fit")
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_port_that_is_no_number_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "the usual one")
+    assert main(["doctor"]) == 1
+    assert "BROKEN answer ports    ValueError: invalid literal" in capsys.readouterr().out
