@@ -64,8 +64,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         meant = override_meant(unknown) if takes_overrides else None
         fix = meant and f"settings are written section.key=value: {meant}"
-        if "gpu" in unknown[0] or "proc" in unknown[0]:
-            fix = f"ranks are started by NPROC_PER_NODE={' '.join(unknown[1:2])} ./launch/pretrain.sh CONFIG"
+        if arguments.verb == "train" and ("gpu" in unknown[0] or "proc" in unknown[0]):
+            number = next((text for text in (unknown[0].partition("=")[2], *unknown[1:2]) if text.isdecimal()), "2")
+            fix = f"ranks are started by NPROC_PER_NODE={number} ./launch/pretrain.sh CONFIG"
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}", fix)
     return arguments
 

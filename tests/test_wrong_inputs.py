@@ -30,6 +30,8 @@ WRONG: dict[str, tuple[str, ...]] = {
     ),
     "train job.toml --optimizer.lr 1e-3": ("unrecognized", "--optimizer.lr 1e-3", "key=value: optimizer.lr=1e-3"),
     "train job.toml --gpus 8": ("unrecognized", "--gpus 8", "by NPROC_PER_NODE=8 ./launch/pretrain.sh CONFIG"),
+    "train job.toml --nproc-per-node=8": ("unrecognized", "by NPROC_PER_NODE=8 ./launch/pretrain.sh CONFIG"),
+    "doctor --gpus 8": ("unrecognized", "--gpus 8", "write for example megamix doctor --folder runs"),
     "train job.toml --check=1": ("--check", "'1'", "write for example megamix train"),
     "plan job.toml --world many": ("--world", "'many'", "megamix plan job.toml --world 64"),
     "plan job.toml --device tpu": ("--device", "'tpu'", "cpu", "megamix plan job.toml"),
