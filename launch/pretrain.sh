@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Train by a configuration, with one process per GPU, on one machine or many.
 #
-#   launch/pretrain.sh CONFIG [section.key=value ...]
+#   launch/pretrain.sh CONFIG [section.key=value ...] [--check]
+#
+#   --check          look for mistakes and say what these ranks would train; start nothing
 #
 #   NPROC_PER_NODE   ranks on this machine; default: the number of GPUs torch can use, or 1
 #   NNODES           machines; run this script on each of them; default 1
@@ -14,6 +16,11 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
+check="" words=()
+for word in "$@"; do
+  if [[ "$word" == --check ]]; then check=--check; else words+=("$word"); fi
+done
+set -- "${words[@]}"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 nnodes="${NNODES:-1}"
 [[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
@@ -45,7 +52,11 @@ ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
 # So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's
 # folder is claimed only when all ranks have met. What is said of keys that are dropped the run says again.
-WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check >/dev/null
+outlook="$(WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check)"
+if [[ -n "$check" ]]; then
+  printf '%s\n' "$outlook"
+  exit
+fi
 if [[ "$nnodes" == 1 ]]; then
   rendezvous=(--standalone)
 else

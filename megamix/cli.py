@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int | None = arguments.run(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
         tell = say if getattr(error, "source", "") == "environment" else _say_on_first_rank  # whose RANK may be wrong
-        if isinstance(error, ConfigError) and error.source == "job":  # a user knows it by its file
+        if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # a user knows it by its file
             error = ConfigError(error.problems, str(arguments.config))
         tell(f"megamix {arguments.verb}: {error}", sys.stderr)
         return error.exit_status if isinstance(error, EndedEarlyError) else 2
@@ -57,15 +57,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand behind a flag as well, where argparse knows no more positional arguments."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    takes_overrides = hasattr(arguments, "overrides")
-    if takes_overrides:
+    if takes_overrides := hasattr(arguments, "overrides"):
         rest = arguments.overrides = [*arguments.overrides, *rest]
     unknown = [text for text in rest if not takes_overrides or "=" not in text or text.startswith("-")]
     if unknown:
         meant = override_meant(unknown) if takes_overrides else None
         fix = meant and f"settings are written section.key=value: {meant}"
         if arguments.verb == "train" and ("gpu" in unknown[0] or "proc" in unknown[0]):
-            number = next((text for text in (unknown[0].partition("=")[2], *unknown[1:2]) if text.isdecimal()), "2")
+            number = [*unknown[0].split("=")[1:], *unknown[1:2], "2"][0]
             fix = f"ranks are started by NPROC_PER_NODE={number} ./launch/pretrain.sh CONFIG"
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}", fix)
     return arguments

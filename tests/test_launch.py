@@ -54,6 +54,10 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     ]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
     assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]  # each rank's own: tests/test_machine.py
+    done = sandbox.run("pretrain.sh", "--check", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
+    assert done.returncode == 0, done.stderr
+    assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
+    assert not any("supervise.launch" in line for line in sandbox.lines())
 
 
 def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:

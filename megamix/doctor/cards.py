@@ -82,12 +82,14 @@ def _number(text: str) -> float:
 
 
 def judge_driver(plugged: int, cards: Sequence[Card], problem: str) -> Finding:
-    """Find cards that are plugged in and that the driver does not have. Without cards a machine trains on its CPU."""
+    """Find cards that are plugged in and that the driver does not have: all, or some, as in a scheduler's share of a
+    machine. Without cards a machine trains on its CPU.
+    """
     if not plugged and not cards:
         return not_here("driver", f"no NVIDIA card on the PCI bus, and {problem}")
     names = sorted({f"{card['name']}, driver {card['driver_version']}" for card in cards})
     seen = problem or f"{len(cards)} of {max(plugged, len(cards))} card(s): {'; '.join(names)}"
-    return found("driver", seen, len(cards) < plugged or len(names) != 1)
+    return found("cards" if cards else "driver", seen, len(cards) < plugged or len(names) != 1)
 
 
 def judge_cards(cards: Sequence[Card], checks: Sequence[str] = (*_CHECKS,), of: str = "") -> list[Finding]:

@@ -28,7 +28,15 @@ from megamix.parallel.stages import describe_stages
 from megamix.supervise.console import Console, say
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
-from megamix.supervise.status import EndedEarlyError, LeaveRequest, RunStatus, StuckError, WrongDataError, signals_noted
+from megamix.supervise.status import (
+    EndedEarlyError,
+    LeaveRequest,
+    NoAnswerError,
+    RunStatus,
+    StuckError,
+    WrongDataError,
+    signals_noted,
+)
 from megamix.supervise.watchdog import Watchdog
 from megamix.train import run_folder
 from megamix.train.build import build_engine, build_passes, plan_pipeline
@@ -172,7 +180,8 @@ def _join(config: Config, stack: ExitStack) -> Job:
 
 
 def _part(kind: object, error: BaseException | None, trace: object) -> None:
-    leave_ranks(alike=error is None or isinstance(error, EndedEarlyError | ConfigError))
+    told_all = isinstance(error, EndedEarlyError | ConfigError) and not isinstance(error, NoAnswerError)
+    leave_ranks(alike=error is None or told_all)
 
 
 @contextmanager

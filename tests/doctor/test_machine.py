@@ -51,9 +51,9 @@ def refusing(number: int) -> Callable[..., None]:
 
 BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
     "no driver": (lambda: cards.judge_driver(8, [], "there is no nvidia-smi"), "driver", "there is no nvidia-smi"),
-    "a card is lost": (lambda: cards.judge_driver(8, with_cards(*[{}] * 7), ""), "driver", "7 of 8 card(s)"),
+    "a card is lost": (lambda: cards.judge_driver(8, with_cards(*[{}] * 7), ""), "cards", "7 of 8 card(s)"),
     "two kinds of cards": (
-        lambda: cards.judge_driver(2, with_cards({}, {"name": "NVIDIA H200"}), ""), "driver", "NVIDIA H200, driver",
+        lambda: cards.judge_driver(2, with_cards({}, {"name": "NVIDIA H200"}), ""), "cards", "NVIDIA H200, driver",
     ),
     "power limit lowered": (
         lambda: cards.judge_cards(with_cards({}, {"power.limit": 400.0})), "power limit", "card 1: 400",

@@ -149,7 +149,6 @@ JOB_SMALLER = {
 README_SMALLER = {
     "dp2,dp4": "dp2,dp4" if FULL else "dp1",
     "--vocab-size 32000": "--vocab-size 400",
-    "--world 64": "--world 4",
     "import HF_DIR": "import OUT",
 }
 # The quickstart's configuration, on which the job stands: a small model.
@@ -187,8 +186,8 @@ def test_every_command_of_the_readme_runs(
         said[command] = clone.run(command, capsys)
     assert len(said) == commands.count("\n") - (1 if FULL else 4)
 
-    assert "no problems; 1 rank" in said["megamix train job.toml --check"]
-    assert "4 rank" in said["megamix plan job.toml --world 4"]
+    assert "no problems; 1 rank" in said["./launch/pretrain.sh job.toml --check"]
+    assert "2 rank" in said["megamix plan job.toml --world 2"]
     assert "perplexity" in said["megamix evaluate runs/mine"]
     assert said['megamix generate runs/mine --prompt "def "'].startswith("def ")
     assert f"step_{80 if FULL else 2:08d}" in said["megamix checkpoint ls runs/mine"]
