@@ -36,6 +36,8 @@ def test_less() -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "megamix/checkpoint").mkdir(parents=True)
+    for package in ("megamix", "megamix/checkpoint"):  # else a folder, which the installed package comes before
+        (tmp_path / package / "__init__.py").touch()
     (tmp_path / "megamix/checkpoint/small.py").write_text(SOURCE)
     (tmp_path / "tests/checkpoint").mkdir(parents=True)
     (tmp_path / "tests/checkpoint/test_small.py").write_text(TEST)

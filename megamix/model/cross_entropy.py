@@ -101,7 +101,7 @@ def _slopes_by_parts(slopes: Slopes, logits: Tensor, targets: Tensor, slope: Ten
     for part in _parts(logits):
         wide_logits = logits[part].float()
         # One tensor twice where it is read and written: two views of it would be two tensors to the compiler.
-        into = wide_logits if wide_logits.dtype == slope.dtype else slope[part]
+        into = wide_logits if slope is logits and logits.dtype == torch.float32 else slope[part]
         log_likelihood[part] = slopes(wide_logits, targets[part], into)
 
 

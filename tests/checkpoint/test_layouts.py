@@ -36,6 +36,7 @@ from megamix.checkpoint.save import begin, commit, save, write_rank
 from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_snapshot
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
+from megamix.clock import Clock
 from tests.checkpoint.state import (
     differences,
     fill,
@@ -182,7 +183,7 @@ def test_blocks_of_tensor_and_pipeline_ranks_load_into_each_other(
     for layout in LAYOUTS:
         ranks = _ranks_of(*layout)
         for rank, parts in enumerate(ranks):
-            assert fill_parts(checkpoint, parts, rank, len(ranks)) == []
+            assert fill_parts(checkpoint, parts, Clock(torch.device("cpu")), rank, len(ranks)) == []
             assert all(torch.equal(part.tensor, _want(part)) for part in parts), layout
 
 

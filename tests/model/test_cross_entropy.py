@@ -140,3 +140,13 @@ def test_extreme_logits_give_a_finite_loss_and_inf_does_not() -> None:
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     grads = torch.autograd.grad(linear_cross_entropy(*leaves, torch.tensor([1, 2])), leaves)
     assert all(grad.isnan().any() for grad in grads)
+
+
+def test_under_autocast_gradients_are_those_of_the_rounded_products() -> None:
+    leaves = inputs(torch.float32)
+    want = torch.autograd.grad(linear_cross_entropy(*leaves, TARGETS), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*leaves, TARGETS)
+    for got, exact in zip(torch.autograd.grad(loss, leaves), want, strict=True):
+        # Logits, slopes and the products of both are rounded to BF16, each by a unit of its own size.
+        assert (got - exact).norm() <= 8 * UNIT[torch.bfloat16] * exact.norm()

@@ -237,7 +237,7 @@ def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(
 ) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
-    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: object) -> Any:
         graphs.append(graph)
         return graph.forward
 
