@@ -62,7 +62,8 @@ class Clock:
         """Return the seconds per span since the last call. On a GPU, where the host runs ahead, spans that the device
         has not passed yet are left to the next call: to wait for them would drain its queue.
         """
-        outermost = [number for number, (_, outer, _, end) in enumerate(self._events) if outer is None and end.query()]  # type: ignore[no-untyped-call]
+        events = enumerate(self._events)
+        outermost = [number for number, (_, outer, _, end) in events if outer is None and end.query()]  # type: ignore[no-untyped-call]  # no types
         passed = max(outermost, default=-1) + 1  # an outermost span is behind all that lie inside it
         for name, outer, start, end in self._events[:passed]:
             self._add(name, outer, start.elapsed_time(end) / 1e3)

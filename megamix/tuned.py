@@ -4,19 +4,12 @@ None changes a result. Each comes with what was measured and how to measure it a
 before and after, in turns. On a GPU none was tuned.
 """
 
-from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def piece(size: int, tensor: Tensor) -> int:
-    """Return how many elements of `tensor` a pass takes at a time: `size` on a CPU, for its cache; all of them on a
-    GPU, where launches cost more than a cache saves.
+def piece(size: int, numel: int, *, on_gpu: bool) -> int:
+    """Return how many of so many elements a pass takes at a time: `size` on a CPU, for its cache; all of them on a GPU,
+    where launches cost more than a cache saves.
     """
-    return min(size, tensor.numel()) if tensor.is_cpu else tensor.numel()
+    return numel if on_gpu else min(size, numel)
 
 
 # Elements of the sum over ranks that are added at a time: the FP32 accumulator (1 MiB) stays in cache while the ranks'

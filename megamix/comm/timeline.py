@@ -52,7 +52,7 @@ class Timeline:
         self._watched: list[_Watched] = []
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "arrivals")  # each is made when it has something to do
         # Waits for transfers beside the stream that computes.
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]  # no types
         self._begin = self._now()
 
     def watch(self, kind: str, bucket: int, pending: Pending) -> None:

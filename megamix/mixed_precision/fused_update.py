@@ -125,7 +125,7 @@ class LibraryUpdate:
     ) -> None:
         shared = self._groups[group]
         at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
-        size = tuned.piece(tuned.UPDATE_PIECE, grad)
+        size = tuned.piece(tuned.UPDATE_PIECE, grad.numel(), on_gpu=not grad.is_cpu)
         unscaled = torch.empty(size, dtype=torch.float32, device=grad.device)
         for start in range(0, grad.numel(), size):
             piece = slice(start, min(start + size, grad.numel()))

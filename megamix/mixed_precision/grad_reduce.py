@@ -111,7 +111,7 @@ class GradReduce:
         a pass of their own.
         """
         grad_shard = self.grad_shards[bucket]
-        size = tuned.piece(tuned.SUMMED_PIECE, grad_shard)
+        size = tuned.piece(tuned.SUMMED_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
         rows = []
         for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
             sum_in_rank_order(piece_parts, piece)

@@ -32,8 +32,8 @@ def chunked_row_stats(grad_shard: Tensor) -> Tensor:
     """Do what `row_stats` does on machines without a compiler, where each operation is a pass of its own: in chunks
     that stay in a CPU's cache.
     """
-    chunks = torch.split(grad_shard, tuned.piece(tuned.STATS_PIECE, grad_shard))
-    return torch.cat([row_stats(chunk) for chunk in chunks], dim=1)
+    size = tuned.piece(tuned.STATS_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
+    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, size)], dim=1)
 
 
 class PieceStats:

@@ -192,7 +192,7 @@ class Optimizer:
         has a fused kernel of this equation. `update` FP32 (): its number, 1 for the first.
         """
         tensors = (grad, master, *states.values())
-        size = tuned.piece(tuned.EQUATION_PIECE, grad)
+        size = tuned.piece(tuned.EQUATION_PIECE, grad.numel(), on_gpu=not grad.is_cpu)
         pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
             self.gated_update_(piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)

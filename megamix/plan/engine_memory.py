@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -60,10 +61,7 @@ def engine_memory(
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
     trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
-
-    def piece(size: int) -> int:
-        return largest_shard if on_gpu else min(size, largest_shard)  # as `tuned.piece`
-
+    piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
     # Of a piece: its gradient and its half states, in FP32.
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(

@@ -96,7 +96,7 @@ class Job:
     launcher: int | None  # its pid
     data_identity: str  # of the files whose fingerprints were compared
     start: Start | None = None
-    drawn = 0  # bytes of first weights so far
+    drawn_bytes: int = 0  # of first weights so far
     engine: ShardedEngine | None = None
     trainer: Trainer | None = None
 
@@ -148,7 +148,9 @@ class Job:
     def position(self) -> Position:
         """Return where the main thread stands, for any thread. A save beside training is not what it waits for."""
         if self.trainer is None:
-            return Position(0, "the start", 0, self.drawn + (0 if self.engine is None else self.engine.clock.loaded))
+            return Position(
+                0, "the start", 0, self.drawn_bytes + (0 if self.engine is None else self.engine.clock.loaded)
+            )
         clock, plan = self.trainer.engine.clock, self.trainer.plan
         doing = clock.doing()
         written = self.trainer.checkpoints.written if doing == "save" else 0
@@ -230,7 +232,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
 
     def fill(spec: ParamSpec, start: int, values: Tensor) -> None:
         draw(spec, start, values)
-        job.drawn += values.nbytes
+        job.drawn_bytes += values.nbytes
 
     engine = job.engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     job.console.line(_describe(config, engine, device))

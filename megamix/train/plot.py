@@ -146,8 +146,8 @@ def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
         launched, landed, needed, waited = (
-            [1e3 * row[f"{TRANSFERS}{kind}/{name}"] for row in rows]
-            for name in ("launched_s", "landed_s", "needed_s", "waited_s")
+            [1e3 * row[f"{TRANSFERS}{kind}/{when}"] for row in rows]
+            for when in ("launched_s", "landed_s", "needed_s", "waited_s")
         )
         at = [row[TRANSFERS + "bucket"] + place for row in rows]
         way = [end - start for start, end in zip(launched, landed, strict=True)]
