@@ -14,8 +14,8 @@ import torch
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, set_aside, unfinished
-from megamix.checkpoint.manifest import DamagedCheckpoint, printable, read_manifest, states_text
-from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, check_size, verify_checkpoint, verify_named
+from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
+from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, verify_checkpoint, verify_named
 from megamix.config import effective_tables
 
 _ABSENT = "(none)"

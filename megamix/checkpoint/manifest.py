@@ -106,6 +106,14 @@ class FileRecord(Record):
     crc32: Count
 
 
+def check_size(path: Path, record: FileRecord) -> None:
+    """Raises: ValueError, OSError."""
+    if path.is_symlink() or not path.is_file():
+        raise ValueError(f"{path}: not there, or no ordinary file")
+    if (size := path.stat().st_size) != record.size:
+        raise ValueError(f"{path}: {size} bytes, written were {record.size}")
+
+
 class ParamRecord(Record):
     """One parameter or persistent buffer, whole, under its first registered name."""
 

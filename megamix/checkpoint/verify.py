@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST, checkpoints
-from megamix.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest, naming, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, naming, read_manifest
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
 
@@ -98,14 +98,6 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
     if problems:
         raise DamagedCheckpoint(problems)
     return Checkpoint(path, manifest, dict(stored))
-
-
-def check_size(path: Path, record: FileRecord) -> None:
-    """Raises: ValueError, OSError."""
-    if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{path}: not there, or no ordinary file")
-    if (size := path.stat().st_size) != record.size:
-        raise ValueError(f"{path}: {size} bytes, written were {record.size}")
 
 
 class PieceReader:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megamix.checkpoint.folder import MANIFEST, checkpoints
-from megamix.checkpoint.manifest import Manifest, RunRecord, read_manifest
+from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
 from megamix.config import (
     Config,
     ConfigError,
@@ -35,7 +35,7 @@ _PASS = ("model.dropout", "model.compile", "model.recompute", "model.init_std", 
 
 def outlook(config: Config) -> str:
     """Say what a start would do with the run's folder as it is; write nothing. What the checkpoints hold is judged by
-    their manifests.
+    their manifests and the sizes of their files.
 
     Raises: ConfigError if it would be refused.
     """
@@ -49,6 +49,8 @@ def outlook(config: Config) -> str:
     for path in own or ([] if resume in RESUME_WORDS else [Path(resume)]):
         try:
             manifest = read_manifest(path / MANIFEST)
+            for file in manifest.files:
+                check_size(path / file.name, file)
             lines = judge(path, manifest, config, record_of(config, data_fingerprints(config)))
         except ConfigError:
             raise

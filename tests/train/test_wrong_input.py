@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.checkpoint.manifest import UNTRAINED, LayoutRecord, Manifest, ParamRecord, manifest_text
+from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
 from megamix.config import config_to_toml
 from megamix.supervise.run_lock import LOCK, run_lock
@@ -142,10 +142,12 @@ def _save(folder: Path, run: str, update: int, **overrides: object) -> Path:
     manifest = Manifest(
         applied_updates=update, skipped_steps=0, loss_scale={}, run=record, layout=LayoutRecord(dp_size=1, buckets=()),
         states=(UNTRAINED,), params=(ParamRecord(name="weight", shape=(1,), aliases=()),),
+        files=(FileRecord(name="rank_00000.safetensors", size=4, crc32=0),),
     )  # fmt: skip
     path = checkpoint_folder(config) / f"step_{update:08d}"
     path.mkdir(parents=True)
     (path / "manifest.json").write_bytes(manifest_text(manifest))
+    (path / "rank_00000.safetensors").write_bytes(bytes(4))
     return path
 
 
@@ -174,8 +176,12 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
     assert "go on from step 7" in goes_on
     assert f"checkpoint.resume: {begun} is not read, for {run} has checkpoints of its own" in goes_on
     _save(folder, "run", 5)
-    (newest / "manifest.json").write_text("{")
-    assert f"go on from step 5 of {run} to step 12\n  damaged: {newest}: " in told()
+    goes_on = f"go on from step 5 of {run} to step 12\n  damaged: {newest}: "
+    for file, harmed in (("rank_00000.safetensors", b""), ("manifest.json", b"{")):
+        whole = (newest / file).read_bytes()
+        (newest / file).write_bytes(harmed)
+        assert goes_on in told()
+        (newest / file).write_bytes(whole)
     monkeypatch.setenv("RANK", "1")
     assert told() == ""
 
