@@ -85,7 +85,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         return cards.judge_torch(facts, len(seen), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def about_ports() -> list[Finding]:
-        port = int(os.environ.get("MASTER_PORT", "29500"))
+        port = int(os.environ.get("MASTER_PORT", "0"))
         return host.judge_ports(*host.probe_ports(port), port)
 
     machine: dict[str, Callable[[], list[Finding]]] = {

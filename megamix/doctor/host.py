@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from megamix.doctor.finding import Finding, expected, found
+from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.machine import num_cores
 
 _MIB, _GIB = 2**20, 2**30
@@ -120,11 +120,9 @@ def probe_ports(port: int) -> tuple[str, str]:
 
 
 def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
-    """Ranks of one machine meet on loopback, those of many at MASTER_PORT of the first one."""
-    return [
-        found("loopback", loopback or "connects", bool(loopback)),
-        found("port", f"{port}: {taken or 'free'}", bool(taken)),
-    ]
+    """Ranks of one machine meet on loopback at any port, those of many at MASTER_PORT of the first one. 0: not set."""
+    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else not_here("port", "no MASTER_PORT is set")
+    return [found("loopback", loopback or "connects", bool(loopback)), at]
 
 
 def judge_shm(free: int, *, gpus: bool) -> Finding:

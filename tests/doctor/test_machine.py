@@ -142,6 +142,7 @@ def test_a_sound_machine_has_nothing_to_mend() -> None:
     assert {one.fix for one in findings} == {""}
     assert cards.judge_driver(0, [], "there is no nvidia-smi").verdict == "does not apply"
     assert cards.judge_links([], []).verdict == "does not apply"
+    assert [one.verdict for one in host.judge_ports("", "Address already in use", 0)] == ["ok", "does not apply"]
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,18 @@ def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert wrong == {"train 124 M": wrong["train 124 M"], "verify dp4tp2": off, "verify dp2tp2pp2": off}
     assert {"host waits", "compiled norms", "update", "wire", "copy", "train 1.3 B"} <= {*findings}
     assert sum(limit_s for _, (_, limit_s) in examined) < 800
+
+
+def test_a_step_that_waits_leaves_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+
+    def step() -> Tensor:
+        if modes:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return torch.zeros(())
+
+    monkeypatch.setattr(ranks, "_make_step", lambda: step)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        ranks.waits()
+    assert modes == ["error", "default"]

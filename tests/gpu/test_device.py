@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megamix.mixed_precision.examination import count_exponents
+
 
 def _fails(action: Callable[[], Any]) -> str:
     try:
@@ -69,6 +71,22 @@ def _autograd() -> bool:
         loss.backward()
         grads.append([param.grad.cpu() for param in model.parameters()])
     return all(map(torch.equal, *grads))
+
+
+def _counts() -> tuple[list[int], list[int]]:
+    """Return exponents counted on a GPU, in lanes, and on a CPU."""
+    values, found = torch.randn(5000, generator=torch.Generator().manual_seed(0)), []
+    for device in ("cuda", "cpu"):
+        counts = torch.zeros(256, dtype=torch.int64, device=device)
+        count_exponents(values.to(device), counts)
+        found.append(counts.cpu().tolist())
+    return found[0], found[1]
+
+
+def test_exponents_counted_in_lanes_are_those_of_a_cpu(gpu_ranks) -> None:
+    ((on_gpu, on_cpu),) = gpu_ranks(_counts, 1)
+    assert on_gpu == on_cpu
+    assert sum(on_cpu) == 5000
 
 
 def test_memory_and_gradients_are_those_of_a_gpu(gpu_ranks) -> None:
