@@ -15,6 +15,7 @@ import pytest
 from megamix import Checkpoints
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
+from megamix.hub.source import open_source
 from tests.checkpoint.state import differences, fill, make_engine
 
 
@@ -151,3 +152,10 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
             "{'b': 2, 'a': 1}",
             " has a checkpoint of 2 updates, this engine has made 1; call load() first, or give another folder",
         ]
+
+
+def test_what_wants_a_model_says_that_the_library_s_checkpoint_has_none(tmp_path: Path) -> None:
+    engine = make_engine()
+    Checkpoints(engine, tmp_path / "mine").save({})
+    with pytest.raises(ValueError, match=r"is a checkpoint of the library, without \[model\]; `megamix checkpoint"):
+        open_source(tmp_path / "mine")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megamix.cli import main
-from megamix.doctor import cards, command, host
-from megamix.doctor.finding import HANGS
+from megamix.doctor import cards, command, finding, host
+from megamix.doctor.finding import HANGS, Finding, not_here, run_check
 
 probe_torch = cards.probe_torch
 
@@ -107,3 +107,15 @@ def test_a_port_that_is_no_number_is_a_finding(
     monkeypatch.setenv("MASTER_PORT", "the usual one")
     assert main(["doctor"]) == 1
     assert "BROKEN answer ports    ValueError: invalid literal" in capsys.readouterr().out
+
+
+def test_a_slow_check_is_named_and_then_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = threading.Event()
+    monkeypatch.setattr(finding, "_SILENT_S", 0.0)
+    monkeypatch.setattr(finding, "say", lambda *_: named.set())
+
+    def slow() -> list[Finding]:
+        assert named.wait(60)
+        return [not_here("disk", "it was slow")]
+
+    assert [one.check for one in run_check("disk", slow, 60.0)] == ["disk"]

@@ -21,10 +21,11 @@ from megamix import tuned
 from megamix.checkpoint import load
 from megamix.checkpoint.together import Together
 from megamix.cli import main
-from megamix.config import RopeScaling, load_config
+from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.liveness import Position
+from megamix.supervise.status import NoAnswerError, PreemptedError
 from megamix.train import job
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS, is_overflow
@@ -307,3 +308,17 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
         torch.utils.deterministic.fill_uninitialized_memory = True
     assert asked == [False] * 3 + [True] * 3
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("error", "alike"),
+    [
+        (None, True), (ConfigError(["training.seed: differs"], "job"), True), (PreemptedError(), True),
+        (NoAnswerError("rank 1 is silent"), False), (RuntimeError("of this rank alone"), False),
+    ],
+)  # fmt: skip
+def test_groups_are_left_where_all_ranks_leave(monkeypatch, error: BaseException | None, alike: bool) -> None:
+    left: list[bool] = []
+    monkeypatch.setattr(job, "leave_ranks", lambda *, alike: left.append(alike))
+    job._part(type(error), error, None)
+    assert left == [alike]
