@@ -29,7 +29,7 @@ _SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")
 _SENT = 1 << 24  # bytes
 # What must be alike; the machine's name, and whether each of its addresses is its own.
 Record = tuple[dict[str, str], str, dict[str, bool]]
-_MEASURED = TypeAdapter(tuple[str, dict[str, float], list[float]])
+_MEASURED = TypeAdapter(tuple[str, dict[str, float], list[tuple[int, float]]])
 
 
 def examine_nodes() -> list[Finding]:
@@ -97,7 +97,7 @@ def judge_records(records: Sequence[Record], apart: Sequence[float]) -> list[Fin
 def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Finding]:
     """Hold the ranks' sums against those in rank order, and name the slowest link. Every rank must call it."""
     board, keys = Board(store, limit_s), [f"measured {number}" for number in range(size)]
-    board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_distance(_SENT)))
+    board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_source(_SENT)))
     if rank > 0:
         return []
     board.wait(keys)
@@ -108,14 +108,11 @@ def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Fi
     return [reached, judge_shares("collectives", sums), judge_pairs(hosts, seconds)]
 
 
-def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[float]]) -> Finding:
+def judge_pairs(hosts: Sequence[str], seconds: Sequence[Sequence[tuple[int, float]]]) -> Finding:
     """Name the slowest pair of ranks, of those on two machines if there are several. `seconds`: of each rank, those
-    until it had what the rank 1, 2, ... before it sent.
+    that the bytes of every other one took.
     """
-    taken = {
-        ((to - distance) % len(hosts), to): value for to, row in enumerate(seconds)
-        for distance, value in enumerate(row, start=1)
-    }  # fmt: skip
+    taken = {(source, to): value for to, row in enumerate(seconds) for source, value in row}
     apart = {pair: value for pair, value in taken.items() if hosts[pair[0]] != hosts[pair[1]]} or taken
     if not apart:
         return not_here("slowest link", "there is one rank")

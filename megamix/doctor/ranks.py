@@ -222,19 +222,24 @@ def train_rate(work: Work, side: str, steps: int) -> float:
     return work.micro_batch_size * work.model.seq_len / rank.turn().seconds
 
 
-def seconds_by_distance(numel: int) -> list[float]:
-    """Return what this rank waited for the bytes of the rank 1, 2, ... before it, while all send at once."""
-    world = Topology.current().world
-    mine, theirs = (torch.zeros(numel, dtype=torch.uint8, device=rank_device()) for _ in range(2))
+def seconds_by_source(numel: int) -> list[tuple[int, float]]:
+    """Return for every other rank the seconds that this one takes to receive its bytes. A rank has one other at a time,
+    and one of the two sends: ranks that wait for a slow link would hold up who waits for them.
+    """
+    world, taken = Topology.current().world, list[tuple[int, float]]()
+    message = torch.zeros(numel, dtype=torch.uint8, device=rank_device())
 
-    def exchange(to: int, source: int) -> None:
-        operations = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, theirs, source)]
-        for work in dist.batch_isend_irecv(operations):
+    def move(operation: Callable[..., object], other: int) -> None:
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, other)]):
             work.wait()
 
-    taken = []
-    for distance in range(1, world.size):
-        dist.barrier()
-        to, source = ((world.rank + way * distance) % world.size for way in (1, -1))
-        taken.append(seconds_of(partial(exchange, to, source), 3))
+    for bits in range(1, 1 << (world.size - 1).bit_length()):
+        other = world.rank ^ bits  # whose other one this is
+        for lower_sends in (True, False):
+            dist.barrier()
+            if other >= world.size:
+                continue
+            sends = (world.rank < other) == lower_sends
+            seconds = seconds_of(partial(move, dist.isend if sends else dist.irecv, other), 3)
+            taken += [] if sends else [(other, seconds)]
     return taken

@@ -4,7 +4,9 @@ apart or whose name is no address, and the slowest link
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from megamix.cli import main
 from megamix.doctor import nodes
 from megamix.doctor.finding import Finding
+from megamix.doctor.host import refusal
 
 OWN = nodes.own_record()[0]
 HERE = ("node0", {"10.0.0.1": True})
@@ -98,13 +101,19 @@ def test_a_silent_rank_is_named() -> None:
         nodes.compare_ranks(store, 0, 3, (OWN, *HERE), 0.1)
 
 
+def seconds(size: int, slow: tuple[int, int], value: float) -> list[list[tuple[int, float]]]:
+    """Of each rank by source; of one pair they are `value`."""
+    others = [[source for source in range(size) if source != to] for to in range(size)]
+    return [[(one, value if (one, to) == slow else 0.1) for one in row] for to, row in enumerate(others)]
+
+
 def test_the_slowest_link_is_named() -> None:
-    seconds = [[0.1, 0.1, 0.5], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]
-    wrong = nodes.judge_pairs(["node0", "node1", "node2", "node3"], seconds)
+    wrong = nodes.judge_pairs(["node0", "node1", "node2", "node3"], seconds(4, (1, 0), 0.5))
     assert wrong.verdict == "slow"
     assert wrong.seen == "rank 1 on node1 to rank 0 on node0: 0.03 GB/s, usual 0.17"
-    seconds = [[0.9, 0.1, 0.1], [0.9, 0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]  # within a machine
-    assert nodes.judge_pairs(["node0", "node0", "node1", "node1"], seconds).seen.startswith("rank 3 on node1 to rank 0")
+    within = nodes.judge_pairs(["node0", "node0", "node1", "node1"], seconds(4, (1, 0), 0.9))
+    assert "rank 1 on node0" not in within.seen
+    assert within.verdict == "ok"
     assert nodes.judge_pairs(["node0"], [[]]).verdict == "does not apply"
 
 
@@ -119,6 +128,48 @@ def test_ranks_measure_their_links(run_ranks: Any) -> None:
     assert [one.check for one in first] == ["reached", "collectives", "slowest link"]
     assert [one.verdict for one in first[:2]] == ["ok", "ok"]
     assert other == []
+
+
+_PACE, _ANY_PACE = 47, -1  # SO_MAX_PACING_RATE of socket(7), bytes/s
+
+
+def _shaped_links(pair: tuple[int, int]) -> list[Finding]:
+    """On every rank; the kernel slows the connection of one pair down, both ways."""
+    sockets = [
+        socket.socket(fileno=os.dup(number)) for number in map(int, os.listdir("/proc/self/fd")) if _is_socket(number)
+    ]
+    ends = [end for end in sockets if end.family == socket.AF_INET and refusal(end.getpeername) == ""]
+    of_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_rank, [end.getsockname() for end in ends])
+    paced = [
+        end for end in ends for rank, other in (pair, pair[::-1])
+        if dist.get_rank() == rank and end.getpeername() in of_rank[other]
+    ]  # fmt: skip
+    assert len(paced) == (dist.get_rank() in pair)
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    try:
+        for end in paced:
+            end.setsockopt(socket.SOL_SOCKET, _PACE, 1 << 20)
+        with mock.patch.object(nodes, "_SENT", 1 << 16):
+            return nodes.measure_links(store, dist.get_rank(), dist.get_world_size(), 30.0)
+    finally:
+        for end in paced:
+            end.setsockopt(socket.SOL_SOCKET, _PACE, _ANY_PACE)
+
+
+def _is_socket(number: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:  # of the listing itself, closed by now
+        return False
+
+
+def test_a_link_that_the_kernel_slows_down_is_named(run_ranks: Any) -> None:
+    slowest = run_ranks(_shaped_links, 4, (1, 2))[0][-1]
+    assert (slowest.check, slowest.verdict) == ("slowest link", "slow")
+    host = socket.gethostname()
+    pairs = [f"rank {a} on {host} to rank {b} on {host}: 0.00 GB/s" for a, b in ((1, 2), (2, 1))]
+    assert slowest.seen.partition(",")[0] in pairs
 
 
 def test_who_cannot_meet_the_first_rank_is_told(

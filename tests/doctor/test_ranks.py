@@ -38,7 +38,7 @@ def gathers_wrong(self: GlooCollectives, flat: Tensor, shard: Tensor) -> Pending
     return Pending(gather(self, flat, shard), then=lambda: flat[0].add_(1))
 
 
-def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[float], dict[str, float]]:
+def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[tuple[int, float]], dict[str, float]]:
     """On every rank; with `plants` the last one's gather is wrong."""
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(GlooCollectives, "all_gather", gathers_wrong) if plants and last else nullcontext():
@@ -47,7 +47,7 @@ def measure(plants: bool) -> tuple[dict[str, float], dict[str, float], list[floa
         return sums, {}, [], {}
     work = Work(model=TINY, micro_batch_size=2, compile_update=False)
     rates = {side: ranks.train_rate(work, side, 1) for side in ranks.SIDES}
-    return sums, ranks.wire_rates(1024), ranks.seconds_by_distance(1024), rates
+    return sums, ranks.wire_rates(1024), ranks.seconds_by_source(1024), rates
 
 
 def test_ranks_measure_sums_wires_links_and_steps(run_ranks: Callable[..., list[Any]]) -> None:
@@ -58,7 +58,7 @@ def test_ranks_measure_sums_wires_links_and_steps(run_ranks: Callable[..., list[
         assert {*wires} == {"reduce-scatter", "all-gather"}
         assert {*rates} == {"ours", "FSDP2", "plain torch"}
         assert len(links) == 1
-        assert min([*wires.values(), *links, *rates.values()]) > 0
+        assert min([*wires.values(), *dict(links).values(), *rates.values()]) > 0
 
 
 def test_a_wrong_gather_of_one_rank_is_named(run_ranks: Callable[..., list[Any]]) -> None:

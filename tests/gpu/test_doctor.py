@@ -30,7 +30,7 @@ def _examined() -> dict[str, Any]:
             "name": NAME,
             "sums": ranks.sums_off(numel=64),
             "wires": ranks.wire_rates(1024),
-            "links": ranks.seconds_by_distance(1024),
+            "links": ranks.seconds_by_source(1024),
             "rates": ranks.device_rates(16, 64),
             "norms": ranks.norms_off(tokens=16, width=64),
             "update": ranks.update_share(TINY),
