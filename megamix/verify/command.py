@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,6 +19,7 @@ from megamix.verify.observe import observe
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
+ATTEMPTS = f"{UPDATES} updates each, 1 overflow, and the steps that find the loss scale"
 DEADLINE_S = 1800.0
 # Columns of the table, and the checks that each one counts.
 COLUMNS = {
@@ -30,13 +33,19 @@ COLUMNS = {
 
 def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     """Yield what to print, as it becomes known. What begins is said on stderr."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the ranks end first, and leave nothing
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     yield f"at {size} (overrides take another size)"
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
+    begin_s, done = time.monotonic(), 0  # ranks of the layouts before: on a machine they share they take turns
     try:
-        for layout in layouts:
-            say(f"megamix verify: {layout.name} on {layout.world_size} rank(s)", sys.stderr)
+        for number, layout in enumerate(layouts, start=1):
+            what = f"{layout.name} on {layout.world_size} rank(s), {number} of {len(layouts)}"
+            left = sum(layout.world_size for layout in layouts) - done
+            rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
+            say(f"megamix verify: {what}; {rest}", sys.stderr)
+            done += layout.world_size
             on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
             # Ranks of one number serve all its layouts.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))

@@ -1,5 +1,6 @@
 """`megamix verify` starts its ranks, prints one row for each layout, names the first difference, ends with 1."""
 
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ SMALL = [
 def test_it_starts_its_own_ranks_and_says_that_they_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2"]) == 0
     said = capsys.readouterr()
-    assert said.err == "megamix verify: dp2 on 2 rank(s)\n"
+    assert said.err == f"megamix verify: dp2 on 2 rank(s), 1 of 1; {command.ATTEMPTS}\n"
     size, head, row, _ = said.out.splitlines()
     assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
     assert head.split() == ["layout", "attempts", "skipped", "loss", "gradients", "norm", "weights", "moments"]
@@ -85,7 +86,34 @@ def test_a_rank_that_fails_is_told_and_exit_status_1(
     monkeypatch.setattr(command, "RankPool", lambda *_, **__: mock.Mock())
     assert main(["verify", CONFIG, *SMALL, "--layouts", "dp2,dp1"]) == 1
     said = capsys.readouterr()
-    assert said.err == "megamix verify: dp2 on 2 rank(s)\nmegamix verify: dp1 on 1 rank(s)\n"
+    first, second = said.err.splitlines()
+    assert first == f"megamix verify: dp2 on 2 rank(s), 1 of 2; {command.ATTEMPTS}"
+    assert second.startswith("megamix verify: dp1 on 1 rank(s), 2 of 2; about 0 s left")
     assert said.out.splitlines()[2:6] == [
         line for name in ("dp2", "dp1") for line in (f"{name}           fails", "rank 1: ValueError: no such thing")
     ]
+
+
+def test_how_long_the_rest_takes_is_told_by_the_ranks_so_far(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "verify_layout", lambda *_: Verdict(attempts=4))
+    monkeypatch.setattr(command.time, "monotonic", iter([0.0, 10.0, 40.0]).__next__)
+    assert main(["verify", CONFIG, *SMALL, "--layouts", "dp1,dp2,dp4"]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition("; ")[2] for line in told] == [command.ATTEMPTS, "about 60 s left", "about 53 s left"]
+
+
+def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    pool = mock.Mock()
+    monkeypatch.setattr(command, "verify_layout", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(command, "RankPool", lambda *_, **__: pool)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where nobody listens, this goes on and fails
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    pool.close.assert_called_once()
