@@ -21,6 +21,7 @@ from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
 from megamix.clock import Clock
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.master_shard import misfit_names
 
 log = logging.getLogger("megamix")
 
@@ -136,20 +137,17 @@ def _agree_on(problems: list[list[str]]) -> None:
 
 def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     """Return why this checkpoint cannot become the engine's state; empty if it can."""
-    saved = {param.name: (param.shape, manifest.states[param.state_set]) for param in manifest.params}
-    own = {spec.name: (spec.full_shape, states) for spec, states in state_sets(engine)}
-    both = [name for name in own if name in saved]
+    saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
+    own = {spec.name: states for spec, states in state_sets(engine)}
     # A buffer that was not saved stays as it is: older checkpoints have none, nor has a model that nobody has trained.
-    problems = [f"missing {name}" for name, (_, states) in own.items() if name not in saved and BUFFER not in states]
-    problems += [f"unknown {name}" for name in saved if name not in own]
-    problems += [
-        f"{name} has shape {saved[name][0]}, the model's has {own[name][0]}"
-        for name in both
-        if saved[name][0] != own[name][0]
-    ]
-    other = [name for name in both if saved[name][1] != own[name][1]]
+    problems = misfit_names(
+        {param.name: param.shape for param in manifest.params},
+        {spec.name: spec.full_shape for spec, _ in state_sets(engine)},
+        may_lack=[name for name, states in own.items() if BUFFER in states],
+    )
+    other = [name for name in own if name in saved and saved[name] != own[name]]
     if other and not manifest.weights_only:
-        held, needed = (states_text(states[other[0]][1]) for states in (saved, own))
+        held, needed = (states_text(states[other[0]]) for states in (saved, own))
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         problems.append(f"of {other[0]}{more} it holds {held}, the optimizer needs {needed}")
     return problems

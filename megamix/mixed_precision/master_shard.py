@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.half_params import Entry, HalfParams
 from megamix.mixed_precision.optimizers import MASTER, States, UpdateGroup
+
+_MOST_TOLD = 8  # entries of each kind: a model of another kind differs in hundreds
 
 
 class OwnedRange(NamedTuple):
@@ -174,6 +176,27 @@ def take_over(
         replicas.broadcast(tensor)
 
 
+def misfit_names(
+    given: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int, ...]], *, may_lack: Collection[str] = (),
+    may_have: Collection[str] = (),
+) -> list[str]:  # fmt: skip
+    """Return which shapes by name differ from the model's own: the first of each kind, and how many more there are."""
+    kinds = {
+        "missing": [f"missing {name}" for name in own if name not in given and name not in may_lack],
+        "unknown": [f"unknown {name}" for name in given if name not in own and name not in may_have],
+        "of another shape": [
+            f"{name} has shape {given[name]}, the model's has {shape}"
+            for name, shape in own.items()
+            if given.get(name, shape) != shape
+        ],
+    }
+    told = []
+    for kind, lines in kinds.items():
+        more = len(lines) - _MOST_TOLD
+        told += [*lines[:_MOST_TOLD], *([f"and {more} more {kind}"] if more > 0 else [])]
+    return told
+
+
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
     entries: Sequence[Entry],
@@ -181,26 +204,19 @@ def load_weights(
     """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
     `entries`: of the whole model; those that other ranks hold are left to these.
 
-    Raises: ValueError naming every missing, unknown or misshapen entry, before anything is changed.
+    Raises: ValueError naming the first missing, unknown and misshapen entries, before anything is changed.
     """
     own = model.state_dict()
-    shapes: dict[str, tuple[int, ...]] = {name: tuple(tensor.shape) for name, tensor in own.items()}
     trained = {
         name: slot.spec.full_shape
         for bucket in half_params.layout.buckets
         for slot in bucket.slots
         for name in (slot.spec.name, *slot.spec.aliases)
     }
-    shapes |= trained
+    shapes = {name: trained.get(name, tuple(tensor.shape)) for name, tensor in own.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
     elsewhere = {name for entry in entries for name in (entry.name, *entry.aliases)}
-    problems = [f"missing {name}" for name in own if name not in state_dict]
-    problems += [f"unknown {name}" for name in state_dict if name not in own and name not in elsewhere]
-    problems += [
-        f"{name} has shape {tuple(state_dict[name].shape)}, the model's has {shape}"
-        for name, shape in shapes.items()
-        if name in state_dict and tuple(state_dict[name].shape) != shape
-    ]
-    if problems:
+    if problems := misfit_names(given, shapes, may_have=elsewhere):
         raise ValueError("load_weights() needs exactly the module's entries: " + "; ".join(problems))
     for index in range(len(half_params.layout.buckets)):
         full = half_params.full_precision(index, state_dict)

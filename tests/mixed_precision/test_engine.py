@@ -433,6 +433,15 @@ def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
 
 
+def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the_count() -> None:
+    with pytest.raises(ValueError, match="load_weights") as error:
+        _engine().load_weights({f"layers.{number}.weight": torch.ones(2) for number in range(300)})
+    told = str(error.value)
+    assert "unknown layers.0.weight" in told
+    assert told.endswith("unknown layers.7.weight; and 292 more unknown")
+    assert len(told) < 600
+
+
 def test_full_weights_holds_buffers_and_frozen_parameters_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)

@@ -1,5 +1,5 @@
 """Wrong kinds, and changes of the module that training would not see, are refused with what to do instead; an average
-in half is told.
+and a loss in half are told.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
+from megamix.mixed_precision.settings import _warn_of_half_loss
 from tests.distributed.models import loss_of, make_batch, make_model
 
 BF16 = Precision(torch.bfloat16)
@@ -178,6 +179,13 @@ ATTEMPTS: list[tuple[Callable[[ShardedEngine], object], str]] = [
     (lambda engine: engine.eval(), r"'eval'; call engine.module.eval\(\)"),
     (lambda engine: engine.save("runs/mine"), r"'save'; call megamix.Checkpoints\(engine, folder\).save"),
     (lambda engine: engine.load("runs/mine"), r"'load'; call megamix.Checkpoints\(engine, folder\).load"),
+    (lambda engine: engine.model, "'model'; the module is engine.module"),
+    (lambda engine: engine.grad_norm, r"'grad_norm'; read the result of step\(\): result.grad_norm"),
+    (
+        lambda engine: engine.save_checkpoint("runs/mine"),
+        r"'save_checkpoint'; call megamix.Checkpoints\(engine, folder",
+    ),
+    (lambda engine: engine.lr_scheduler.step(), r"'lr_scheduler'; .*engine.set_lr\(lr\)"),
     (lambda engine: engine.nonsense, "ShardedEngine has no attribute 'nonsense'$"),
 ]
 
@@ -335,3 +343,17 @@ def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
     after = engine.full_weights()
     kept = [name for name in before if torch.equal(before[name], after[name])]
     assert kept == [name for name in before if name.startswith("blocks.0.")]
+
+
+def test_a_loss_in_half_is_told_once_with_what_to_write(caplog) -> None:
+    _warn_of_half_loss.cache_clear()
+    engine, tokens = _engine(), make_batch(0, 0, 0)
+    with caplog.at_level(logging.WARNING, logger="megamix"):
+        _step(engine)
+        assert not caplog.records
+        for _ in range(2):
+            engine.backward(engine(tokens).mean())
+            engine.step()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "a loss in torch.bfloat16" in message
+    assert "F.cross_entropy(engine(x).float(), y)" in message
