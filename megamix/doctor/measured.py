@@ -53,15 +53,14 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     it may take; None: what this device has not. The ranks live until the end of `stack`.
     """
     on_gpus, size = bool(cards), len(cards) or 2
-    card = cards[0] if on_gpus else ""
+    card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
     alone, every = RankPool(1, on_gpus=on_gpus), RankPool(size, on_gpus=on_gpus)
     for pool in (alone, every):
         stack.callback(pool.close)
     devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
-    tokens, numel, sizes = (32768, 1 << 26, (8192, 1 << 29)) if on_gpus else (2048, 1 << 22, (1024, 1 << 24))
-    cases = [Trained(**case) for case in expected()["trained"] if (case["device"] == "cuda") == on_gpus]
+    tokens, numel, *sizes = expected()["sizes"][device]
+    cases = [Trained(**case) for case in expected()["trained"] if case["device"] == device]
     model = cases[0].work().model
-    has_cuda = on_gpus and torch.version.cuda is not None  # a simulated device has no driver to ask
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
@@ -90,8 +89,8 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         "collectives": (shares("collectives", every, ranks.sums_off), 30.0),
         "wire": (lambda s: [judge_wire(every.call(ranks.wire_rates, numel, deadline_s=s), on_gpus=on_gpus)], 30.0),
         "device": (lambda s: judge_rates(devices.call(ranks.device_rates, *sizes, deadline_s=s), card), 30.0),
-        "host waits": (shares("host waits", alone, ranks.waits) if has_cuda else None, 60.0),
-        "CUDA graph": (graph if has_cuda else None, 60.0),
+        "host waits": (shares("host waits", alone, ranks.waits) if on_gpus else None, 60.0),
+        "CUDA graph": (graph if on_gpus else None, 60.0),
         "verify": (verified, 60.0),
         "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
         "update": (updated, 60.0),

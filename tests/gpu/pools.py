@@ -9,17 +9,28 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from megamix import ranks
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.verify import command, judge
 from tests.programs import lines_counted
 
+CPU = torch.device("cpu")
 _server = forkserver.ForkServer()
 
 
 @contextmanager
 def processes_with_gpus() -> Iterator[None]:
-    """Until the end of the block a process that `megamix.ranks.forkserver` starts is of a machine with GPUs."""
+    """Until the end of the block a process that `megamix.ranks.forkserver` starts is of a machine with GPUs. This one,
+    which has none, computes its reference on the CPU.
+    """
     _server.set_forkserver_preload(["tests.gpu.simulated", *ranks.PRELOADED])
-    with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+    with (
+        mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process),
+        mock.patch.object(command, "judge", lambda one, by_rank, _, *more: judge.judge(one, by_rank, CPU, *more)),
+    ):
         yield
 
 
@@ -28,9 +39,6 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
 
     `seed`: of the delays of all collectives. `counts`: covered lines, on the first rank.
     """
-    import torch.distributed as dist
-
-    from megamix.mixed_precision.engine import ShardedEngine
     from tests.gpu import nccl, simulated
 
     rank = dist.get_rank()
@@ -50,7 +58,5 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
 
 def on_default_gpu(case: Callable[..., Any], *args: Any) -> Any:
     """Run a case that was written for the CPU: what it makes without a word about the device is on the GPU."""
-    import torch
-
     with torch.device("cuda", torch.cuda.current_device()):
         return case(*args)

@@ -32,6 +32,7 @@ TESTS = f"{ROOT}/tests/"
 
 waits: Counter[tuple[str, str]] = Counter()  # what made the host wait for the device, and where
 _refusing = 0  # blocks under way in which nothing may
+_mode = "default"  # torch's own way to say so: "error" where nothing may
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
@@ -48,7 +49,7 @@ def note_wait(what: str) -> int:
     place = file if frame is None else f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno} {frame.f_code.co_name}"
     waits[what, place] += 1
     # What a test of the CPU's looks at in a hook is its own affair.
-    return int(_refusing > 0 and (not file.startswith(TESTS) or file.startswith(f"{TESTS}gpu/")))
+    return int((_refusing > 0 or _mode == "error") and (not file.startswith(TESTS) or file.startswith(f"{TESTS}gpu/")))
 
 
 def _is_ours(frame: FrameType) -> bool:
@@ -100,6 +101,11 @@ def synchronize(device: object = None) -> None:
     ops.land(ops.issued())
 
 
+def _set_sync_debug_mode(mode: str) -> None:
+    global _mode
+    _mode = mode
+
+
 def _exchange_device(to: int) -> int:
     before = ops.current_device()
     if to >= 0:
@@ -122,6 +128,7 @@ def _answer_cuda() -> None:
         "_lazy_init": lambda: None,
         "device_count": lambda: int(ops.device_count()),
         "current_device": lambda: int(ops.current_device()),
+        "set_sync_debug_mode": _set_sync_debug_mode,
         "set_device": lambda device: ops.set_device(_index(device)),
         "_exchange_device": _exchange_device,
         "_maybe_exchange_device": _exchange_device,

@@ -1,5 +1,5 @@
-"""What `megamix doctor` measures on GPUs goes on simulated ones, by NCCL: sums, wires, links, rates, norms, steps that
-make the host wait for nothing, and training
+"""`megamix doctor` on a machine with two simulated GPUs has a verdict on each part and ends with 0: right are sums,
+layouts, norms and steps that make the host wait for nothing; slow is what an H100 does faster than a CPU
 """
 
 from __future__ import annotations
@@ -8,50 +8,53 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
-from megamix.bench.sides import Work
-from megamix.config import ModelConfig
-from megamix.doctor import measured, ranks
+from megamix.cli import main
+from megamix.doctor import cards, measured, ranks
 from megamix.doctor.finding import expected
+from megamix.ranks import RankPool
+from tests.doctor.test_command import sound  # noqa: F401
+from tests.doctor.test_machine import FACTS, NVLINKED, with_cards
+from tests.gpu.pools import on_gpu, processes_with_gpus
 
-TINY = ModelConfig(vocab_size=64, seq_len=8, hidden_size=32, num_layers=1, num_heads=2)
+TINY = {"vocab_size": 64, "seq_len": 8, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
+OK = ["cards", "torch", "links", "collectives", "host waits", "verify dp2", "verify dp1tp2", "compiled norms"]
+SLOW = ["wire", "products", "copy", "pinned memory", "CUDA graph", "update", "train 124 M"]
 
 
-def _examined() -> dict[str, Any]:
-    from tests.gpu.simulated import NAME
+class Pool(RankPool):
+    """Nothing is compiled there, and each side trains as ours: torch's own ways are not simulated."""
 
-    work = Work(model=TINY, micro_batch_size=2, compile_update=False, device="cuda")
+    def call(self, function: Callable[..., Any], *args: Any, **limits: Any) -> list[Any]:
+        return super().call(on_gpu, 0, True, _uncompiled, function, *args, **limits)
+
+
+def _uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     with (
         mock.patch.object(torch, "compile", lambda module, **_: module),
-        mock.patch.object(torch.cuda, "set_sync_debug_mode", lambda mode: None),  # the simulation refuses waits itself
+        mock.patch.dict(ranks.SIDES, dict.fromkeys(ranks.SIDES, ranks.SIDES["ours"])),
     ):
-        return {
-            "name": NAME,
-            "sums": ranks.sums_off(numel=64),
-            "wires": ranks.wire_rates(1024),
-            "links": ranks.seconds_by_source(1024),
-            "rates": ranks.device_rates(16, 64),
-            "norms": ranks.norms_off(tokens=16, width=64),
-            "update": ranks.update_share(TINY),
-            "waits": ranks.waits(),
-            "trained": ranks.train_rate(work, "ours", 1),  # torch's own ways are not simulated
-        }
+        return function(*args)
 
 
-def test_all_that_is_measured_goes_on_gpus(gpu_ranks: Callable[..., list[Any]]) -> None:
-    by_rank = gpu_ranks(_examined, 2)
-    card, case = by_rank[0]["name"], measured.Trained(**expected()["trained"][0])
-    assert measured.judge_shares("collectives", [told["sums"] for told in by_rank]).verdict == "ok"
-    assert measured.judge_shares("compiled norms", [told["norms"] for told in by_rank]).verdict == "ok"
-    assert all(told["waits"] == {"waits in two steps": 0.0} for told in by_rank)
-    assert all(told["update"] > 0 for told in by_rank)
-    slow = [
-        measured.judge_wire([told["wires"] for told in by_rank], on_gpus=True),
-        *measured.judge_rates([told["rates"] for told in by_rank], card),
-        measured.judge_training(case, {"ours": by_rank[0]["trained"], "FSDP2": 1.0}, card),
-    ]
-    assert [(one.check, one.verdict) for one in slow] == [
-        (check, "slow") for check in ("wire", "products", "copy", "pinned memory", "train 124 M")
-    ]  # a CPU is no H100
-    assert slow[1].expected == "643 TFLOP/s or more"
+@pytest.mark.usefixtures("sound", "gpu_ranks")
+def test_a_page_has_a_verdict_on_each_part(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "RankPool", Pool)
+    for name, answer in {"torch": FACTS, "cards": (with_cards({}, {}), ""), "pci": 2}.items():
+        monkeypatch.setattr(cards, f"probe_{name}", lambda answer=answer: answer)
+    monkeypatch.setattr(cards, "ask_driver", lambda *_: (NVLINKED, ""))
+    monkeypatch.setitem(expected(), "sizes", {"cuda": [16, 1024, 16, 64]})
+    monkeypatch.setitem(expected(), "trained", [expected()["trained"][0] | {"model": TINY, "steps": 1}])
+    with processes_with_gpus():
+        assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marks = {line[7:22].strip(): line[:7].strip() for line in lines[:-1] if line[0] != " "}
+    assert {check: marks[check] for check in OK + SLOW} == dict.fromkeys(OK, "ok") | dict.fromkeys(SLOW, "SLOW")
+    assert "-" not in {mark for check, mark in marks.items() if check != "port"}
+
+
+def test_every_other_rank_has_a_link(gpu_ranks: Callable[..., list[Any]]) -> None:
+    by_rank = gpu_ranks(ranks.seconds_by_source, 2, 1024)
+    assert [[(source, seconds > 0) for source, seconds in taken] for taken in by_rank] == [[(1, True)], [(0, True)]]

@@ -20,8 +20,6 @@ from megamix.cli import main
 from megamix.config import Config
 from megamix.model import decoder
 from megamix.model.ops import Ops
-from megamix.verify import command
-from megamix.verify.judge import judge
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
 from tests.gpu.pools import processes_with_gpus
@@ -97,15 +95,14 @@ def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> 
                 assert one == other, f"rank {rank} of {run}: {[key for key in other if one[key] != other[key]][:3]}"
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"] if FULL else ["bf16"])
+@pytest.mark.parametrize("dtype", random.Random(0).sample(AXES["dtype"], 3 if FULL else 1))
 def test_verify_passes(gpu_ranks, capsys, dtype: str) -> None:
-    """The reference is computed here, where there is no GPU."""
+    layouts = random.Random(dtype).sample(LAYOUTS, len(LAYOUTS) if FULL else 2)
     settings = [line for line in SMALL if dtype == "fp16" or not line.startswith("precision.loss_scale")]
-    settings += [f"precision.dtype={dtype}", "model.num_layers=4", "--layouts", ",".join(LAYOUTS if FULL else ["dp2"])]
+    settings += [f"precision.dtype={dtype}", "model.num_layers=4", "--layouts", ",".join(layouts)]
     with (
         processes_with_gpus(),
         mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 8),
-        mock.patch.object(command, "judge", lambda one, ranks, _, *more: judge(one, ranks, torch.device("cpu"), *more)),
     ):
         assert main(["verify", CONFIG, *settings]) == 0
-    assert capsys.readouterr().out.count("passes") == (len(LAYOUTS) if FULL else 1)
+    assert capsys.readouterr().out.count("passes") == len(layouts)
