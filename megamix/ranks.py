@@ -49,6 +49,10 @@ class RankFailure(RuntimeError):
     """Which ranks failed, and how."""
 
 
+class LateRanks(RankFailure, TimeoutError):
+    """Which ranks did not answer by the deadline, where none has failed."""
+
+
 class RankPool:
     """`world_size` ranks, started by the first call and kept alive between calls.
 
@@ -132,10 +136,12 @@ class RankPool:
         self._needs_world = False
         answers: dict[int, T] = {}
         failures: dict[int, str] = {}
+        kind_of_failure = RankFailure
         end_s = time.monotonic() + deadline_s
         while silent := [rank for rank in range(self.world_size) if rank not in answers and rank not in failures]:
             ready = wait([self._pipes[rank] for rank in silent], timeout=max(0.0, end_s - time.monotonic()))
             if not ready:
+                kind_of_failure = RankFailure if failures else LateRanks
                 failures |= dict.fromkeys(silent, "did not answer in time (its stack is on stderr)")
                 self._show_stacks(silent)
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
@@ -151,7 +157,7 @@ class RankPool:
                     failures[rank] = value
                     end_s = min(end_s, time.monotonic() + _GRACE_S)
         if failures:
-            raise RankFailure("\n".join(f"{self._who} {rank}: {failures[rank]}" for rank in sorted(failures)))
+            raise kind_of_failure("\n".join(f"{self._who} {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [answers[rank] for rank in range(self.world_size)]
 
     def _show_stacks(self, ranks: list[int]) -> None:

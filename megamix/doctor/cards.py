@@ -68,8 +68,12 @@ def ask_driver(*arguments: str) -> tuple[list[str], str]:
 
 
 def probe_cards() -> tuple[list[Card], str]:
-    """Return what the driver says of each card, or why it says nothing."""
-    lines, problem = ask_driver(f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits")
+    """Return what the driver says of each card, or why it says nothing. Drivers before 535 know events as throttle."""
+    query = f"--query-gpu={','.join(_ASKED)}"
+    for asked in (query, query.replace("event", "throttle")):
+        lines, problem = ask_driver(asked, "--format=csv,noheader,nounits")
+        if "not a valid field" not in problem:
+            break
     rows = [dict(zip(_ASKED, map(str.strip, line.split(",")), strict=True)) for line in lines]
     return [{key: text if key in _ASKED[:2] else _number(text) for key, text in row.items()} for row in rows], problem
 

@@ -58,9 +58,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     print_lines(lines())
     status = int(not as_json(findings)["fit"])
-    if any(thread.name == HANGS for thread in threading.enumerate()):
+    if (arguments.nodes and status) or any(thread.name == HANGS for thread in threading.enumerate()):
         drop_unwritten()
-        os._exit(status)  # an ordinary end would wait for it, or die of what it does meanwhile
+        os._exit(status)  # an ordinary end would wait for it, or for a broken group, or die of what it does meanwhile
     return status
 
 
@@ -85,14 +85,15 @@ def examine(folder: Path) -> Iterator[Finding]:
         return cards.judge_torch(facts, len(seen), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def about_ports() -> list[Finding]:
-        port = int(os.environ.get("MASTER_PORT", "0"))
+        port = host.meeting_port(os.environ)
         return host.judge_ports(*host.probe_ports(port), port)
 
     machine: dict[str, Callable[[], list[Finding]]] = {
+        "cores": lambda: [host.judge_cores(host.probe_quota(), os.getloadavg()[0])],
         "driver": about_cards,
         "torch": about_torch,
         "links": lambda: [cards.judge_links(cards.ask_driver("topo", "-m")[0], facts.get("apart", []))],
-        "cores": lambda: host.judge_cores(host.probe_quota(), os.getloadavg()[0], host.probe_memory(), len(seen) or 1),
+        "memory": lambda: [host.judge_memory(host.probe_memory(), len(seen) or 1)],
         "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
         "processes": lambda: [host.judge_limit("processes", resource.getrlimit(resource.RLIMIT_NPROC)[0])],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],

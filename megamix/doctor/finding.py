@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
 import threading
 import tomllib
@@ -11,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megamix.machine import num_cores
 from megamix.supervise.console import say
 
-Verdict = Literal["ok", "slow", "broken", "does not apply"]
-_MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "does not apply": "-"}
+Verdict = Literal["ok", "slow", "broken", "not judged", "does not apply"]
+_MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "not judged": "?", "does not apply": "-"}
 HANGS = "a check of megamix doctor"  # the name of a thread that is left behind
 _SILENT_S = 2.0  # of a check, until it is named for whoever waits
 
@@ -68,7 +71,8 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
             answers.append(run())
         except Exception as error:
             last = (str(error).strip().splitlines() or [""])[-1]
-            answers.append([found("answer", f"{type(error).__name__}: {last}", True, of=check)])
+            late = isinstance(error, TimeoutError | subprocess.TimeoutExpired)
+            answers.append([_unanswered(check, f"{type(error).__name__}: {last}", late=late)])
 
     thread = threading.Thread(target=answer, daemon=True, name=HANGS)
     thread.start()
@@ -76,7 +80,18 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
     if thread.is_alive():
         say(f"megamix doctor: {check}, at most {limit_s:.0f} s", sys.stderr)
         thread.join(limit_s)
-    return answers[0] if answers else [found("answer", f"none in {limit_s:.0f} s", True, of=check)]
+    return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True)]
+
+
+def _unanswered(check: str, told: str, *, late: bool) -> Finding:
+    """A check that fails or hangs is broken. One that is late is not judged where others slow it, whose load is more
+    than our ranks', which fill the cores.
+    """
+    load, cores = os.getloadavg()[0], num_cores()
+    if late and load > 1.5 * cores:
+        busy = f"the machine is busy (load {load:.1f} on {cores} core(s))"
+        return found("time", f"not judged: {told}; {busy}", True, of=check)
+    return found("answer", told, True, of=check)
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -88,4 +103,5 @@ def summary(findings: Sequence[Finding]) -> str:
     """Return the page's last line."""
     counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in _MARKS}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    return f"{'NOT fit: mend what is BROKEN' if counts['broken'] else 'fit to train'}: {told}"
+    fit = "fit as far as judged" if counts["not judged"] else "fit to train"
+    return f"{'NOT fit: mend what is BROKEN' if counts['broken'] else fit}: {told}"

@@ -20,6 +20,12 @@ from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.machine import num_cores
 
 _MIB, _GIB = 2**20, 2**30
+# By a control group's controller, "" in version 2: its limit, its use, and the part of that in its memory.stat which is
+# of files.
+_GROUP_MEMORY = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 _WRITTEN = 64 * _MIB  # bytes, to judge a disk by
 
 
@@ -109,6 +115,14 @@ def judge_hostname(name: str, own: Mapping[str, bool], *, several: bool = False)
     return found("hostname", f"{name} is {told or 'not resolved'}", wrong, name=name, expected=where)
 
 
+def meeting_port(environment: Mapping[str, str]) -> int:
+    """Return the port of this machine at which launch/pretrain.sh lets many meet; 0: at none, as one machine alone,
+    whose ranks meet wherever a port is free.
+    """
+    is_first = environment.get("NODE_RANK", "0") == "0" and environment.get("NNODES", "1") != "1"
+    return int(environment.get("MASTER_PORT", "29500")) if is_first else 0
+
+
 def probe_ports(port: int) -> tuple[str, str]:
     """Return why a connection over loopback fails, and why nobody can listen at `port`; "" where it goes."""
 
@@ -120,8 +134,9 @@ def probe_ports(port: int) -> tuple[str, str]:
 
 
 def judge_ports(loopback: str, taken: str, port: int) -> list[Finding]:
-    """Ranks of one machine meet on loopback at any port, those of many at MASTER_PORT of the first one. 0: not set."""
-    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else not_here("port", "no MASTER_PORT is set")
+    """Ranks of one machine meet on loopback at any port, those of many at `port` of the first one. 0: at none here."""
+    none = not_here("port", "one machine takes any free port, many (NNODES) MASTER_PORT of the first")
+    at = found("port", f"{port}: {taken or 'free'}", bool(taken)) if port else none
     return [found("loopback", loopback or "connects", bool(loopback)), at]
 
 
@@ -154,17 +169,34 @@ def probe_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
     return float("inf") if limit == "max" else int(limit) / int(period)
 
 
-def probe_memory() -> int:
-    """Return the bytes that programs may still take."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+def probe_memory(root: Path = Path("/")) -> float:
+    """Return the bytes that programs may still take, of this machine and of every control group around this process.
+
+    A container may see its own group as the topmost one, and not the path to it. Pages of files that nobody uses just
+    now are given back on demand.
+    """
+    left = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controller, path = line.split(":", 2)
+        limit, used, cached = _GROUP_MEMORY.get(controller, ("", "", ""))
+        own = root / "sys/fs/cgroup" / controller / path[1:]
+        for group in (own, *own.parents):
+            if limit and (group / limit).is_file():
+                most, now = (float((group / file).read_text().replace("max", "inf")) for file in (limit, used))
+                left.append(most - now + _numbers(group / "memory.stat")[cached])
+    return min(left)
 
 
-def judge_cores(quota: float, load: float, memory: int, ranks: int) -> list[Finding]:
+def _numbers(file: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
+
+
+def judge_memory(left: float, ranks: int) -> Finding:
+    return found("memory", f"{left / _GIB:.1f} GiB", left < 2 * ranks * _GIB)
+
+
+def judge_cores(quota: float, load: float) -> Finding:
     """Other processes' load makes every figure worse, and so does a quota into which threads run."""
     cores = num_cores()
     seen = f"{cores}{f', a quota of {quota:g}' if quota < cores else ''}, load {load:.1f}"
-    return [
-        found("cores", seen, quota < cores or load > cores / 2),
-        found("memory", f"{memory / _GIB:.1f} GiB", memory < 2 * ranks * _GIB),
-    ]
+    return found("cores", seen, quota < cores or load > cores / 2)

@@ -7,7 +7,7 @@ import pytest
 
 from megamix.bench import ranks as bench_ranks
 from megamix.bench.ranks import start_ranks
-from megamix.ranks import RankFailure
+from megamix.ranks import LateRanks, RankFailure
 from tests.bench.tiny import Adder, fork_ranks, unbuildable
 
 
@@ -40,6 +40,6 @@ def test_a_rank_that_does_not_answer_is_named_and_ended(monkeypatch: pytest.Monk
     fork_ranks(monkeypatch)
     monkeypatch.setattr(bench_ranks, "_DEADLINE_S", 0.0)
     before = set(multiprocessing.active_children())  # pools of other tests
-    with pytest.raises(RankFailure, match="slow: rank 0: did not answer in time"):
+    with pytest.raises(LateRanks, match="slow: rank 0: did not answer in time"):
         start_ranks("slow", partial(Adder, 0)).call(Adder.add, 1)
     assert set(multiprocessing.active_children()) <= before

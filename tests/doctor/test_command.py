@@ -1,5 +1,5 @@
 """`megamix doctor` prints a page or JSON about this machine, within the time it is given, and ends with 1 if something
-is broken; ranks name wrong sums, wrong compiled gradients and a slow training
+is broken; what is late on a busy machine is not judged
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from megamix.cli import main
 from megamix.doctor import cards, command, finding, host
 from megamix.doctor.finding import HANGS, Finding, not_here, run_check
+from megamix.machine import num_cores
+from megamix.ranks import LateRanks
 
 probe_torch = cards.probe_torch
 
@@ -36,6 +38,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cards, "ask_driver", lambda *_: ([], "there is no nvidia-smi"))
     monkeypatch.setattr(command, "CPU_LIMIT_S", 0.0)
     monkeypatch.setattr(resource, "getrlimit", lambda number: (65536, 65536))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 @pytest.mark.usefixtures("sound")
@@ -104,9 +107,33 @@ def test_a_check_that_hangs_holds_up_neither_the_page_nor_the_end(
 def test_a_port_that_is_no_number_is_a_finding(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("MASTER_PORT", "the usual one")
     assert main(["doctor"]) == 1
     assert "BROKEN answer ports    ValueError: invalid literal" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("sound")
+def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(folder: Path) -> None:
+        raise LateRanks("rank 1: did not answer in time")
+
+    cores = num_cores()
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
+    monkeypatch.setattr(host, "probe_disk", late)
+    assert main(["doctor"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"SLOW   cores           {cores}, load {2.0 * cores:.1f} ")
+    busy = f"the machine is busy (load {2.0 * cores:.1f} on {cores} core(s))"
+    told = f"not judged: LateRanks: rank 1: did not answer in time; {busy} (expected: an answer)"
+    assert f"?      time file system {told}" in lines
+    assert "1 not judged" in lines[-1]
+    assert lines[-1].startswith("fit as far as judged: ")
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0 * cores, 0.0, 0.0))  # as many as our ranks are
+    assert main(["doctor"]) == 1
+    assert "BROKEN answer file system LateRanks: rank 1: did not answer in time" in capsys.readouterr().out
 
 
 def test_a_slow_check_is_named_and_then_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """`megamix doctor` names what is broken about a machine, and what to do: driver, torch, cards, links, limits, hostname,
-ports, disk, compiler
+ports, disk, memory, compiler
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
         lambda: host.judge_disk(host.DiskTrial(Path("/runs"), 1 << 30, 1e9, {})), "free space", "1.0 GiB",
     ),
     "no compiler": (lambda: host.judge_compiler("g++ is not on PATH"), "compiler", "g++ is not on PATH"),
-    "a container's quota": (lambda: host.judge_cores(0.5, 0.0, 1 << 40, 1), "cores", "a quota of 0.5"),
-    "little memory": (lambda: host.judge_cores(99.0, 0.0, 1 << 30, 8), "memory", "1.0 GiB"),
+    "a container's quota": (lambda: host.judge_cores(0.5, 0.0), "cores", "a quota of 0.5"),
+    "little memory": (lambda: host.judge_memory(1 << 30, 8), "memory", "1.0 GiB"),
     "a variable left behind": (
         lambda: host.judge_environment({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"}), "environment",
         "CUDA_LAUNCH_BLOCKING=1",
@@ -143,6 +143,9 @@ def test_a_sound_machine_has_nothing_to_mend() -> None:
     assert cards.judge_driver(0, [], "there is no nvidia-smi").verdict == "does not apply"
     assert cards.judge_links([], []).verdict == "does not apply"
     assert [one.verdict for one in host.judge_ports("", "Address already in use", 0)] == ["ok", "does not apply"]
+    of_one, of_many = {"MASTER_PORT": "29500"}, {"NNODES": "2"}
+    environments = [of_one, of_many, of_one | of_many, of_many | {"NODE_RANK": "1"}]
+    assert [host.meeting_port(one) for one in environments] == [0, 29500, 29500, 0]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,59 @@ def test_the_driver_is_asked_for_every_card(fake_smi: Path) -> None:
     assert cards.probe_pci() == 1
 
 
-def test_a_check_that_raises_or_hangs_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("smi", "asks"), [("event", "throttle"), ("event|throttle", "")])
+def test_an_older_driver_is_asked_by_its_own_names(fake_smi: Path, smi: str, asks: str) -> None:
+    program = fake_smi.with_name("nvidia-smi")
+    refuses = f"""echo "$1" | grep -Eq '{smi}' && {{ echo 'Field "{smi}" is not a valid field to query.'; exit 2; }}"""
+    program.write_text(f"#!/bin/sh\n{refuses}\ncat {fake_smi}\n")
+    fake_smi.write_text("Tesla V100, 470.82, 300.00, 16, 16160, 300.00, 0x0000000000000040, 16, 0, 4\n")
+    seen, problem = cards.probe_cards()
+    if asks:
+        assert [one.seen for one in cards.judge_cards(seen) if one.verdict != "ok"] == ["card 0: 64"]
+        assert problem == ""
+    else:
+        assert (seen, problem) == ([], f'Field "{smi}" is not a valid field to query.')
+
+
+GROUPS = {
+    "version 2": ("0::/job\n", "", ("memory.max", "memory.current"), "inactive_file"),
+    "version 1": (
+        "8:pids:/\n4:memory:/job\n0::/\n", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", GROUPS)
+def test_memory_is_what_the_control_groups_leave(tmp_path: Path, version: str) -> None:
+    told, controller, (limit, used), cached = GROUPS[version]
+    top = tmp_path / "sys/fs/cgroup" / controller
+    job, own = top / "job", tmp_path / "proc/self/cgroup"
+    for folder in (job, own.parent):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       9000 kB\nMemAvailable:   8000 kB\nHugePages_Total:   0\n")
+    own.write_text(told)
+    assert host.probe_memory(tmp_path) == 8000 << 10
+
+    def bound(group: Path, most: str) -> None:
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text(f"{3000 << 10}\n")
+        (group / "memory.stat").write_text(f"anon 1\n{cached} {1000 << 10}\n")
+
+    bound(top, "max" if version == "version 2" else "9223372036854771712")
+    assert host.probe_memory(tmp_path) == 8000 << 10
+    bound(job, str(5000 << 10))
+    assert host.probe_memory(tmp_path) == 3000 << 10
+    own.write_text(told.replace("/job", "/seen/from/outside"))  # in a container
+    bound(top, str(4000 << 10))
+    assert host.probe_memory(tmp_path) == 2000 << 10
+
+
+def test_a_check_that_raises_or_hangs_is_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
     def raises() -> list[Finding]:
         raise RuntimeError("traceback\nCUDA error: unspecified launch failure")
 
@@ -254,5 +309,5 @@ def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
 def test_every_check_has_all_its_texts() -> None:
     for check, said in expected()["checks"].items():
         assert {*said} == {"looked_at", "expected", "wrong", "fix"}, check
-        assert said["wrong"] in ("slow", "broken"), check
+        assert said["wrong"] in ("slow", "broken", "not judged"), check
         assert len(check) <= 15, check

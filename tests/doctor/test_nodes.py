@@ -1,5 +1,5 @@
 """`megamix doctor --nodes` names ranks with another torch, source or setting, silent ones, machines whose clocks are
-apart or whose name is no address, and the slowest link
+apart or whose name is no address, and the slowest link, as one that the kernel slows down
 """
 
 from __future__ import annotations
@@ -180,11 +180,33 @@ def test_who_cannot_meet_the_first_rank_is_told(
     assert "--nodes: no launcher has started ranks; write on every node torchrun " in capsys.readouterr().err
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    ended = list[int]()
+    monkeypatch.setattr(os, "_exit", ended.append)
     with mock.patch.object(nodes, "_LIMIT_S", 0.1):
         assert main(["doctor", "--nodes"]) == 1
+    assert ended == [1]
     first, fix, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("BROKEN reached")
     assert "open MASTER_PORT" in fix
+
+
+def test_a_group_that_failed_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    calls = list[str]()
+    monkeypatch.setattr(nodes, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
+    monkeypatch.setattr(nodes, "compare_ranks", lambda *_: [])
+    monkeypatch.setattr(nodes, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(nodes, "measure_links", fails)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    monkeypatch.setattr(os, "_exit", lambda status: calls.append(f"ended at once with {status}"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["doctor", "--nodes"]) == 1
+    assert calls == ["ended at once with 1"]
+    assert capsys.readouterr().out.startswith("BROKEN reached         NCCL error: unhandled system error")
 
 
 def test_one_rank_alone_is_examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
