@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent / "gpu.md"
 MARK = "<!-- kernels: python docs/gpu_kernels.py writes it -->\n"
 BANDWIDTH = 3.35e12  # bytes/s of an H100 SXM's memory
 # Bytes an element by design: what is read and written once, and the logits twice.
-DESIGN = {"AdamW": 26, "NAG": 18, "statistics": 0, "loss": 10}
+DESIGN = {"AdamW": 26, "NAG": 18, "sum of 8": 20, "statistics,": 0, "loss": 10}
 HEAD = "kernel | bytes an element | by design | registers | spills | bits an access | ms for 1e9 elements at 3.35 TB/s"
 
 
@@ -25,7 +25,7 @@ def _rows(kernels: Sequence[dict[str, Any]]) -> Iterator[str]:
         name, moved = kernel["name"], kernel["bytes"]
         (code,) = kernel["machine"]
         (design,) = (size for part, size in DESIGN.items() if part in name)
-        gradient = {"FP32": 4, "loss": 0}.get("loss" if "loss" in name else name.split()[-1], 2)
+        gradient = {"FP32": 4, "BF16": 2, "FP16": 2}.get(name.split()[-1], 0) * ("sums in" in name)
         row = moved.get("row", 0) / 64 if "statistics" in name else 0
         total = moved["element"] + row
         widths = "128, slopes 64" if "loss" in name else "128"

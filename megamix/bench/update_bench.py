@@ -59,16 +59,16 @@ class UpdateRank:
         coefficients = self._optimizer.coefficients(count.double())
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)
 
-        choose = partial(choose_update, self._optimizer, self._groups, self._half[0], [dtype], alone)
+        choose = partial(choose_update, self._optimizer, self._groups, self._half, self._grads, self._grads, alone)
         compiled, stats = choose(try_compiler)
         library, library_stats = choose(False)
         pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), device, counts=True)
         self.variants: dict[str, Callable[[], object]] = {}
         if isinstance(compiled, CompiledUpdate):
             self.variants[COMPILED] = lambda: self._update(compiled)
-            self.variants[STATS] = lambda: pieces([stats(grad) for grad in self._grads])
+            self.variants[STATS] = lambda: pieces([stats.of_shard(grad) for grad in self._grads])
         self.variants[LIBRARY] = lambda: self._update(library)
-        self.variants[LIBRARY_STATS] = lambda: pieces([library_stats(grad) for grad in self._grads])
+        self.variants[LIBRARY_STATS] = lambda: pieces([library_stats.of_shard(grad) for grad in self._grads])
         self.variants[CASTS] = self._make_casts()
         # In FP32, reading and writing as many bytes as the update.
         source = torch.ones(BYTES_PER_PARAM * self.num_params() // 8)

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import socket
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -118,21 +119,23 @@ class Collectives:
 class _ManyRanks(Collectives):
     """What both backends do alike."""
 
-    def __init__(self, axis: Axis, scratch: Tensor):
+    def __init__(self, axis: Axis, *scratch: Tensor):
         super().__init__(axis)
-        self.scratch = scratch  # gradient dtype, (largest padded_numel,); empty where nothing is exchanged
-        self._exchanging: Pending = Pending()
+        self.scratch = scratch  # gradient dtype, (largest padded_numel,) each; empty where nothing is exchanged
+        self._exchanges = deque((one, Pending()) for one in scratch)  # what last came into each, the oldest first
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
-        self._exchanging.wait()  # its parts are summed before these come into their place
-        parts = self.scratch[: half_grads.numel()]
+        scratch, earlier = self._exchanges.popleft()
+        earlier.wait()  # its parts are summed before these come into their place
+        parts = scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
         by_rank = parts.view(self.axis.size, -1)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
         # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
-        # exchange starts behind it.
-        self._exchanging = Pending(work, then=lambda: add(by_rank))
-        return self._exchanging
+        # exchange into this buffer starts behind it.
+        exchange = Pending(work, then=lambda: add(by_rank))
+        self._exchanges.append((scratch, exchange))
+        return exchange
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         # As bytes, for a module's buffers have dtypes that the backends do not send.
@@ -145,11 +148,14 @@ class _ManyRanks(Collectives):
         return table
 
     def agree(self, ok: bool) -> bool:
-        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self.scratch.device)).all())
+        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self.scratch[0].device)).all())
 
 
 class NcclCollectives(_ManyRanks):
-    """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data."""
+    """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data.
+
+    Parts to be summed here come into two scratch buffers in turn: with one, backward would wait at each bucket.
+    """
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         if use is not None:
@@ -281,13 +287,13 @@ def make_collectives(
 ) -> Collectives:
     """Return the collectives of this axis's backend.
 
-    `scratch_numel`: the largest bucket, held by Gloo, and by NCCL only where `use` will be given.
+    `scratch_numel`: the largest bucket, held by Gloo once, and by NCCL twice where `use` will be given (`exchanges`).
     """
     if axis.group is None:
         return Collectives(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
     if axis.group._get_backend(device).name() == "nccl":
-        return NcclCollectives(axis, torch.zeros(scratch_numel if exchanges else 0, dtype=dtype, device=device))
+        return NcclCollectives(axis, *torch.zeros(2, scratch_numel * exchanges, dtype=dtype, device=device))
     return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
 
 

@@ -226,6 +226,12 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def num_on_machine(axis: Axis) -> int:
+    """Return how many of these ranks torchrun has started on this one's machine; 1 where it has not."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return sum(rank // local_size == axis.ranks[axis.rank] // local_size for rank in axis.ranks)
+
+
 def side_store(world: Axis) -> Store:
     """Return the store in which the ranks have met, for messages beside the collectives: by a connection of its own,
     and with keys that no job before this one in the same processes has used. Every rank must call it.

@@ -94,12 +94,11 @@ class ShardedEngine:
         for own in by_axis:
             order = [layout.buckets[k] for k in self.param_gather.order_of_need if among[k] is own]
             settings.require_equal(own, device, order)
-        grad_shards = make_grad_shards(self.half_grads.flat, among, precision)
-        dtypes = [shard.dtype for shard in grad_shards]
-        self._update, row_stats = choose_update(optimizer, groups, half[0], dtypes, self.collectives, compile_update)
+        sums = make_grad_shards(grads.flat, among, precision)
+        self._update, stats = choose_update(optimizer, groups, half, grads.flat, sums, self.collectives, compile_update)
         self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
-        self.grad_reduce = GradReduce(self.half_grads.flat, grad_shards, row_stats, among, sharding.overlap, self.clock)
+        self.grad_reduce = GradReduce(grads.flat, sums, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))

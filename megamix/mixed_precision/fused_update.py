@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_layout import ROW, Run
-from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
+from megamix.mixed_precision.grad_reduce import RowStats
+from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateGroup, UpdateScalars
 
@@ -73,14 +75,15 @@ class CompiledUpdate:
         self._updates_[group](_rows(grad), _rows(master), rows, _rows(half), step.multiplier, step.found_inf, at)
 
 
-def _rows(run: Tensor) -> Tensor:
-    """View a run as rows of one length. Of a flat run the compiler knows no factor of its length, and loads and stores
-    element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two rows for each of
-    the statistics, as a run of a single one would be compiled apart. Detached, for a view's base has a size of its own:
-    runs of buckets of other sizes would be compiled again. Shapes: (n,) -> (n / 32, 32).
+def _rows(run: Tensor, size: int = ROW // 2) -> Tensor:
+    """View a run, or several of one length, as rows. Of a flat run the compiler knows no factor of its length, and
+    loads and stores element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two
+    rows for each of the statistics, as a run of a single one would be compiled apart. Detached, for a view's base has a
+    size of its own: runs of buckets of other sizes would be compiled again.
+    Shapes: ([runs,] n) -> ([runs,] n / size, size).
     """
-    rows = run.view(-1, ROW // 2).detach()
-    torch._dynamo.mark_static(rows, 1)
+    rows = run.view(*run.shape[:-1], -1, size).detach()
+    torch._dynamo.mark_static(rows, [*range(run.dim() - 1), run.dim()])
     return rows
 
 
@@ -142,32 +145,38 @@ class LibraryUpdate:
 def choose_update(
     optimizer: Optimizer,
     groups: Sequence[UpdateGroup],
-    half: Tensor,
-    grad_dtypes: Iterable[torch.dtype],
+    half_params: Sequence[Tensor],
+    half_grads: Sequence[Tensor],
+    grad_shards: Sequence[Tensor],
     collectives: Collectives,
     try_compiler: bool,
-) -> tuple[Update, Callable[[Tensor], Tensor]]:
+) -> tuple[Update, RowStats]:
     """Return the update and the statistics for this machine: compiled if the real functions compile on every rank, else
     torch's kernels.
 
-    `half`: any flat half parameters, for their dtype and device; `grad_dtypes`: of all sums of gradients. Each is tried
-    with each set of states, since what is first compiled amid a step may fail there. One answer for all ranks: the two
-    paths round differently (fused multiply-adds), and the choice is logged.
+    Of every bucket `half_params` and `half_grads`, and `grad_shards`, where its sums will lie: what there is of dtypes
+    is tried with each set of states, since what is first compiled amid a step may fail there. One answer for all ranks:
+    the two paths round differently (fused multiply-adds), and the choice is logged.
     """
-    library = LibraryUpdate(optimizer, groups), chunked_row_stats
+    library = LibraryUpdate(optimizer, groups), RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
     if not try_compiler:
         return library
-    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
-    compiled_stats = torch.no_grad()(_compile(row_stats))
-    compiled = CompiledUpdate(optimizer, groups, half.device), compiled_stats
+    half = half_params[0]
+    stats = _compiled_stats(half.device)
+    compiled = CompiledUpdate(optimizer, groups, half.device), stats
+    both = zip(half_grads, grad_shards, strict=True)
+    kinds = dict.fromkeys((flat.dtype, shard.dtype, flat.numel() // shard.numel()) for flat, shard in both)
     compiles, reason = True, "another rank has no compiler"
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
-            for grad_dtype in dict.fromkeys(grad_dtypes):
-                grad = half.new_zeros(tuned.TRIAL, dtype=grad_dtype)
+            for grad_dtype, sum_dtype, owners in kinds:
+                grad = half.new_zeros(tuned.TRIAL, dtype=sum_dtype)
                 for group in {group.states: number for number, group in enumerate(groups)}.values():
                     _try_out(optimizer, *compiled, groups, group, half.new_zeros(tuned.TRIAL), grad)
+                if sum_dtype != grad_dtype and not half.is_cpu:
+                    size = tuned.TRIAL // owners // ROW * ROW
+                    stats.of_sum(half.new_zeros(owners, size, dtype=grad_dtype), grad[:size])
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
         compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if collectives.agree(compiles):
@@ -176,13 +185,29 @@ def choose_update(
     return library
 
 
+def _compiled_stats(device: torch.device) -> RowStats:
+    # Always without autograd, as where hooks of backward call them: its state is part of what a graph is compiled for.
+    of_shard = torch.no_grad()(_compile(row_stats))
+    in_pieces = partial(sum_in_pieces, of_shard)
+    if device.type == "cpu":
+        return RowStats(of_shard, in_pieces)
+    at_once: Callable[[Tensor, Tensor], Tensor] = torch.no_grad()(_compile(sum_at_once))
+
+    def of_sum(parts: Tensor, grad_shard: Tensor) -> Tensor:
+        if grad_shard.numel() == ROW:  # which would be compiled apart
+            return in_pieces(parts, grad_shard)
+        return at_once(_rows(parts, ROW), _rows(grad_shard, ROW))
+
+    return RowStats(of_shard, of_sum)
+
+
 def _try_out(
-    optimizer: Optimizer, update: Update, stats: Callable[[Tensor], Tensor], groups: Sequence[UpdateGroup], group: int,
-    half: Tensor, grad: Tensor,
+    optimizer: Optimizer, update: Update, stats: RowStats, groups: Sequence[UpdateGroup], group: int, half: Tensor,
+    grad: Tensor,
 ) -> None:  # fmt: skip
     master = torch.zeros_like(grad, dtype=torch.float32)
     states = groups[group].new_states(grad.numel(), grad.device)
     one = torch.ones((), device=grad.device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
     update(grad, master, states, half, group, step)
-    stats(grad)
+    stats.of_shard(grad)

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamix import tuned
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, MakeCollectives, Pending, sum_in_rank_order
-from megamix.comm.topology import Axis
+from megamix.comm.collectives import Collectives, MakeCollectives, Pending
+from megamix.comm.topology import Axis, num_on_machine
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.settings import Precision
+
+log = logging.getLogger("megamix")
+
+_LOADED = 2.0  # times a ring's bytes
 
 
 def connect_axes(
     layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device, make: MakeCollectives
 ) -> list[Collectives]:
-    """Return the collectives of each axis of owners, with scratch for the largest of its buckets."""
+    """Return the collectives of each axis of owners, with scratch for the largest of its buckets. The log says where
+    these load the network between machines far more than the library's own would.
+    """
     found = []
     for number, axis in enumerate(axes):
         largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.axis == number), default=0)
         exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
         found.append(make(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
+        # In an exchange each rank of a machine sends a part to each rank elsewhere; a ring's sum leaves it once.
+        here, size = num_on_machine(axis), axis.size
+        load = here * (size - here) / max(1, size - 1)
+        if exchanges and device.type == "cuda" and load >= _LOADED and axis.ranks[axis.rank] == 0:
+            log.warning(
+                'reduce_dtype "half_fp32_sum" on %d machines: each sends about %.1f times the bytes that "half" would. '
+                'If steps wait for reduce_scatter, write reduce_dtype = "half"',
+                size // here, load,
+            )  # fmt: skip
     return found
 
 
@@ -45,6 +61,15 @@ def make_grad_shards(
     return shards
 
 
+class RowStats(NamedTuple):
+    """How a machine takes the `row_stats` of a shard, FP32 (2, rows): in one read of it, or while it is summed."""
+
+    of_shard: Callable[[Tensor], Tensor]
+    # From the owners' half parts (ranks, shard_numel) and the FP32 shard (shard_numel,) that takes their sum in rank
+    # order.
+    of_sum: Callable[[Tensor, Tensor], Tensor]
+
+
 class GradReduce:
     """Launches the buckets' reductions strictly in bucket order 0, 1, 2, ...
 
@@ -53,7 +78,7 @@ class GradReduce:
     """
 
     def __init__(
-        self, half_grads: list[Tensor], grad_shards: list[Tensor], row_stats: Callable[[Tensor], Tensor],
+        self, half_grads: list[Tensor], grad_shards: list[Tensor], row_stats: RowStats,
         collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_grads, self.grad_shards, self._row_stats = half_grads, grad_shards, row_stats
@@ -75,7 +100,7 @@ class GradReduce:
         while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
             bucket = len(self._pending)
             half_grads, grad_shard = self._half_grads[bucket], self.grad_shards[bucket]
-            # A backend with one scratch buffer finishes the previous bucket first: that is waiting, too.
+            # A backend whose scratch buffers are all in use finishes an earlier bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
                 self._pending.append(self._collectives[bucket].reduce_scatter(half_grads, grad_shard, use))
@@ -92,7 +117,7 @@ class GradReduce:
     def rows(self, bucket: int) -> Tensor:
         """Return the `row_stats` of a part that `wait` has given: FP32 (2, rows)."""
         rows = self._rows.get(bucket)
-        return self._row_stats(self.grad_shards[bucket]) if rows is None else rows
+        return self._row_stats.of_shard(self.grad_shards[bucket]) if rows is None else rows
 
     def reset(self) -> None:
         """Expect the next step's buckets: the step has used all sums, or its backward has failed.
@@ -107,13 +132,4 @@ class GradReduce:
         self._rows.clear()
 
     def _sum(self, bucket: int, parts: Tensor) -> None:
-        """Sum half parts into the FP32 shard, and take the statistics of each piece while it is in cache, instead of in
-        a pass of their own.
-        """
-        grad_shard = self.grad_shards[bucket]
-        size = tuned.piece(tuned.SUMMED_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
-        rows = []
-        for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
-            sum_in_rank_order(piece_parts, piece)
-            rows.append(self._row_stats(piece))
-        self._rows[bucket] = torch.cat(rows, dim=1)
+        self._rows[bucket] = self._row_stats.of_sum(parts, self.grad_shards[bucket])

@@ -48,7 +48,7 @@ def engine_memory(
     half, grad, sum_dtype = precision.dtype.itemsize, precision.own_grad_dtype, precision.sum_dtype(num_ranks)
     shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)
-    # A scratch buffer for each set of owners that exchanges anything, as large as its largest bucket.
+    # Scratch for each set of owners that exchanges anything, as large as its largest bucket: once, or twice on a GPU.
     scratch: dict[int, int] = {}
     if not on_gpu or sum_dtype != grad:
         for bucket in layout.buckets:
@@ -70,7 +70,9 @@ def engine_memory(
             "half gradients": layout.padded_numel * grad.itemsize,
             "FP32 masters": owned * _FP32,
             "optimizer states": state_bytes,
-            "exchange scratch": sum(scratch.values()) * grad.itemsize,  # where other ranks' parts of a bucket arrive
+            "exchange scratch": (1 + on_gpu)
+            * sum(scratch.values())
+            * grad.itemsize,  # where other ranks' parts of a bucket arrive
         },
         tables=_INT64 * borders + _FP32 * num_updates,
         fp32_bucket=_FP32 * layout.largest_bucket,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,13 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.comm import collectives
-from megamix.comm.collectives import Collectives, GlooCollectives, make_collectives, sum_in_rank_order
+from megamix.comm.collectives import (
+    Collectives,
+    GlooCollectives,
+    NcclCollectives,
+    make_collectives,
+    sum_in_rank_order,
+)
 from megamix.comm.topology import Axis, Topology, local_device, start_ranks
 
 
@@ -95,6 +103,35 @@ def _exchange() -> bool:
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_exchange_brings_every_ranks_part_once(run_ranks, size: int) -> None:
     assert all(run_ranks(_exchange, size))
+
+
+class _Sent:
+    """Something under way, which notes that it was waited for."""
+
+    waited: ClassVar[list[Tensor]] = []
+
+    def __init__(self, parts: Tensor):
+        self._parts = parts
+
+    def wait(self) -> None:
+        self.waited.append(self._parts)
+
+
+def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_alone(monkeypatch) -> None:
+    monkeypatch.setattr(_Sent, "waited", [])
+    monkeypatch.setattr(dist, "all_to_all_single", lambda parts, half_grads, **_: _Sent(parts))
+    ours = NcclCollectives(Axis((0, 1)), *torch.zeros(2, 128, dtype=torch.float16))
+    flats, summed = [torch.zeros(numel, dtype=torch.float16) for numel in (128, 64, 128, 128)], list[int]()
+    pending = []
+    for number, flat in enumerate(flats):
+        pending.append(ours.reduce_scatter(flat, flat, lambda parts, number=number: summed.append(number)))
+        assert summed == [*range(number - 1)]
+        assert len(_Sent.waited) == max(0, number - 1)
+    for one in reversed(pending):
+        one.wait()
+    assert summed == [0, 1, 3, 2]
+    places = [parts.data_ptr() for parts in _Sent.waited]
+    assert places[0] == places[3] != places[1] == places[2]
 
 
 def _all_gather() -> bool:

@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 from megamix import AdamW, Precision, ShardedEngine, StaticLossScale, tuned
 from megamix.clock import Clock
-from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology
-from megamix.mixed_precision.grad_reduce import GradReduce, make_grad_shards
-from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Axis, Topology
+from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, connect_axes, make_grad_shards
+from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_in_pieces
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
 from tests.distributed.test_equals_reference import Case, differences, run_engine
@@ -41,7 +42,8 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
     wires = [make_collectives(axis, size * max(numels), dtype, cpu, exchanges=True)] * len(flats)
     shards = make_grad_shards(flats, wires, Precision(dtype, reduce_dtype="half_fp32_sum"))
-    reduce = GradReduce(flats, shards, chunked_row_stats, wires, overlap=True, clock=Clock(cpu))
+    stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
+    reduce = GradReduce(flats, shards, stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):
@@ -146,3 +148,18 @@ def _different_sums() -> str:
 def test_ranks_that_would_sum_differently_are_told_so(run_ranks) -> None:
     for message in run_ranks(_different_sums, 2):
         assert "hold different models or settings" in message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "a_machine", "load"),
+    [((0, 8), 8, None), (range(8), 8, None), (range(16), 1, None), (range(4), 2, None), (range(64), 8, "7.1"),
+     (range(0, 64, 2), 8, "3.6"), (range(1, 64, 2), 8, None)],
+)  # fmt: skip
+def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, caplog, ranks, a_machine, load) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(a_machine))
+    layout, axis = SimpleNamespace(buckets=[]), Axis(tuple(ranks), 0)
+    for device, reduce_dtype in (("cuda", "half_fp32_sum"), ("cpu", "half_fp32_sum"), ("cuda", "half")):
+        precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
+        connect_axes(layout, [axis], precision, torch.device(device), lambda axis, *_, **__: Collectives(axis))
+    assert len(caplog.messages) == (load is not None)
+    assert all(f"on 8 machines: each sends about {load} times the bytes" in line for line in caplog.messages)

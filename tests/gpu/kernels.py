@@ -20,6 +20,7 @@ from megamix import NAG, AdamW, tuned
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
+from megamix.mixed_precision.grad_reduce import RowStats
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.model.cross_entropy import compiled_slopes
 from tests.gpu.h100 import H100, machine_codes, traffic
@@ -27,6 +28,7 @@ from tests.gpu.h100 import H100, machine_codes, traffic
 OPTIMIZERS = {"AdamW": AdamW(lr=0.01), "NAG": NAG(lr=0.1)}
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
 WEIGHT_DECAY = 0.1
+OWNERS = 8  # of `half_fp32_sum`
 VOCAB = 50304  # of configs/gpt2-124m.toml
 ROWS = 19  # of 64 elements, in the last call: what the interpreter repeats
 LENGTHS = [64 * rows for rows in (*(2 + step**3 for step in range(49)), ROWS)]
@@ -60,14 +62,17 @@ def _updates(h100: H100) -> Iterator[Kernel]:
     for (name, optimizer), half_name in itertools.product(OPTIMIZERS.items(), ("BF16", "FP16")):
         half_dtype, sums = DTYPES[half_name], {half_name: DTYPES[half_name], "FP32": torch.float32}
         group = UpdateGroup(1.0, WEIGHT_DECAY, tuple(optimizer.states("weight", (64, 64)).items()))
-        half = _zeros(64, half_dtype)
-        update, stats = choose_update(optimizer, [group], half, sums.values(), Collectives(Axis()), True)
+        halves, shards = [_zeros(64 * OWNERS, half_dtype)] * 2, [_zeros(64, dtype) for dtype in sums.values()]
+        update, stats = choose_update(optimizer, [group], halves, halves, shards, Collectives(Axis()), True)
         assert isinstance(update, CompiledUpdate)
         for sum_name, sum_dtype in sums.items():
             once = partial(_update, update, optimizer, group, half_dtype, sum_dtype)
             yield _called(h100, f"update, {name}, {half_name}, sums in {sum_name}", once)
             if name == "AdamW" and (sum_name == half_name or half_name == "BF16"):
                 yield _called(h100, f"statistics, sums in {sum_name}", partial(_stats, stats, sum_dtype))
+            if name == "AdamW" and sum_name != half_name:
+                once = partial(_sum, stats, half_dtype)
+                yield _called(h100, f"sum of {OWNERS} ranks' {half_name} and its statistics", once)
 
 
 def _update(
@@ -82,9 +87,15 @@ def _update(
     return tensors | states | {f"coefficient{number}": one for number, one in enumerate(coefficients)}
 
 
-def _stats(stats: Callable[[Tensor], Tensor], sums: torch.dtype, numel: int) -> dict[str, Tensor]:
+def _stats(stats: RowStats, sums: torch.dtype, numel: int) -> dict[str, Tensor]:
     grad = _zeros(numel, sums)
-    return {"grad": grad, "rows": stats(grad)}
+    return {"grad": grad, "rows": stats.of_shard(grad)}
+
+
+def _sum(stats: RowStats, half: torch.dtype, numel: int) -> dict[str, Tensor]:
+    """As an engine has them: the parts in front of a larger buffer, the sum in a bucket's own."""
+    parts, grad = _zeros(2 * OWNERS * numel, half)[: OWNERS * numel], _zeros(OWNERS * numel // 2)[:numel]
+    return {"parts": parts, "grad": grad, "rows": stats.of_sum(parts.view(OWNERS, -1), grad)}
 
 
 def _losses(h100: H100) -> Iterator[Kernel]:

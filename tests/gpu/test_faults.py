@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -93,7 +94,7 @@ def scratch_shared_too_early() -> Iterator[None]:
     right = NcclCollectives.reduce_scatter
 
     def wrong(self: NcclCollectives, *args: object) -> Pending:
-        self._exchanging = Pending()
+        self._exchanges = deque((scratch, Pending()) for scratch, _ in self._exchanges)
         return right(self, *args)
 
     with mock.patch.object(NcclCollectives, "reduce_scatter", wrong):

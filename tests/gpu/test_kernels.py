@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamix.comm.collectives import sum_in_rank_order
 from megamix.mixed_precision.fused_update import gated_update
 from megamix.mixed_precision.grad_stats import row_stats
 from megamix.mixed_precision.optimizers import Optimizer, UpdateScalars
@@ -81,6 +82,23 @@ def test_statistics_are_one_kernel_that_reads_whole_vectors_in_one_order(made: d
         _assert_lean(code)
 
 
+@pytest.mark.parametrize("half", ["BF16", "FP16"])
+def test_a_sum_over_ranks_is_one_kernel_that_reads_each_part_once_and_takes_the_statistics(made, half: str) -> None:
+    kernel = made[_sum_of(half)]
+    assert len(kernel["sources"]) == 1
+    assert kernel["recompiled"] == 0
+    assert kernel["bytes"] == {"element": 2 * kernels.OWNERS + 4, "row": 8}
+    (code,) = kernel["machine"]
+    assert code["widths"] == {
+        "128": code["block"] * 64 * kernel["bytes"]["element"] // 16 // code["threads"], "32": 2,
+    }  # fmt: skip
+    _assert_lean(code)
+
+
+def _sum_of(half: str) -> str:
+    return f"sum of {kernels.OWNERS} ranks' {half} and its statistics"
+
+
 def test_the_slopes_of_the_loss_are_one_kernel_without_scalar_accesses_to_logits(made: dict[str, dict]) -> None:
     kernel = made["loss slopes, BF16"]
     assert len(kernel["sources"]) == 1
@@ -105,6 +123,7 @@ def _assert_lean(code: dict) -> None:
 def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(folder: Path, made: dict) -> None:
     before = {name: [_tensors(name, gated) for gated in (False, True)] for name in NAMES}
     before["statistics, sums in BF16"] = [_gradient("statistics, sums in BF16")]
+    before |= {_sum_of(half): [_parts(half)] for half in ("BF16", "FP16")}
     torch.save(before, folder / "before.pt")
     h100.run("tests.gpu.interpret", folder, TRITON_INTERPRET="1")
     after = torch.load(folder / "after.pt")
@@ -115,6 +134,9 @@ def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(fol
         _assert_updated(_optimizer(name), old, new)
     for name in before.keys() - {*NAMES}:
         ((old,), (new,)) = before[name], after[name]
+        if "parts" in old:
+            sum_in_rank_order(old["parts"].view(kernels.OWNERS, -1), old["grad"])
+            assert torch.equal(new["grad"], old["grad"]), name
         sums, peaks = new["rows"].view(2, -1)
         exact = row_stats(old["grad"])
         assert torch.equal(peaks, exact[1])
@@ -128,6 +150,12 @@ def _optimizer(name: str) -> Optimizer:
 def _gradient(name: str) -> dict[str, Tensor]:
     grad = torch.randn(64 * kernels.ROWS, generator=torch.Generator().manual_seed(0)) * 100
     return {"grad": grad.to(kernels.DTYPES[name.split()[-1]]), "rows": torch.full((2 * kernels.ROWS,), float("nan"))}
+
+
+def _parts(half: str) -> dict[str, Tensor]:
+    parts = torch.randn(64 * kernels.ROWS * kernels.OWNERS, generator=torch.Generator().manual_seed(0)) * 100
+    empty = torch.full((64 * kernels.ROWS,), float("nan"))
+    return {"parts": parts.to(kernels.DTYPES[half]), "grad": empty, "rows": empty[: 2 * kernels.ROWS].clone()}
 
 
 def _tensors(name: str, gated: bool) -> dict[str, Tensor]:

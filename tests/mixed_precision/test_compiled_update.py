@@ -49,7 +49,7 @@ def kind(request):
     zeros = torch.zeros(64, dtype=dtype)
     torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
     before = counters["stats"]["unique_graphs"]
-    update, stats = choose_update(optimizer, _groups(optimizer), zeros, [dtype], Collectives(Axis()), try_compiler=True)
+    update, stats = choose_update(optimizer, _groups(optimizer), *[[zeros]] * 3, Collectives(Axis()), try_compiler=True)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
     )  # else nothing was compiled, and these tests would prove nothing
@@ -149,7 +149,7 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
     optimizer, dtype, _, stats = kind
     grad = _tensors(optimizer, dtype)[0]
     exact = grad.double().square().sum()
-    for compute in (stats, chunked_row_stats, row_stats):
+    for compute in (stats.of_shard, chunked_row_stats, row_stats):
         whole = compute(grad)
         # Within a row 64 squares are added in FP32: each sum is off by at most 64 roundings of a sum of positive terms.
         assert abs(whole[0].double().sum() - exact) <= 64 * EPS * exact
@@ -163,7 +163,7 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
 def test_statistics_see_one_bad_element_anywhere(kind, value: float) -> None:
     optimizer, dtype, _, stats = kind
     for place in (0, 777, ROWS * 64 - 1):
-        for compute in (stats, chunked_row_stats):
+        for compute in (stats.of_shard, chunked_row_stats):
             grad = _tensors(optimizer, dtype)[0]
             grad[place] = value
             bad = ~torch.isfinite(compute(grad))
@@ -206,9 +206,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     try:
         zeros = torch.zeros(64, dtype=torch.float16)
         collectives = make_collectives(Topology.current().world, 64, torch.float16, zeros.device)
-        update, _ = choose_update(
-            AdamW(lr=0.1), _groups(AdamW(lr=0.1)), zeros, [zeros.dtype], collectives, try_compiler=True
-        )
+        update, _ = choose_update(AdamW(lr=0.1), _groups(AdamW(lr=0.1)), *[[zeros]] * 3, collectives, try_compiler=True)
     finally:
         fused_update._try_out = kept
         logging.getLogger("megamix").removeHandler(handler)
@@ -220,9 +218,7 @@ def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
     zeros = torch.zeros(64, dtype=torch.float16)
     plain_sgd = NAG(lr=0.1, momentum=0.0)
-    update, _ = choose_update(
-        plain_sgd, _groups(plain_sgd), zeros, [zeros.dtype], Collectives(Axis()), try_compiler=True
-    )
+    update, _ = choose_update(plain_sgd, _groups(plain_sgd), *[[zeros]] * 3, Collectives(Axis()), try_compiler=True)
     assert isinstance(update, CompiledUpdate)
 
 
@@ -235,7 +231,7 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
     half, alone = torch.zeros(64, dtype=torch.float16), Collectives(Axis())
     for number in range(10):
         optimizer = NAG(lr=0.1, momentum=0.05 * number)
-        update, _ = choose_update(optimizer, _groups(optimizer), half, [half.dtype], alone, True)
+        update, _ = choose_update(optimizer, _groups(optimizer), *[[half]] * 3, alone, True)
         assert isinstance(update, CompiledUpdate)
 
 

@@ -40,6 +40,12 @@ def test_an_8b_model_on_64_gpus_by_hand() -> None:
     assert plan["fits"]
 
 
+def test_nccl_exchanges_into_two_buffers_and_gloo_into_one() -> None:
+    config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=1", "precision.reduce_dtype=half_fp32_sum"])
+    gpu, cpu = (json.loads(next(plan_lines(config, 2, None, device, True)))["held"] for device in ("gpu", "cpu"))
+    assert gpu["exchange scratch"] == 2 * cpu["exchange scratch"] > 0
+
+
 def test_what_does_not_fit_is_said_with_changes_that_make_it_fit() -> None:
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=4"])
     lines = [*plan_lines(config, 8, "1.5GiB", "gpu", False)]

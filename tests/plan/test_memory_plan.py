@@ -102,7 +102,7 @@ def held_by(engine: ShardedEngine) -> dict[str, list[Tensor]]:
         "half gradients": engine.half_grads.flat,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
-        "exchange scratch": [own.scratch for own in {*engine.bucket_collectives} if own.axis.size > 1],
+        "exchange scratch": [one for own in {*engine.bucket_collectives} if own.axis.size > 1 for one in own.scratch],
     }
 
 
