@@ -185,14 +185,14 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.run_folder import check
     from megamix.train.same_run import outlook
 
-    nothing_found = check(config)  # before the seconds that importing torch takes
+    nothing_found = check(config, _say_on_first_rank, starts=not arguments.check)
     if arguments.check:
         _say_on_first_rank(f"{nothing_found}; {outlook(config)}")
         return
     tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():
         keep_freed_memory()
-    from megamix.train.job import run_job
+    from megamix.train.job import run_job  # and torch, which takes seconds
 
     run_job(config, _memory_line)
 

@@ -101,7 +101,8 @@ def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.Monkey
     checked: list[Config] = []
     job, preflight, ahead = (ModuleType(f"megamix.train.{name}") for name in ("job", "run_folder", "same_run"))
     monkeypatch.setattr(job, "run_job", lambda config, memory_line: ran.append(config), raising=False)
-    monkeypatch.setattr(preflight, "check", lambda config: checked.append(config) or "no problems", raising=False)
+    nothing = "no problems"
+    monkeypatch.setattr(preflight, "check", lambda config, *_, **__: checked.append(config) or nothing, raising=False)
     monkeypatch.setattr(ahead, "outlook", lambda config: "a new run", raising=False)
     monkeypatch.setitem(sys.modules, "megamix.train.same_run", ahead)
     monkeypatch.setitem(sys.modules, "megamix.train.job", job)

@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "train nope.toml": ("config: got nope.toml", "no such file", "; write the path of a TOML file"),
     "train jop.toml": ("config: got jop.toml", "no such file", "did you mean job.toml?"),
     "plan texts": ("config: got texts", "it is a folder", "write the path of a TOML file"),
+    "train mine": ("config: got mine", "it is a folder", "a run goes on by the file that began it, or by mine/config"),
     "train job.yaml": ("config: got job.yaml", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
     "train job.json": ("config: got job.json", "is no TOML", "line 1", "write it as configs/quickstart.toml is"),
     "train half.toml": ("config: got half.toml", "is no TOML", "line 1", "correct that line (text needs quotes)"),
@@ -150,7 +151,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in {
         "job.yaml": "model:\n  hidden_size: 3\n", "pyproject.toml": "", "file": "", "texts/a.txt": "plain words " * 99,
         "job.json": '{"model": {}}', "half.toml": "model = fp16",
-        "theirs/thesis.tex": "", "broken/config.json": "{",
+        "theirs/thesis.tex": "", "mine/config.toml": "", "broken/config.json": "{",
     }.items():  # fmt: skip
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -205,6 +206,54 @@ def test_a_rank_that_is_none_is_told_with_its_variable(
         f'  {variable}: got "{value}", must be from 0 to 1, as there are 2 rank(s); start the ranks by launch/pretrain'
     )
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("set_already", [(), ("RANK",), ("RANK", "MASTER_ADDR")])
+def test_ranks_that_nobody_numbered_are_told_before_they_look_for_each_other(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], set_already: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(place)
+    for variable in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"WORLD_SIZE": "2", **dict.fromkeys(set_already, "0")}.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["train", "job.toml"]) == 2
+    unset = ", ".join(name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in set_already)
+    told = (
+        f"  {unset}: not set, though WORLD_SIZE is 2; start the ranks by launch/pretrain.sh or torchrun, which set it"
+    )
+    assert told in capsys.readouterr().err
+
+
+PREPARED = "data.train=prepared/train model.vocab_size="
+SELDOM_MEANT = {
+    "precision.loss_scale.init_scale=65536.0": (),
+    "precision.loss_scale.init_scale=16777216.0": ("16777216 never falls", "write init_scale = 1024.0, or rule = "),
+    f"{PREPARED}320 data.tokenizer=prepared/tokenizer.json": (),
+    f"{PREPARED}1024": ("vocab_size: 1024, but data.train was prepared with 257 tokens", "write vocab_size = 384"),
+    f"{PREPARED}320 data.tokenizer=other/tokenizer.json": (
+        "data.tokenizer: other/tokenizer.json is not the one that data.train was prepared with", "in prepared",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SELDOM_MEANT)
+def test_what_trains_and_is_seldom_meant_is_told_and_no_problem(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    monkeypatch.chdir(place)
+    if not Path("prepared").exists():
+        flags = "--input texts --output prepared --tokenizer bytes --valid-fraction 0"
+        assert main(["prepare", *flags.split()]) == 0
+        write_data(Path("other"), tokenizer=True)
+    job = tiny_job(Path(), precision={"loss_scale": {"rule": "static"}}) if "init_scale" in words else tiny_job(Path())
+    Path("seldom.toml").write_text(config_to_toml(job))
+    capsys.readouterr()
+    assert main(["train", "seldom.toml", *words.split(), "--check"]) == 0
+    *notes, outcome = capsys.readouterr().out.splitlines()
+    assert outcome.startswith("no problems; 1 rank; ")
+    assert len(notes) == bool(SELDOM_MEANT[words])
+    assert all(part in notes[0] for part in SELDOM_MEANT[words])
 
 
 def test_plugins_of_an_empty_shell_variable_are_none(

@@ -272,7 +272,9 @@ def _read(path: Path, what: str, room: int, *, may_be_pipe: bool) -> tuple[str, 
     except (OSError, ValueError) as error:  # also a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         reason = "it is no text in UTF-8, so no TOML" if isinstance(error, UnicodeDecodeError) else reason
-        raise ConfigError([f"{what}, cannot be read: {reason}; write the path of a TOML file"]) from error
+        job = f"a run goes on by the file that began it, or by {one_line(str(path / 'config.toml'))}"
+        fix = job if os.path.isfile(path / "config.toml") else "write the path of a TOML file"
+        raise ConfigError([f"{what}, cannot be read: {reason}; {fix}"]) from error
 
 
 def _bytes(path: Path, most: int) -> bytes:

@@ -190,11 +190,10 @@ def misfit_names(
             if given.get(name, shape) != shape
         ],
     }
-    told = []
     for kind, lines in kinds.items():
-        more = len(lines) - _MOST_TOLD
-        told += [*lines[:_MOST_TOLD], *([f"and {more} more {kind}"] if more > 0 else [])]
-    return told
+        if (more := len(lines) - _MOST_TOLD) > 0:
+            lines[_MOST_TOLD:] = [f"and {more} more {kind}"]
+    return [line for lines in kinds.values() for line in lines]
 
 
 def load_weights(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import logging
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -18,8 +17,6 @@ from megamix.comm.collectives import Collectives, MakeCollectives, make_collecti
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.loss_scale import LossScale
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
-
-log = logging.getLogger("megamix")
 
 # What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
 # FP32 and its sum in FP32.
@@ -37,15 +34,11 @@ _INSTEAD = {
     "step() for the norm",
     "model": "the module is engine.module",
     "grad_norm": "read the result of step(): result.grad_norm",
-    "get_global_grad_norm": "read the result of step(): result.grad_norm",
-    "clip_grad_norm_": "set clip_grad to clip, and read the result of step() for the norm",
     "lr_scheduler": "give AdamW(lr=[...]) one per update, or call engine.set_lr(lr) before step()",
     "train": "call engine.module.train()",
     "eval": "call engine.module.eval()",
     "save": "call megamix.Checkpoints(engine, folder).save({}) on every rank",
     "load": "call megamix.Checkpoints(engine, folder).load() on every rank",
-    "save_checkpoint": "call megamix.Checkpoints(engine, folder).save({}) on every rank",
-    "load_checkpoint": "call megamix.Checkpoints(engine, folder).load() on every rank",
     "no_sync": "set grad_accum_steps: gradients travel in the last backward() of a step alone",
 }
 
@@ -122,23 +115,15 @@ def check_loss(loss: Tensor, weight: float) -> None:
             "a graph; give the tensor before .item() or .detach(), and not under torch.no_grad()"
         )
     if loss.dtype in (torch.float16, torch.bfloat16):
-        _warn_of_half_loss(loss.dtype)
+        fix = "compute it in FP32, as F.cross_entropy(engine(x).float(), y)"
+        warnings.warn(f"backward() got a rounded loss, in {loss.dtype}; {fix}", stacklevel=3)  # once for a line of code
     if not 0 <= weight < math.inf:
         raise ValueError(f"backward() takes a weight of 0 or more, got {weight}; pass the share that counts")
 
 
-@functools.cache
-def _warn_of_half_loss(dtype: torch.dtype) -> None:  # once a process
-    log.warning(
-        "backward() got a loss in %s, which rounds it, and in FP16 no loss scale above 32768 passes it; compute it in "
-        "FP32, as F.cross_entropy(engine(x).float(), y)",
-        dtype,
-    )
-
-
 def attribute_error(name: str) -> AttributeError:
     """Return what is raised for an attribute that the engine does not have."""
-    instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    instead = f"; {there}" if (there := _INSTEAD.get(name.removesuffix("_checkpoint"))) else ""
     return AttributeError(f"ShardedEngine has no attribute {name!r}{instead}")
 
 

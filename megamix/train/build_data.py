@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from megamix.config import Config, DataSource, whole_weights
+from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
 from megamix.data.steady_file import DataError, file_fingerprint, file_identity, machine_identity
@@ -106,6 +107,29 @@ def data_problems(config: Config) -> list[str]:
     if config.data.split is not None and not problems:
         problems = [problem for prefix, field in fields.items() for problem in _split_problems(config, field, prefix)]
     return [*problems, *_source_problems(config), *_stage_problems(config)]
+
+
+def seldom_meant(config: Config) -> Iterator[str]:
+    """Yield what trains and is seldom meant, a line each: of the loss scale, and of what `megamix prepare` noted."""
+    scale: Any = config.precision.loss_scale
+    if config.precision.dtype == "fp16" and scale.rule == "static" and scale.init_scale > 2**16:
+        yield (
+            f'precision.loss_scale.init_scale: {scale.init_scale:.0f} never falls with rule = "static", and FP16 '
+            'overflows above 65504, at once and at every step; write init_scale = 1024.0, or rule = "dynamic"'
+        )
+    size, own = config.model.vocab_size, config.data.tokenizer
+    for folder, field in {Path(path).parent: field for field, path in token_prefixes(config).items()}.items():
+        try:
+            manifest = (folder / MANIFEST_NAME).read_text(encoding="utf-8")
+            known = int(json.loads(manifest)["vocab_size"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # none of prepare's
+        if size > known * 9 // 8 + 128:
+            fix = f"rows beyond are never trained; write vocab_size = {-(-known // 128) * 128}"
+            yield f"model.vocab_size: {size}, but {field} was prepared with {known} tokens, and {fix}"
+        # It has the checksums of its tokenizer, and of the file that this was made from.
+        if own is not None and file_fingerprint(Path(own)) not in manifest:
+            yield f"data.tokenizer: {own} is not the one that {field} was prepared with; write the one in {folder}"
 
 
 def _lists(config: Config) -> Iterator[tuple[str, Sources]]:

@@ -5,7 +5,7 @@ before any time is spent. No torch here.
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from megamix.durable import ASIDE, foreign_kind, remove_asides, unwritable, writ
 from megamix.machine import WORKSPACES
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
-from megamix.train.build_data import data_problems
+from megamix.train.build_data import data_problems, seldom_meant
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -110,8 +110,9 @@ def write_trace(path: Path, profiler: "profile") -> None:
         whole.rename(path)
 
 
-def check(config: Config) -> str:
-    """Refuse what cannot be trained; write nothing. Return the words that nothing was found.
+def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:
+    """Refuse what cannot be trained; write nothing. Return the words that nothing was found. `tell` gets a line of each
+    thing that trains and is seldom meant. `starts`: this process is a rank that is about to meet the others.
 
     Raises: ConfigError with everything that is wrong with ranks (WORLD_SIZE, RANK and their LOCAL_ ones), files and
     folder.
@@ -123,6 +124,12 @@ def check(config: Config) -> str:
         _told(variable, 0, range(size), f"from 0 to {size - 1}, as there are {size} rank(s)")
     if problems := job_problems(config, world_size):
         raise ConfigError(problems, "job")
+    unset = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if starts and name not in os.environ]
+    if unset and world_size > 1:
+        fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
+        raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
+    for line in seldom_meant(config):
+        tell(line)
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
 
@@ -168,35 +175,32 @@ def _division_problems(config: Config) -> Iterator[str]:
             yield str(error)
 
 
-def _tokenizer_problems(path: str, vocab_size: int) -> list[str]:
+def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
     # Needed only for the sample at the end: a run must not train for days to fail there.
     try:
-        known = open_tokenizer(Path(path)).vocab_size
+        if (known := open_tokenizer(Path(path)).vocab_size) > vocab_size:
+            yield (
+                f"data.tokenizer: {path} knows {known} tokens, more than model.vocab_size {vocab_size}; write "
+                f"vocab_size = {known}, or the tokenizer that the tokens were made with"
+            )
     except ValueError as error:
-        return [f"data.tokenizer: {error}; or leave the key out"]
-    if known > vocab_size:
-        return [
-            f"data.tokenizer: {path} knows {known} tokens, more than model.vocab_size {vocab_size}; write "
-            f"vocab_size = {known}, or the tokenizer that the tokens were made with"
-        ]
-    return []
+        yield f"data.tokenizer: {error}; or leave the key out"
 
 
-def _resume_problems(config: Config) -> list[str]:
+def _resume_problems(config: Config) -> Iterator[str]:
     resume, own = config.checkpoint.resume, checkpoint_folder(config)
     if resume in RESUME_WORDS:
-        return []
-    if Path(resume).resolve().parent == own.resolve():
-        return [
-            f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "
-            f"{own} away"
-        ]
+        return
     # A run that has saved goes on from its own, whatever has become of the one that it began from.
     held = _held(own.parent) if checkpoints(own) else None
     began_there = held is not None and held.checkpoint.resume == resume
-    if not began_there and not (Path(resume) / MANIFEST).is_file():
-        return [
+    if Path(resume).resolve().parent == own.resolve():
+        yield (
+            f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "
+            f"{own} away"
+        )
+    elif not began_there and not (Path(resume) / MANIFEST).is_file():
+        yield (
             f"checkpoint.resume: {resume} is no checkpoint; write auto, never or a path such as "
             "runs/my-run/checkpoints/step_00001000"
-        ]
-    return []
+        )

@@ -38,14 +38,14 @@ def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     yield f"at {size} (overrides take another size)"
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
-    begin_s, done = time.monotonic(), 0  # ranks of the layouts before: on a machine they share they take turns
+    begin_s = time.monotonic()
     try:
-        for number, layout in enumerate(layouts, start=1):
-            what = f"{layout.name} on {layout.world_size} rank(s), {number} of {len(layouts)}"
-            left = sum(layout.world_size for layout in layouts) - done
+        for number, layout in enumerate(layouts):
+            # By their ranks, which share this machine.
+            done, left = (sum(one.world_size for one in part) for part in (layouts[:number], layouts[number:]))
             rest = f"about {(time.monotonic() - begin_s) / done * left:.0f} s left" if done else ATTEMPTS
+            what = f"{layout.name} on {layout.world_size} rank(s), {number + 1} of {len(layouts)}"
             say(f"megamix verify: {what}; {rest}", sys.stderr)
-            done += layout.world_size
             on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= layout.world_size
             # Ranks of one number serve all its layouts.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))

@@ -54,9 +54,11 @@ def test_what_lies_beside_tables_is_passed_over_with_a_line(
     ]
     assert names(tmp_path, tmp_path / "README.md")[-1] == "README.md"
     alone, named = (input_corpus([str(tmp_path), *more]) for more in ([], [str(tmp_path / "README.md")]))
-    assert alone.passed_over.startswith(f"; 11 files ({size} bytes) were passed over: name one by --input")
+    assert alone.passed_over.startswith(f"; 11 files ({size} bytes) passed over: name one by --input")
     assert named.passed_over.startswith("; 10 files (")
     assert alone.outside(tmp_path / "a").passed_over == alone.passed_over
+    write_files(tmp_path, "pair/x.parquet", "pair/a.py")
+    assert input_corpus([str(tmp_path / "pair")]).passed_over.startswith("; 1 file (")
 
 
 @pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", gzip.compress(b"text", mtime=0), b"\x7fELF\2\1\1\0"])

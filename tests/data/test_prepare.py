@@ -116,7 +116,19 @@ def test_the_manifest_says_what_was_read_and_written(text_dir: Path, tmp_path: P
     assert manifest["parts"]["train"] == {"num_documents": train.num_documents, "num_tokens": train.num_tokens}
     assert manifest["vocab_size"] == Tokenizer.load(tmp_path / "out" / "tokenizer.json").vocab_size
     assert "prepared; vocabulary 280; train " in prepared.summary()
-    assert "1 bad records left out, see bad_records.jsonl" in prepared.summary()
+    assert "1 bad record left out, see bad_records.jsonl" in prepared.summary()
+
+
+def test_empty_files_and_records_are_counted_and_the_files_named(tmp_path: Path) -> None:
+    for name, text in {"a.txt": "words " * 50, "b.txt": "", "c.txt": ""}.items():
+        (tmp_path / name).write_text(text)
+    corpus = input_corpus([str(tmp_path)])
+    request = Request(tokenizer=TokenizerChoice("bytes"), valid_fraction=0.0)
+    told = prepare_corpus(corpus, tmp_path / "out", request).summary()
+    assert told.endswith("; train 1 document, 301 tokens; 2 empty documents left out: b.txt, c.txt")
+    (tmp_path / "a.jsonl").write_text('{"text": "word"}\n{"text": ""}\n')
+    told = prepare_corpus(input_corpus([str(tmp_path / "a.jsonl")]), tmp_path / "records", request).summary()
+    assert told.endswith("; train 1 document, 5 tokens; 1 empty document left out")
 
 
 def test_the_same_request_is_answered_from_what_is_there(text_dir: Path, tmp_path: Path) -> None:

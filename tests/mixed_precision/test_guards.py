@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
-from megamix.mixed_precision.settings import _warn_of_half_loss
 from tests.distributed.models import loss_of, make_batch, make_model
 
 BF16 = Precision(torch.bfloat16)
@@ -345,15 +345,16 @@ def test_a_group_without_a_rate_keeps_its_parameters(optimizer) -> None:
     assert kept == [name for name in before if name.startswith("blocks.0.")]
 
 
-def test_a_loss_in_half_is_told_once_with_what_to_write(caplog) -> None:
-    _warn_of_half_loss.cache_clear()
+def test_a_loss_in_half_is_told_once_with_what_to_write() -> None:
     engine, tokens = _engine(), make_batch(0, 0, 0)
-    with caplog.at_level(logging.WARNING, logger="megamix"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
         _step(engine)
-        assert not caplog.records
+        assert not told
         for _ in range(2):
             engine.backward(engine(tokens).mean())
             engine.step()
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "a loss in torch.bfloat16" in message
-    assert "F.cross_entropy(engine(x).float(), y)" in message
+    (warning,) = told
+    assert warning.filename == __file__
+    assert "a rounded loss, in torch.bfloat16; compute it in FP32" in str(warning.message)
+    assert "F.cross_entropy(engine(x).float(), y)" in str(warning.message)

@@ -35,11 +35,12 @@ def _calls(config: Config) -> list[tuple[str, str]]:
             calls.extend((f"megamix/{path.relative_to(PACKAGE)}", name) for path, name in within[started:])
         return reduce_scatter(*args, **kwargs)
 
+    as_torchrun = {"WORLD_SIZE": "2", "RANK": str(dist.get_rank()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with (
         mock.patch.object(GlooCollectives, "reduce_scatter", noted),
         mock.patch.object(job, "start_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
-        mock.patch.dict("os.environ", {"WORLD_SIZE": "2"}),
+        mock.patch.dict("os.environ", as_torchrun),
     ):
         folder = Path(config.checkpoint.folder).parent
         assert main(["train", str(folder / "job.toml")]) == 0

@@ -4,3 +4,5 @@
 `tokenizer_choice` makes or takes a tokenizer, `pieces` and `workers` encode by it and join the pieces to token files;
 `prepare_corpus` calls them in this order.
 """
+
+MANIFEST_NAME = "manifest.json"

@@ -94,8 +94,8 @@ def input_corpus(paths: Sequence[str], split: str = "train") -> Corpus:
     names = Counter(file.name for file in files)
     flag = " ".join(path if path.startswith(_HUB) else os.path.normpath(path) for path in paths)
     unread = [path for path in passed_over if os.path.realpath(path) not in given]
-    size = f"{len(unread)} files ({sum(map(os.path.getsize, unread)):,} bytes)"
-    told = f"; {size} were passed over: name one by --input to have it read, or told why not" if unread else ""
+    size = f"{counted(len(unread), 'file')} ({sum(map(os.path.getsize, unread)):,} bytes)"
+    told = f"; {size} passed over: name one by --input to have it read, or told why not" if unread else ""
     return Corpus(f"--input {flag}", tuple(replace(file, drawn_by_name=names[file.name] == 1) for file in files), told)
 
 
@@ -135,6 +135,15 @@ def _kind_of(path: Path) -> str:
     return next((kind for ending, kind in kinds.items() if path.name.endswith(ending)), "text")
 
 
+def first_few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return ", ".join(names[:_TOLD]) + more
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ...]:
     """Mark what holds no text, and what lies beside tables, as passed over, with a line that says so; look into the
     .json files of the others.
@@ -157,12 +166,11 @@ def _readable(given: str, files: tuple[CorpusFile, ...]) -> tuple[CorpusFile, ..
         others = [file for file in texts if _is_binary(file.path)]
         which = "files that are no text in UTF-8"
     if others:
-        names = ", ".join(file.name for file in others[:_TOLD])
-        more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
+        names = first_few([file.name for file in others])
         if len(others) == len(files):
             fix = "give text, .jsonl, .json, .parquet or .arrow"
-            raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}{more}; {fix}")
-        log.warning("--input %r: %s are passed over: %s%s", given, which, names, more)
+            raise ValueError(f"--input {given!r} holds no text in UTF-8, but {names}; {fix}")
+        log.warning("--input %r: %s are passed over: %s", given, which, names)
     left_out = {*others}
     return tuple(replace(file, kind=_PASSED_OVER if file in left_out else _look_into(file)) for file in files)
 

@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megamix.data.prepare.corpus import Corpus
+from megamix.data.prepare import MANIFEST_NAME
+from megamix.data.prepare.corpus import Corpus, counted, first_few
 from megamix.data.prepare.pieces import EncodingJob, PieceReport, Split, merge_pieces
 from megamix.data.prepare.plan import PIECE_BYTES, Plan, make_plan
 from megamix.data.prepare.records import Blocks
@@ -27,7 +28,6 @@ from megamix.data.tokenizer import open_tokenizer
 from megamix.durable import folder_aside, open_own, remove_asides, write_text
 from megamix.machine import num_cores
 
-MANIFEST_NAME = "manifest.json"
 BAD_RECORDS_NAME = "bad_records.jsonl"
 _FORMAT = 2
 
@@ -81,7 +81,7 @@ class Prepared:
     def summary(self) -> str:
         """Return one line for the console."""
         counts = [
-            f"{name} {part['num_documents']} documents, {part['num_tokens']:,} tokens"
+            f"{name} {counted(part['num_documents'], 'document')}, {part['num_tokens']:,} tokens"
             for name, part in self.manifest["parts"].items()
         ]
         num_bad = self.manifest["num_bad_records"]
@@ -89,7 +89,10 @@ class Prepared:
         learned = f", learned from {sample / 2**20:g} MiB spread over the corpus" if sample else ""
         asked = self.manifest["request"].get("vocab_size") or 0  # 0: nothing was learned
         fewer = f" (asked for {asked}: the text has no more to learn)" if self.manifest["vocab_size"] < asked else ""
-        bad = f"; {num_bad} bad records left out, see {BAD_RECORDS_NAME}" if num_bad else ""
+        bad = f"; {counted(num_bad, 'bad record')} left out, see {BAD_RECORDS_NAME}" if num_bad else ""
+        empty = [file["path"] for file in self.manifest["request"]["files"] if not file["num_bytes"]]
+        if num_empty := self.manifest["num_empty"]:
+            bad += f"; {counted(num_empty, 'empty document')} left out{': ' if empty else ''}{first_few(empty)}"
         return (
             f"{self.output_dir}: {'already prepared' if self.reused else 'prepared'}; "
             f"vocabulary {self.manifest['vocab_size']}{fewer}{learned}; {'; '.join(counts)}{bad}"
