@@ -33,21 +33,17 @@ _ASKED += [key for key, _ in _CHECKS.values()]
 
 _FACTS = """
 import json, torch
-cuda = torch.cuda
+cuda, has_cuda = torch.cuda, torch.version.cuda is not None
 facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": "", "cudnn": 0, "problem": ""}
-facts |= {"cards": [], "apart": []}
 try:
-    if cuda.is_available():
-        count = cuda.device_count()
-        facts["cards"] = [cuda.get_device_name(card) for card in range(count)]
-        if torch.version.cuda:
-            facts["nccl"], facts["cudnn"] = ".".join(map(str, cuda.nccl.version())), torch.backends.cudnn.version()
-            pairs = [(a, b) for a in range(count) for b in range(a)]
-            facts["apart"] = [f"{b}-{a}" for a, b in pairs if not cuda.can_device_access_peer(a, b)]
-    elif torch.version.cuda:
+    if has_cuda:
         cuda.init()
+        facts["nccl"], facts["cudnn"] = ".".join(map(str, cuda.nccl.version())), torch.backends.cudnn.version()
+    facts["cards"] = [cuda.get_device_name(card) for card in range(cuda.device_count())]
+    pairs = [(a, b) for b in range(len(facts["cards"]) if has_cuda else 0) for a in range(b)]
+    facts["apart"] = [f"{a}-{b}" for a, b in pairs if not cuda.can_device_access_peer(a, b)]
 except Exception as error:
-    facts["problem"] = str(error).splitlines()[0]
+    facts |= {"problem": str(error).splitlines()[0], "cards": [], "apart": []}
 print(json.dumps(facts))
 """
 

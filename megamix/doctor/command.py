@@ -99,7 +99,7 @@ def examine(folder: Path) -> Iterator[Finding]:
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
         "ports": about_ports,
         "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],
-        "file system": lambda: host.judge_disk(host.probe_disk(folder)),
+        "file system": lambda: host.judge_disk(*host.probe_disk(folder)),
         "compiler": lambda: [host.judge_compiler(host.probe_compiler(os.environ.get("CXX", "g++")))],
         "environment": lambda: [host.judge_environment(os.environ)],
     }

@@ -11,12 +11,12 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megamix.machine import num_cores
 from megamix.supervise.console import say
 
-Verdict = Literal["ok", "slow", "broken", "not judged", "does not apply"]
+# Every verdict, and its mark on the page.
 _MARKS = {"ok": "ok", "slow": "SLOW", "broken": "BROKEN", "not judged": "?", "does not apply": "-"}
 HANGS = "a check of megamix doctor"  # the name of a thread that is left behind
 _SILENT_S = 2.0  # of a check, until it is named for whoever waits
@@ -24,13 +24,13 @@ _SILENT_S = 2.0  # of a check, until it is named for whoever waits
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check says. `fix`: what to do; empty where nothing has to be done."""
+    """What one check says. `verdict`: of _MARKS; `fix`: what to do; empty where nothing has to be done."""
 
     check: str
     looked_at: str
     seen: str
     expected: str
-    verdict: Verdict
+    verdict: str
     fix: str = ""
 
     def lines(self) -> Iterator[str]:
@@ -50,8 +50,7 @@ def expected() -> dict[str, Any]:
 def found(check: str, seen: str, wrong: bool, of: str = "", **words: object) -> Finding:
     """Return a finding. `of`: which one, of several of the check; `words`: those in braces of its texts."""
     said = {key: text.format(**words) for key, text in expected()["checks"][check].items()}
-    verdict: Any = said["wrong"] if wrong else "ok"
-    fix = said["fix"] if wrong else ""
+    verdict, fix = (said["wrong"], said["fix"]) if wrong else ("ok", "")
     return Finding(f"{check} {of}".strip(), said["looked_at"], seen, said["expected"], verdict, fix)
 
 

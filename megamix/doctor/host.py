@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.machine import num_cores
@@ -40,15 +39,6 @@ def judge_environment(environment: Mapping[str, str]) -> Finding:
     return found("environment", ", ".join(told) or "none", bool(told))
 
 
-class DiskTrial(NamedTuple):
-    """What a folder's file system did: bytes free for this user, bytes/s written, and the reason of each refusal."""
-
-    folder: Path
-    free: int
-    written: float
-    refused: Mapping[str, str]
-
-
 def refusal(operation: Callable[[], object]) -> str:
     """Return why the system does not do it; "" if it does."""
     try:
@@ -58,8 +48,10 @@ def refusal(operation: Callable[[], object]) -> str:
     return ""
 
 
-def probe_disk(folder: Path) -> DiskTrial:
-    """Write, sync, lock, map and rename a file in the folder, or in the one in which that would be made."""
+def probe_disk(folder: Path) -> tuple[Path, int, float, dict[str, str]]:
+    """Write, sync, lock, map and rename a file in the folder, or in the one in which that would be made. Return which
+    one it is, the bytes free for this user, the bytes/s written, and the reason of each refusal.
+    """
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     refused, start_s = dict[str, str](), time.perf_counter()
 
@@ -80,16 +72,16 @@ def probe_disk(folder: Path) -> DiskTrial:
     if why := refusal(try_all):
         refused["a new folder"] = why
     written = _WRITTEN / (time.perf_counter() - start_s)
-    return DiskTrial(existing, shutil.disk_usage(existing).free, written, refused)
+    return existing, shutil.disk_usage(existing).free, written, refused
 
 
-def judge_disk(seen: DiskTrial) -> list[Finding]:
+def judge_disk(folder: Path, free: int, written: float, refused: Mapping[str, str]) -> list[Finding]:
     """Check that runs can save there: every operation, its speed, room."""
-    refused = "; ".join(f"{name}: {reason}" for name, reason in seen.refused.items())
+    told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     return [
-        found("file system", f"{seen.folder}: {refused or 'nothing refused'}", bool(refused)),
-        found("disk", f"{seen.written / 1e6:,.0f} MB/s", seen.written < 100e6),
-        found("free space", f"{seen.free / _GIB:,.1f} GiB", seen.free < 10 * _GIB),
+        found("file system", f"{folder}: {told or 'nothing refused'}", bool(refused)),
+        found("disk", f"{written / 1e6:,.0f} MB/s", written < 100e6),
+        found("free space", f"{free / _GIB:,.1f} GiB", free < 10 * _GIB),
     ]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,24 +27,7 @@ _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
 _OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is more than chance
 
 
-class Trained(NamedTuple):
-    """A model to train beside torch's own ways, as expected.toml has it."""
-
-    name: str
-    device: str
-    micro_batch_size: int
-    steps: int
-    mfu: float
-    limit_s: float
-    model: dict[str, Any]
-
-    def work(self) -> Work:
-        return Work(
-            model=ModelConfig(**self.model), micro_batch_size=self.micro_batch_size, device=self.device,
-            compile_update=self.device == "cuda",  # seconds on every rank, which nobody here waits for twice
-        )  # fmt: skip
-
-
+Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
 Check = Callable[[float], list[Finding]]  # within so many seconds
 
 
@@ -54,13 +37,10 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
     """
     on_gpus, size = bool(cards), len(cards) or 2
     card, device = (cards[0], "cuda") if on_gpus else ("", "cpu")
-    alone, every = RankPool(1, on_gpus=on_gpus), RankPool(size, on_gpus=on_gpus)
-    for pool in (alone, every):
-        stack.callback(pool.close)
+    alone, every = (stack.enter_context(RankPool(number, on_gpus=on_gpus)) for number in (1, size))
     devices = every if on_gpus else alone  # two ranks on one CPU would share what is measured
     tokens, numel, *sizes = expected()["sizes"][device]
-    cases = [Trained(**case) for case in expected()["trained"] if case["device"] == device]
-    model = cases[0].work().model
+    cases = [case for case in expected()["trained"] if case["device"] == device]
 
     def shares(check: str, pool: RankPool, function: Callable[..., dict[str, float]], *args: object) -> Check:
         return lambda limit_s: [judge_shares(check, pool.call(function, *args, deadline_s=limit_s))]
@@ -77,12 +57,12 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
 
     def updated(limit_s: float) -> list[Finding]:
-        share = alone.call(ranks.update_share, model, deadline_s=limit_s)[0]
+        share = alone.call(ranks.update_share, _work(cases[0]).model, deadline_s=limit_s)[0]
         return [found("update", f"{share:.2f}", share < 0.9)]
 
-    def trained(case: Trained, limit_s: float) -> list[Finding]:
-        measure, share_s = partial(every.call, ranks.train_rate, case.work()), limit_s / len(ranks.SIDES)
-        rates = {side: min(measure(side, case.steps, deadline_s=share_s)) for side in ranks.SIDES}
+    def trained(case: Case, limit_s: float) -> list[Finding]:
+        measure, share_s = partial(every.call, ranks.train_rate, _work(case)), limit_s / len(ranks.SIDES)
+        rates = {side: min(measure(side, case["steps"], deadline_s=share_s)) for side in ranks.SIDES}
         return [judge_training(case, rates, card)]
 
     return {
@@ -94,8 +74,15 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
         "verify": (verified, 60.0),
         "compiled norms": (shares("compiled norms", alone, ranks.norms_off, tokens), 90.0),
         "update": (updated, 60.0),
-        **{f"train {case.name}": (partial(trained, case), case.limit_s) for case in cases},
+        **{f"train {case['name']}": (partial(trained, case), case["limit_s"]) for case in cases},
     }
+
+
+def _work(case: Case) -> Work:
+    """A compiled update takes seconds on every rank, which on a CPU nobody waits for twice."""
+    model, device = ModelConfig(**case["model"]), case["device"]
+    size = case["micro_batch_size"]
+    return Work(model=model, micro_batch_size=size, device=device, compile_update=device == "cuda")
 
 
 def layouts_of(size: int) -> list[str]:
@@ -144,7 +131,7 @@ def judge_rates(by_rank: Sequence[DeviceRates], card: str) -> list[Finding]:
     return [*findings, rate("pinned memory", [one.pinned / 1e9 for one in by_rank], "GB/s", _PINNED), *loaded]
 
 
-def judge_training(case: Trained, rates: Mapping[str, float], card: str) -> Finding:
+def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding:
     """Compare ours with torch's own ways and, on a card whose peak is known, its MFU with what such a card reaches.
     `rates`: tokens/s of the slowest rank, by side.
     """
@@ -153,8 +140,8 @@ def judge_training(case: Trained, rates: Mapping[str, float], card: str) -> Find
     seen = f"{ours:,.0f} tokens/s a rank; " + ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
     wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
     if peak is not None:
-        per_token = flops_per_token(case.work().model) / peak
+        per_token = flops_per_token(_work(case).model) / peak
         seen = f"{seen}; MFU {ours * per_token:.1%}"
-        wanted = f"{wanted}, MFU {case.mfu:.0%}: {case.mfu / per_token:,.0f} tokens/s"
-        wrong = wrong or ours * per_token < case.mfu
-    return found("train", seen, wrong, of=case.name, expected=wanted)
+        wanted = f"{wanted}, MFU {case['mfu']:.0%}: {case['mfu'] / per_token:,.0f} tokens/s"
+        wrong = wrong or ours * per_token < case["mfu"]
+    return found("train", seen, wrong, of=case["name"], expected=wanted)

@@ -54,8 +54,6 @@ def sums_off(numel: int = 4096) -> dict[str, float]:
         grads = [torch.randn(numel * world.size, generator=seed).to(device, dtype) for seed in seeds]
         links = make_collectives(world, numel * world.size, dtype, device, exchanges=True)
         parts = torch.stack([links.own_part(grad) for grad in grads])
-        want = torch.empty(numel, dtype=torch.float32, device=device)
-        sum_in_rank_order(parts, want)
         name = str(dtype).removeprefix("torch.")
 
         bucket = grads[world.rank].clone()
@@ -64,7 +62,8 @@ def sums_off(numel: int = 4096) -> dict[str, float]:
         off = (links.own_part(bucket).double() - parts.double().sum(0)).abs() / bound
         shares[f"sum of {name}"] = float(off.nan_to_num(math.inf).max())
 
-        bucket, wide = grads[world.rank].clone(), torch.empty_like(want)
+        bucket, (want, wide) = grads[world.rank].clone(), torch.empty(2, numel, device=device)
+        sum_in_rank_order(parts, want)
         links.reduce_scatter(bucket, links.own_part(bucket), partial(sum_in_rank_order, out=wide)).wait()
         shares[f"FP32 sum of {name} in rank order"] = 0.0 if torch.equal(wide, want) else math.inf
 
@@ -98,10 +97,9 @@ class _Norms(nn.Module):
         kinds = [RMSNorm(width, 1e-5, ops), LayerNorm(width, 1e-5, True, ops), LayerNorm(width, 1e-5, False, ops)]
         self.norms = nn.ModuleList([*kinds, RMSNorm(width // 4, 1e-5, ops, within_heads=True)])
         self.widths = [width, width, width, width // 4]
-        numels = [param.numel() for param in self.parameters()]
-        flat = (1 + 0.1 * torch.randn(sum(numels), generator=torch.Generator().manual_seed(0))).to(device, dtype)
-        for param, values in zip(self.parameters(), torch.split(flat, numels), strict=True):
-            param.data = values
+        numel = sum(param.numel() for param in self.parameters())
+        flat = (1 + 0.1 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(device, dtype)
+        nn.utils.vector_to_parameters(flat, self.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, width in zip(self.norms, self.widths, strict=True):
@@ -120,10 +118,9 @@ def norms_off(tokens: int, width: int = 1024) -> dict[str, float]:
 
     def gradients(module: nn.Module, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         leaf = x.to(dtype, copy=True).requires_grad_()
-        module.zero_grad()
-        run(leaf).backward(upstream.to(dtype))  # type: ignore[no-untyped-call]  # no types
-        grads = {"the input": leaf.grad} | {name: param.grad for name, param in module.named_parameters()}
-        return {name: grad.double() for name, grad in grads.items() if grad is not None}
+        inputs = {"the input": leaf} | dict(module.named_parameters())
+        grads = torch.autograd.grad(run(leaf), [*inputs.values()], upstream.to(dtype))
+        return {name: grad.double() for name, grad in zip(inputs, grads, strict=True)}
 
     double = copy.deepcopy(norms).double()
     exact, eager = gradients(double, double, torch.float64), gradients(norms, norms, dtype)

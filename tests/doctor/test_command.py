@@ -28,7 +28,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A sound machine without cards, and no time to measure it."""
     facts = {"torch": "2.13.0+cpu", "cuda": None, "nccl": "", "cudnn": 0, "problem": "", "cards": [], "apart": []}
     probes = {
-        "disk": lambda folder: host.DiskTrial(folder, 10**12, 1e9, {}), "memory": lambda: 1 << 40,
+        "disk": lambda folder: (folder, 10**12, 1e9, {}), "memory": lambda: 1 << 40,
         "hostname": lambda: ("node7", {"10.0.0.7": True}), "ports": lambda port: ("", ""), "compiler": lambda name: "",
     }  # fmt: skip
     for name, probe in probes.items():

@@ -101,12 +101,12 @@ BROKEN: dict[str, tuple[Callable[[], Finding | list[Finding]], str, str]] = {
     ),
     "small /dev/shm": (lambda: host.judge_shm(64 << 20, gpus=True), "/dev/shm", "0.06 GiB free"),
     "a full disk": (
-        lambda: host.judge_disk(host.DiskTrial(Path("/runs"), 10**12, 1e9, {"write": "No space left on device"})),
+        lambda: host.judge_disk(Path("/runs"), 10**12, 1e9, {"write": "No space left on device"}),
         "file system", "/runs: write: No space left on device",
     ),
-    "a slow disk": (lambda: host.judge_disk(host.DiskTrial(Path("/runs"), 10**12, 9e6, {})), "disk", "9 MB/s"),
+    "a slow disk": (lambda: host.judge_disk(Path("/runs"), 10**12, 9e6, {}), "disk", "9 MB/s"),
     "no room for a checkpoint": (
-        lambda: host.judge_disk(host.DiskTrial(Path("/runs"), 1 << 30, 1e9, {})), "free space", "1.0 GiB",
+        lambda: host.judge_disk(Path("/runs"), 1 << 30, 1e9, {}), "free space", "1.0 GiB",
     ),
     "no compiler": (lambda: host.judge_compiler("g++ is not on PATH"), "compiler", "g++ is not on PATH"),
     "a container's quota": (lambda: host.judge_cores(0.5, 0.0), "cores", "a quota of 0.5"),
@@ -136,7 +136,7 @@ def test_a_sound_machine_has_nothing_to_mend() -> None:
         *judged_torch(on_driver=0, cuda=None, cards=[], cudnn=0), cards.judge_links(NVLINKED, []),
         host.judge_limit("open files", -1), host.judge_hostname("node7", {"10.0.0.9": False, "10.0.0.7": True}),
         *host.judge_ports("", "", 29500), host.judge_shm(64 << 20, gpus=False), host.judge_compiler(""),
-        *host.judge_disk(host.DiskTrial(Path("/runs"), 10**12, 1e9, {})), host.judge_environment({}),
+        *host.judge_disk(Path("/runs"), 10**12, 1e9, {}), host.judge_environment({}),
     ]  # fmt: skip
     assert {one.verdict for one in findings} == {"ok"}
     assert {one.fix for one in findings} == {""}
@@ -160,9 +160,9 @@ def test_what_a_file_system_refuses_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[Any, str], number: int, told: str
 ) -> None:
     monkeypatch.setattr(*call, refusing(number))
-    trial = host.probe_disk(tmp_path / "runs/not/yet")
-    assert trial.folder == tmp_path
-    assert told in host.judge_disk(trial)[0].seen
+    folder, *others = host.probe_disk(tmp_path / "runs/not/yet")
+    assert folder == tmp_path
+    assert told in host.judge_disk(folder, *others)[0].seen
     assert [*tmp_path.iterdir()] == []
 
 
@@ -170,14 +170,14 @@ def test_a_disk_that_fills_up_is_told(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        trial = host.probe_disk(tmp_path)
+        *_, refused = host.probe_disk(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert trial.refused == {"write": "File too large"}
+    assert refused == {"write": "File too large"}
 
 
 def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.probe_disk(tmp_path).refused == {}
+    assert host.probe_disk(tmp_path)[-1] == {}
     assert host.probe_compiler("no-such-compiler") == "no-such-compiler is not on PATH"
     broken = tmp_path / "g++"
     broken.write_text(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import pytest
@@ -100,7 +100,7 @@ def test_the_update_is_measured_against_the_copy(monkeypatch: pytest.MonkeyPatch
 
 
 CARD = DeviceRates(700e12, 3.0e12, 50e9, with_cards({}, {}))
-CASE = measured.Trained(**expected()["trained"][1])
+CASE = expected()["trained"][1]
 GOOD = {"ours": 57_500.0, "FSDP2": 55_000.0, "plain torch": 56_000.0}
 WRONG: dict[str, tuple[Callable[[], list[Finding]], str, str]] = {
     "a slow card": (
@@ -173,7 +173,10 @@ class Pool:
         answer = GOOD.get(args[1]) if function is ranks.train_rate else ANSWERS[function.__name__]
         return [answer] * self.size
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         pass
 
 
