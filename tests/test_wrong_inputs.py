@@ -253,6 +253,7 @@ def test_what_trains_and_is_seldom_meant_is_told_and_no_problem(
     *notes, outcome = capsys.readouterr().out.splitlines()
     assert outcome.startswith("no problems; 1 rank; ")
     assert len(notes) == bool(SELDOM_MEANT[words])
+    assert all(note.startswith("note: ") for note in notes)
     assert all(part in notes[0] for part in SELDOM_MEANT[words])
 
 

@@ -91,7 +91,7 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> Non
 def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
-    Raises: ValueError naming everything that does not fit the engine, before anything is changed; DamagedCheckpoint on
+    Raises: ValueError naming what does not fit the engine, by kind, before anything is changed; DamagedCheckpoint on
     every rank if one finds that a file is not what was written, after which masters and optimizer states are NaN, until
     another load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of
     each.
@@ -143,7 +143,7 @@ def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
     problems = misfit_names(
         {param.name: param.shape for param in manifest.params},
         {spec.name: spec.full_shape for spec, _ in state_sets(engine)},
-        may_lack=[name for name, states in own.items() if BUFFER in states],
+        may_lack={name for name, states in own.items() if BUFFER in states},
     )
     other = [name for name in own if name in saved and saved[name] != own[name]]
     if other and not manifest.weights_only:

@@ -251,7 +251,7 @@ class ShardedEngine:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
 
         Give full FP32 weights under the module's own names, the same on every rank.
-        Raises: ValueError naming every missing, unknown or misshapen entry; nothing is changed then.
+        Raises: ValueError naming missing, unknown and misshapen entries, the first of each; nothing is changed then.
         """
         self._require_between_steps("load_weights()")
         load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])

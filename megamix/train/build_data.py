@@ -115,7 +115,7 @@ def seldom_meant(config: Config) -> Iterator[str]:
     if config.precision.dtype == "fp16" and scale.rule == "static" and scale.init_scale > 2**16:
         yield (
             f'precision.loss_scale.init_scale: {scale.init_scale:.0f} never falls with rule = "static", and FP16 '
-            'overflows above 65504, at once and at every step; write init_scale = 1024.0, or rule = "dynamic"'
+            'ends at 65504: every step may overflow and be skipped; write init_scale = 1024.0, or rule = "dynamic"'
         )
     size, own = config.model.vocab_size, config.data.tokenizer
     for folder, field in {Path(path).parent: field for field, path in token_prefixes(config).items()}.items():

@@ -129,7 +129,7 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
     for line in seldom_meant(config):
-        tell(line)
+        tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
 
@@ -144,8 +144,7 @@ def _told(variable: str, default: int, numbers: range, what: str) -> int:
 
 def job_problems(config: Config, world_size: int) -> list[str]:
     """Return every problem of ranks, files and folder, one line each: field, value, fix."""
-    problems = check_world_size(config, world_size)
-    problems += data_problems(config)
+    problems = [*check_world_size(config, world_size), *data_problems(config)]
     if config.data.tokenizer is not None:
         problems += _tokenizer_problems(config.data.tokenizer, config.model.vocab_size)
     for package, without in (("tensorboard", "write tensorboard = false"), ("wandb", "leave [metrics.wandb] out")):

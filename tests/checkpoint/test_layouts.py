@@ -1,5 +1,5 @@
 """What any ranks, bucket size or blocks saved, any others load, bit for bit; a resumed run is the run that went on; a
-loss scale goes on by its rule and the settings of now; a misfit is told whole and changes nothing.
+loss scale goes on by its rule and the settings of now; a misfit is told by its kinds and changes nothing.
 """
 
 from __future__ import annotations
