@@ -27,6 +27,7 @@ class Batch(NamedTuple):
     targets: Tensor  # int64 (samples, seq_len): the token after each token, IGNORE where another document begins
     positions: Tensor | None  # int64 (samples, seq_len): of packed documents, 0 begins one; None: 0 .. seq_len - 1
     num_counted: int  # targets that are not IGNORE
+    num_documents: int = 0  # that positions begin, at most; 0: not counted
 
     @property
     def weight(self) -> float:
@@ -34,23 +35,23 @@ class Batch(NamedTuple):
         return self.num_counted / self.targets.numel()
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """Return what the model takes for its loss."""
-        return self.tokens, self.targets, self.positions
+        return self.tokens, self.targets, self.positions, self.num_documents
 
     def to(self, device: torch.device) -> "Batch":
         positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
         tokens, targets = self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True)
-        return Batch(tokens, targets, positions, self.num_counted)
+        return Batch(tokens, targets, positions, self.num_counted, self.num_documents)
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return batches of one source as one."""
     if len(batches) == 1:
         return batches[0]
-    tokens, targets, positions, counted = zip(*batches, strict=True)
+    tokens, targets, positions, counted, documents = zip(*batches, strict=True)
     packed = None if positions[0] is None else torch.cat(positions)
-    return Batch(torch.cat(tokens), torch.cat(targets), packed, sum(counted))
+    return Batch(torch.cat(tokens), torch.cat(targets), packed, sum(counted), sum(documents))
 
 
 class BatchLoader:
@@ -118,7 +119,9 @@ class BatchLoader:
             return Batch(tokens, targets, None, targets.numel())
         begins = rows.positions[:, 1:] == 0
         targets[torch.from_numpy(begins)] = IGNORE
-        return Batch(tokens, targets, self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum()))
+        positions, num_counted = self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum())
+        # On a GPU to count them would wait for it.
+        return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()))
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:
         out = torch.empty(values.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")

@@ -11,15 +11,37 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch in one of two forms."""
+    """The documents of a batch in one of three forms."""
 
     # Those of all pieces of documents, one sequence after the other; they add up to B * T.
     lengths: tuple[int, ...] = ()
     mask: Tensor | None = None  # BOOL (B, 1, T, T): whether a row's token sees a column's
+    # INT32 (entries,): where each begins among the B * T tokens, one sequence after the other; B * T from the end on.
+    borders: Tensor | None = None
+
+
+# Tokens a document for which `borders` has room: FlashAttention's backward puts 128 rows of FP32 between two documents,
+# so its scratch is at most doubled, and its kernels start for each entry. Not measured on a GPU.
+TOKENS_A_BORDER = 128
+
+
+def most_borders(positions: Tensor) -> int:
+    """Return how many documents (B, T) positions may have to be told by their borders, whatever they are."""
+    return max(len(positions), positions.numel() // TOKENS_A_BORDER)
+
+
+def find_borders(positions: Tensor) -> Documents:
+    """Return the documents that INT64 positions (B, T) begin at each 0, and anew in each sequence, for kernels that
+    take their borders. There may be at most `most_borders`; the device alone counts them.
+    """
+    starts, end = positions == 0, positions.numel()
+    starts[:, 0] = True
+    borders = torch.nonzero_static(starts.flatten(), size=most_borders(positions) + 1, fill_value=end)
+    return Documents(borders=borders.flatten().int())
 
 
 def find_documents(positions: Tensor, as_mask: bool) -> Documents | None:
-    """Return the documents that INT64 positions (B, T) begin at each 0, and anew in each sequence.
+    """Return the same documents in another form.
 
     as_mask: needed where shapes must not depend on the data, as on a GPU (reading them would wait for it) and in
     compiled code. Without, attention runs once a document, at the cost of its own tokens alone, and None is returned

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
-from megamix.model.context import KeyValueCache, find_documents
+from megamix.model.context import KeyValueCache, find_borders, find_documents, most_borders
 from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
 from megamix.model.formats import Format
 from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
-from megamix.model.ops import Ops
+from megamix.model.ops import Ops, takes_borders
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter, if it is tied
 
@@ -105,6 +105,12 @@ class Decoder(nn.Module):
     def positions(self) -> tuple[Embedding | None, RotaryTable | None]:
         """Build what tells a token its place: a table that is added, or one that blocks are called with."""
         return None, None
+
+    def head_dim(self) -> int:
+        """Return the size of a head, if all attention is that of `ops`: it may know documents by their borders then.
+        0: blocks may look at the other forms themselves.
+        """
+        return 0
 
     def last_norm(self) -> nn.Module:
         """Build the norm in front of the head."""
@@ -199,6 +205,8 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
+        num_documents: int = 0,
+        *,
         cache: KeyValueCache | None = None,
         layers: range | None = None,
     ) -> Tensor:
@@ -207,6 +215,7 @@ class Decoder(nn.Module):
 
         positions: of each token in its document, None for 0 to T - 1. Where they restart at 0 a packed sequence's next
         document begins; attention never crosses from one into another.
+        num_documents: how many there are at most, 0 if that is not known. If few, a GPU in half needs no mask.
         cache: tokens follow those that it has seen, as one document; logits of the last one alone.
         layers: the blocks to pass, None for all. Without the first one `tokens` are what the block before them has
         given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
@@ -224,9 +233,12 @@ class Decoder(nn.Module):
         documents = None
         if cache is not None:
             positions, documents = cache.places(tokens), cache.seen(tokens)
-        elif positions is not None:
-            documents = find_documents(positions, as_mask=self.is_compiled or tokens.device.type != "cpu")
         x = tokens if layers.start else self._embed(tokens, positions)
+        if cache is None and positions is not None:
+            if 0 < num_documents <= most_borders(positions) and takes_borders(x, self.head_dim()):
+                documents = find_borders(positions)
+            else:
+                documents = find_documents(positions, as_mask=self.is_compiled or x.device.type != "cpu")
         rotary = None if self.rotary is None else self.rotary(num_positions, positions)
         for layer in layers:
             x = self._run(self.blocks[layer], x, rotary, documents, None if cache is None else cache.blocks[layer])

@@ -1,7 +1,10 @@
 """The operations a block is made of: torch's own, or wide.py's for half tensors on a CPU."""
 
 import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,27 @@ def cpu_multiplies_fp16() -> bool:
     """
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(unit, False) for unit in ("avx512_fp16", "amx_fp16", "fp16_arith"))  # fp16_arith: Arm
+
+
+_VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
+
+
+@functools.cache
+def _flash_takes_borders(device: torch.device) -> bool:
+    """Return whether FlashAttention's kernels for documents are there, as torch 2.11 and later call them."""
+    if not torch.backends.cuda.is_flash_attention_available() or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    from torch.nn.attention import varlen  # it imports some of the compiler
+
+    return "window_size" in inspect.signature(varlen.varlen_attn).parameters
+
+
+def takes_borders(x: Tensor, head_dim: int) -> bool:
+    """Return whether attention to hidden states such as x takes the documents' borders in a mask's place: on a GPU, in
+    half. A tensor without memory stands for a GPU's.
+    """
+    fits = x.dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and 0 < head_dim <= 256
+    return fits and (x.is_meta or (x.is_cuda and _flash_takes_borders(x.device)))
 
 
 @dataclass(frozen=True)
@@ -91,6 +115,8 @@ class Ops:
         """Causal, within each document; query (B, heads, T, head_dim), key and value (B, kv_heads, T, head_dim)."""
         if documents is not None and documents.lengths:
             return self._attention_by_document(query, key, value, documents.lengths)
+        if documents is not None and documents.borders is not None:
+            return self._attention_by_borders(query, key, value, documents.borders)
         mask = None if documents is None else documents.mask
         if self._computes_wide(query):
             return wide.attention(query, key, value, mask)
@@ -110,3 +136,16 @@ class Ops:
             for document in zip(*pieces, strict=True)
         ]
         return torch.cat(outs).view(batch, num_positions, *outs[0].shape[1:]).transpose(1, 2)
+
+    def _attention_by_borders(self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        batch, num_heads, num_positions, _ = query.shape
+        group, more = num_heads // key.shape[1], {"enable_gqa": True} if _VARLEN_KNOWS_GROUPS else {}
+        if group > 1 and not more:
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        # Any document may be as long as a sequence: to know the longest, the host would wait for the device.
+        attend: Callable[..., Any] = varlen_attn  # mypy takes a generator for any of its arguments
+        out: Tensor = attend(*flat, borders, borders, num_positions, num_positions, window_size=(-1, 0), **more)
+        return out.view(batch, num_positions, *out.shape[1:]).transpose(1, 2)

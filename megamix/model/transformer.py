@@ -137,6 +137,9 @@ class Transformer(Decoder):
             return Embedding(config.seq_len, config.hidden_size, self.ops, std=config.init_std), None
         return None, RotaryTable(config.seq_len, sizes.head_dim(config), config.rope_theta, config.rope_scaling)
 
+    def head_dim(self) -> int:
+        return sizes.head_dim(self.config)
+
     def last_norm(self) -> nn.Module:
         return _norm(self.config, self.ops)
 

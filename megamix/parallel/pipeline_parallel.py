@@ -80,9 +80,10 @@ class Pipeline(Passes):
         self, call: Callable[..., Any], batches: Sequence[Batch], seeds: Sequence[int | None], **more: Any
     ) -> None:
         # torch cuts them apart again. Every rank has them all; those in the middle use positions alone.
-        tokens, targets, positions, _ = joined(batches)
+        tokens, targets, positions, *_ = joined(batches)
         self._weights = iter([batch.weight for batch in batches])
-        more |= {} if positions is None else {"positions": positions}
+        if positions is not None:
+            more |= {"positions": positions, "num_documents": max(batch.num_documents for batch in batches)}
         more |= {} if seeds[0] is None else {"seed": torch.tensor(seeds, dtype=torch.uint64)}
         call(tokens, target=targets, targets=targets, return_outputs=False, **more)
 

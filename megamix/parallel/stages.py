@@ -111,8 +111,9 @@ class Stage(nn.Module):
         self._run = model.__call__  # not as a module: the parameters of its other stages are not this one's
 
     def forward(
-        self, x: Tensor, targets: Tensor, positions: Tensor | None = None, seed: Tensor | None = None
-    ) -> Tensor:
+        self, x: Tensor, targets: Tensor, positions: Tensor | None = None, num_documents: int = 0,
+        seed: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Hidden states half (B, T, hidden_size) from those of the stage before, on the first stage from tokens INT64
         (B, T); on the last one the loss, FP32 ().
 
@@ -120,7 +121,7 @@ class Stage(nn.Module):
         """
         if seed is not None:
             torch.manual_seed((int(seed) + self.layers.start) % 2**64)
-        out: Tensor = self._run(x, targets, positions, layers=self.layers)
+        out: Tensor = self._run(x, targets, positions, num_documents, layers=self.layers)
         return out
 
 

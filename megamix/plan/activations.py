@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -52,6 +52,7 @@ class TracedWork:
     batch: tuple[int, int]  # (B, T) of a micro-batch
     dtype: torch.dtype
     machine: Machine
+    packed: bool = False
     tp_size: int = 1
     sequence_parallel: bool = False
     in_halves: bool = False  # each backward, but the first stage's
@@ -64,8 +65,8 @@ class TracedWork:
 
     @property
     def batch_bytes(self) -> int:
-        """Return those of a micro-batch: tokens and targets."""
-        return 2 * torch.int64.itemsize * math.prod(self.batch)
+        """Return those of a micro-batch: tokens, targets and positions."""
+        return (2 + self.packed) * torch.int64.itemsize * math.prod(self.batch)
 
     def build(self, like: Sequence[int]) -> Decoder:
         """Build a rank's part of a model of such layers' blocks with both ends, on the meta device; nothing needs to be
@@ -144,15 +145,18 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
             meter = Meter(tracker)
             grads = None if is_last else [came_back]
             halves = work.in_halves and not is_first  # the first stage's second half is all of it
+            # Most batches have few documents. On a CPU each is computed alone, in less memory than without packing.
+            packed = (torch.zeros_like(targets), 1) if work.packed and work.machine == "gpu" else ()
+            run = partial(stage, x, targets, *packed)
             if halves:
-                _trace_halves(stage, x, targets, grads, meter, found)
+                _trace_halves(stage, run, x, grads, meter, found)
 
             def blocks_are_done() -> None:
                 found.backward = max(found.backward, meter.peak())
 
             stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
             meter.peak()
-            out = stage(x, targets)
+            out = run()
             stop_watching()
             found.kept, found.forward = meter.live(), meter.peak()
             torch.autograd.backward(out, grads or torch.empty_like(out))
@@ -197,12 +201,12 @@ def watch_backward(part: nn.Module, first_block: nn.Module, blocks_are_done: Cal
 
 
 def _trace_halves(
-    stage: Stage, x: Tensor, targets: Tensor, grads: list[Tensor] | None, meter: Meter, found: StageMemory
+    stage: Stage, run: Callable[[], Tensor], x: Tensor, grads: list[Tensor] | None, meter: Meter, found: StageMemory
 ) -> None:
     """A backward in halves, by what torch's stages call."""
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-    out = stage(x, targets)
+    out = run()
     meter.peak()
     passed, groups = stage_backward_input([out], grads, [x], stage.parameters())
     found.input = meter.peak()

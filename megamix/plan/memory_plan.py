@@ -154,6 +154,7 @@ def _plan_part(
         batch=(training.micro_batch_size, config.model.seq_len),
         dtype=precision.dtype,
         machine=machine,
+        packed=config.data.packing == "documents",
         tp_size=section.tp_size,
         sequence_parallel=section.sequence_parallel,
         in_halves=bool(stages) and section.pp_schedule.endswith("zero_bubble"),

@@ -47,8 +47,11 @@ class GpuShapes(Ops):
         if query.dtype == torch.float32:  # as Ops does
             group = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32.
-        return apply(_Kernel, query.shape[:-1], 4 * query.numel(), query, key, value)
+        # FlashAttention-2 (csrc/flash_attn/flash_api.cpp, mha_bwd): the query's gradient is summed in FP32, that of
+        # documents with 128 rows between two of them (mha_varlen_bwd).
+        between = 0 if documents is None or documents.borders is None else 128 * len(documents.borders)
+        scratch = 4 * (query.numel() + between * query.shape[1] * query.shape[3])
+        return apply(_Kernel, query.shape[:-1], scratch, query, key, value)
 
 
 class CompiledGpuShapes(GpuShapes):

@@ -55,6 +55,8 @@ def test_every_token_is_read_once_an_epoch_and_all_but_the_first_of_a_document_a
             firsts = set(file.document_offsets[:-1].tolist())
             assert sorted(targets.tolist()) == [token for token in range(file.num_tokens) if token not in firsts]
             assert batch.num_counted == len(targets)
+            assert batch.positions is not None
+            assert batch.num_documents == int((batch.positions == 0).sum())
             # All but the very last token stand in front of something, or of nothing, once.
             read = np.bincount(batch.tokens.ravel().numpy(), minlength=file.num_tokens)
             padding = batch.tokens.numel() - (file.num_tokens - 1)

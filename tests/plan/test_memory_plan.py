@@ -17,7 +17,7 @@ from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.parallel.pipeline_parallel import SCHEDULES
-from megamix.plan.memory_plan import EVALUATION, held_memory, plan_rank
+from megamix.plan.memory_plan import EVALUATION, held_memory, plan_memory, plan_rank
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL
@@ -167,6 +167,18 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
         }
         assert planned == pytest.approx(phases, rel=0.05)
         assert phases["build"] < max(phases["passes"], phases["step"])
+
+
+@pytest.mark.parametrize(("dtype", "has_mask"), [("bf16", False), ("fp32", True)])
+def test_packed_documents_take_a_mask_on_a_gpu_in_fp32_alone(dtype: str, has_mask: bool) -> None:
+    sections = {"precision": {"dtype": dtype}, "model": {"seq_len": 512, "vocab_size": 64}}
+    packed, plain = (
+        plan_memory(_config(**sections, data={"packing": packing}), 1, "gpu").phases
+        for packing in ("documents", "none")
+    )
+    positions, mask = 8 * 4 * 512, 4 * 512 * 512  # bytes
+    assert packed["backward"] >= plain["backward"] + positions
+    assert (packed["forward"] >= plain["forward"] + positions + mask) == has_mask
 
 
 @pytest.mark.parametrize(("data", "there"), [({}, False), ({"valid": "none"}, True), ({"split": [95, 5]}, True)])

@@ -1,0 +1,175 @@
+"""Packed documents told by their borders, as on a GPU in half: attention and its gradients are those of the mask within
+one rounding, whatever the packing; one graph serves all; recompute changes no bit; what takes no borders has a mask
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix.model import context, decoder, ops
+from megamix.model.context import Documents, find_borders, find_documents
+from megamix.model.ops import Ops, takes_borders
+from megamix.model.transformer import Transformer
+from tests.model.families import VOCAB, config_of
+from tests.model.flash import stand_in
+from tests.model.rounding import HALF_OF_SMALLEST, U32, UNIT, WIDE, randn
+
+B, T, ROOM = 2, 48, 12  # sequences, tokens of each, documents that borders have room for
+LENGTHS = {
+    "one a sequence": [[48], [48]],
+    "of one token": [[1, 46, 1], [1, 1, 1, 45]],
+    "as many as there is room for": [[8] * 6, [40, 3, 1, 1, 1, 2]],
+    "of other lengths": [[5, 20, 23], [31, 17]],
+}
+HALF = (torch.float16, torch.bfloat16)
+
+
+def positions_of(lengths: list[list[int]], first: int = 0) -> Tensor:
+    """`first`: of the first document, which may go on from the sequence before."""
+    rows = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
+    positions = torch.stack(rows)
+    positions[0, : lengths[0][0]] += first
+    return positions
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What runs here is what runs there: kernels that take borders, and short sequences have room for some."""
+    monkeypatch.setattr(context, "TOKENS_A_BORDER", B * T // ROOM)
+    monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: head_dim > 0 and x.dtype in HALF)
+    with stand_in():
+        yield
+    torch._dynamo.reset()
+
+
+def bounded_by_the_mask(inputs: list[Tensor], upstream: Tensor, borders: Documents, mask: Documents) -> None:
+    """Attention by borders and its gradients are within their bound of those by the mask."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = Ops().attention(*leaves, borders)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+    for one, exact, bound in zip(got, *_exact(inputs, upstream, mask), strict=True):
+        assert one.shape == exact.shape
+        assert ((one.double() - exact).abs() <= bound).all()
+
+
+def _exact(inputs: list[Tensor], upstream: Tensor, documents: Documents) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of the mask's path in FP64, and how far those of a kernel may be from them that computes in
+    FP32 and rounds output and gradients to half, of a group each head's and their sum. Its backward reads the rounded
+    output: its product with the upstream gradient, which is subtracted from every slope of a row, is off by up to a
+    unit of the terms' magnitudes.
+    """
+    unit, smallest = UNIT[upstream.dtype], HALF_OF_SMALLEST[upstream.dtype]
+    group = inputs[0].shape[1] // inputs[1].shape[1]
+
+    def shared(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, group)).sum(2)
+
+    alone = [x.double().repeat_interleave(upstream.shape[1] // x.shape[1], dim=1).requires_grad_() for x in inputs]
+    out = Ops().attention(*alone, documents)
+    of_q, of_k, of_v = torch.autograd.grad(out, alone, upstream.double())
+    with torch.no_grad():
+        q, k, v = alone
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        weights = scores.masked_fill(~documents.mask, -math.inf).softmax(-1)
+        d, magnitude = upstream.double(), (upstream.double() * out).abs().sum(-1, keepdim=True)
+        # Of each FP32 sum: as many roundings as it has terms; those of a score are multiplied by its size in exp.
+        fp32 = 2 * sum(q.shape[-2:]) * (2 + float(scores.abs().max())) * U32
+        slopes = weights * (fp32 * (d.abs() @ v.abs().mT + magnitude) + 2 * unit * magnitude) / math.sqrt(q.shape[-1])
+        slack = [fp32 * (weights @ v.abs()), slopes @ k.abs()]
+        slack += [
+            shared((1 + unit) * of_head + unit * exact.abs() + smallest)
+            for of_head, exact in ((slopes.mT @ q.abs(), of_k), (fp32 * weights.mT @ d.abs(), of_v))
+        ]
+        exact = [out.detach(), of_q, shared(of_k), shared(of_v)]
+        return exact, [unit * x.abs() + (1 + unit) * s + smallest for x, s in zip(exact, slack, strict=True)]
+
+
+@pytest.mark.parametrize("knows_groups", [True, False], ids=["torch 2.12", "torch 2.11"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("packing", LENGTHS)
+def test_attention_and_its_gradients_are_those_of_the_mask(
+    monkeypatch: pytest.MonkeyPatch, packing: str, dtype: torch.dtype, kv_heads: int, knows_groups: bool
+) -> None:
+    monkeypatch.setattr(ops, "_VARLEN_KNOWS_GROUPS", knows_groups)
+    positions = positions_of(LENGTHS[packing], first=3)
+    borders, mask = find_borders(positions), find_documents(positions, as_mask=True)
+    assert borders.borders is not None
+    assert borders.borders.shape == (ROOM + 1,)
+    shapes = [(B, T, heads, 16) for heads in (4, kv_heads, kv_heads)]
+    inputs = [randn(*shape, seed=seed, dtype=dtype).transpose(1, 2) for seed, shape in enumerate(shapes)]
+    upstream = randn(B, T, 4, 16, seed=9, dtype=dtype).transpose(1, 2)
+    assert mask is not None
+    bounded_by_the_mask(inputs, upstream, borders, mask)
+
+
+def _model(recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    torch.manual_seed(0)
+    config = config_of("qwen3", "wide heads").model_copy(update={"recompute": recompute, "num_layers": 2})
+    return Transformer(config, WIDE).to(dtype)
+
+
+TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(1))
+
+
+def _trained(model: Transformer, lengths: list[list[int]], num_documents: int) -> list[Tensor]:
+    """Loss and gradients."""
+    loss = model(TOKENS[:, :-1], TOKENS[:, 1:], positions_of(lengths), num_documents)
+    return [loss, *torch.autograd.grad(loss, [*model.parameters()], torch.tensor(64.0))]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_model_is_trained_as_by_the_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    model, lengths = _model(dtype=dtype), LENGTHS["of other lengths"]
+    with mock.patch.object(decoder, "find_documents", side_effect=AssertionError("a mask")):
+        got = _trained(model, lengths, 5)
+    monkeypatch.setattr(decoder, "find_documents", lambda positions, as_mask: find_documents(positions, True))
+    want = _trained(model, lengths, 0)
+    for one, other in zip(got, want, strict=True):  # about 30 roundings to half between loss and embedding
+        assert (one.float() - other.float()).norm() <= 30 * UNIT[dtype] * other.float().norm()
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_changes_no_bit(recompute: str) -> None:
+    lengths = LENGTHS["of other lengths"]
+    want, got = (_trained(_model(policy), lengths, 5) for policy in ("none", recompute))
+    assert all(map(torch.equal, got, want))
+
+
+def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents() -> None:
+    graphs = []
+
+    def collect(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = _model()
+    want = [_trained(model, lengths, sum(map(len, lengths))) for lengths in LENGTHS.values()]
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=collect, fullgraph=True)
+    model.is_compiled = True
+    got = [_trained(model, lengths, sum(map(len, lengths))) for lengths in LENGTHS.values()]
+    assert len(graphs) == 1
+    for ones, others in zip(got, want, strict=True):
+        for one, other in zip(ones, others, strict=True):
+            assert (one.float() - other.float()).norm() <= 30 * UNIT[torch.bfloat16] * other.float().norm()
+    many = [[1] * 7 + [41], [1] * 6 + [42]]
+    _trained(model, many, ROOM + 2)
+    assert len(graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "takes"),
+    [(torch.bfloat16, 64, True), (torch.float16, 256, True), (torch.float32, 64, False), (torch.float16, 20, False),
+     (torch.float16, 264, False), (torch.float16, 0, False)],
+)  # fmt: skip
+def test_borders_are_for_half_and_heads_that_the_kernels_know(dtype: torch.dtype, head_dim: int, takes: bool) -> None:
+    assert takes_borders(torch.empty(1, dtype=dtype, device="meta"), head_dim) is takes
+    assert not takes_borders(torch.empty(1, dtype=dtype), head_dim)
