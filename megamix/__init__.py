@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.records import record
     from megamix.mixed_precision.settings import Precision, Sharding
     from megamix.mixed_precision.step import StepResult
+    from megamix.verify.trainer import ForeignTrainer
 
 _STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "records")
-_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "checkpoint.checkpoints")
+_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "checkpoint.checkpoints", "verify.trainer")
 
-__all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "HeadroomLossScale", "LossScale"]
+__all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
+__all__ += ["HeadroomLossScale", "LossScale"]
 __all__ += ["MegatronLossScale", "Optimizer", "ParamGroup", "Precision", "ShardedEngine", "Sharding", "StaticLossScale"]
 __all__ += ["StepResult", "TorchLossScale", "record"]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megamix.config import nearest
+from megamix.config import Config, nearest
+from megamix.plugins import PluginError
 from megamix.supervise.console import drop_unwritten, say
 
 _ELSEWHERE = {
@@ -42,6 +45,18 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int | No
         help="modules to import first, as a,b: what was saved names them",
     )  # fmt: skip
     return parser
+
+
+def add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=help)
+    parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="win over the file")
+
+
+def check_plugins(arguments: argparse.Namespace, config: Config) -> None:
+    """Refuse those of `--plugins` that neither what is saved nor the processes that are started would know of."""
+    if unknown := [name for name in arguments.plugins if name not in config.plugins]:
+        fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
+        raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
 
 class Failed(str):

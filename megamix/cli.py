@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from megamix.arguments import Parser, add_verb, lines_told, print_lines
+from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
 from megamix.checkpoint.folder import checkpoints_at, folder_of
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
@@ -21,6 +21,7 @@ from megamix.machine import has_gpu, keep_freed_memory, tell_torch
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.status import EndedEarlyError
+from megamix.verify.verb import add_verify
 
 if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
@@ -76,21 +77,18 @@ def _parser() -> Parser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     train = add_verb(verbs, "train", _train, "train by a configuration file (many ranks: launch/pretrain.sh)", job)
-    _add_config(train)
+    add_config(train)
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
 
     plan_help = "the memory that each rank of a job will need; exit status 1 if that does not fit"
     plan = add_verb(verbs, "plan", lines_told(_plan), plan_help, "job.toml --world 64 --memory 80GiB")
-    _add_config(plan)
+    add_config(plan)
     plan.add_argument("--world", metavar="N", type=int, help="ranks (parallelism.dp_size, or 1)")
     plan.add_argument("--memory", metavar="SIZE", help="what a rank may hold, as 80GiB (this machine's GPU, if any)")
     plan.add_argument("--device", choices=["cpu", "gpu"], help="what the ranks compute on (gpu)")
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
 
-    verify_help = "does a layout of ranks train as one rank does? exit status 1 if not"
-    verify = add_verb(verbs, "verify", _verify, verify_help, "job.toml --layouts dp2,tp2")
-    _add_config(verify, "TOML file; its data are not read")
-    verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    add_verify(verbs)
 
     texts = "--input my_texts/ --output runs/data/mine"
     _add_prepare(add_verb(verbs, "prepare", lines_told(_prepare), "make tokenizer and token files from text", texts))
@@ -118,16 +116,11 @@ def _parser() -> Parser:
 
     config_help = "show a configuration with every key that is read, or its schema"
     config = add_verb(verbs, "config", lines_told(_config), config_help, "job.toml --show")
-    _add_config(config, nargs="?")
+    add_config(config, nargs="?")
     kind = config.add_mutually_exclusive_group(required=True)
     kind.add_argument("--show", action="store_true", help="the effective configuration, with every key that is read")
     kind.add_argument("--schema", action="store_true", help="JSON Schema of a configuration file")
     return parser
-
-
-def _add_config(parser: argparse.ArgumentParser, help: str = "TOML file", nargs: str | None = None) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=help)
-    parser.add_argument("overrides", metavar="section.key=value", nargs="*", default=[], help="win over the file")
 
 
 def _add_prepare(prepare: argparse.ArgumentParser) -> None:
@@ -181,7 +174,7 @@ def _train(arguments: argparse.Namespace) -> None:
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
     )
-    _check_plugins(arguments, config)
+    check_plugins(arguments, config)
     from megamix.train.run_folder import check
     from megamix.train.same_run import outlook
 
@@ -195,13 +188,6 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.job import run_job  # and torch, which takes seconds
 
     run_job(config, _memory_line)
-
-
-def _check_plugins(arguments: argparse.Namespace, config: Config) -> None:
-    """Refuse those of `--plugins` that neither what is saved nor the processes that are started would know of."""
-    if unknown := [name for name in arguments.plugins if name not in config.plugins]:
-        fix = f"write plugins = {json.dumps([*config.plugins, *unknown])} on top of {arguments.config}"
-        raise PluginError(f"plugins: {', '.join(unknown)} named by --plugins alone; {fix}")
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
@@ -218,18 +204,6 @@ def _plan(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.plan.command import plan_lines
 
     return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    config = load_config(arguments.config, arguments.overrides)
-    _check_plugins(arguments, config)
-    from megamix.verify.layouts import at_own_size, parse_layouts
-
-    config = at_own_size(config, arguments.overrides)
-    layouts = parse_layouts(config, arguments.layouts.split(","))
-    from megamix.verify.command import verify_lines  # and torch, which takes seconds
-
-    return 0 if print_lines(verify_lines(config, layouts)) else 1
 
 
 def _prepare(arguments: argparse.Namespace) -> Iterator[str]:

@@ -22,8 +22,8 @@ from megamix.config import ModelConfig
 from megamix.doctor.cards import Card, probe_cards
 from megamix.model.layers import LayerNorm, RMSNorm
 from megamix.model.ops import Ops
-from megamix.verify.judge import NOISE, UNIT
 from megamix.verify.observe import rank_device
+from megamix.verify.verdict import NOISE, UNIT
 
 _TINY = ModelConfig(vocab_size=256, seq_len=64, hidden_size=128, num_layers=2, num_heads=2)
 SIDES: dict[str, Callable[[Work], Engine]] = {"ours": Ours, "FSDP2": Fsdp, "plain torch": Ddp}

@@ -13,9 +13,13 @@ from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
-from megamix.verify.judge import Verdict, judge
+from megamix.verify.judge import judge
+from megamix.verify.judge_trainer import judge_trainer
 from megamix.verify.layouts import Layout
 from megamix.verify.observe import observe
+from megamix.verify.trainer import load_trainer
+from megamix.verify.verdict import Verdict
+from megamix.verify.watch import watch_trainer
 
 UPDATES = 3  # the first has no moments yet, the second both, the third a clip coefficient and scale of its own
 OVERFLOW_AT = 1  # in the middle: there is something to leave unchanged, and steps after it
@@ -66,6 +70,26 @@ def verify_layout(config: Config, layout: Layout, pool: RankPool, deadline_s: fl
     here = layout.apply(config)
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=deadline_s)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
+
+
+def trainer_lines(where: str, worlds: Sequence[int], steps: int) -> Iterator[str]:
+    """Yield what to print of somebody's own training on each number of ranks: FILE.py:CLASS for `steps` steps."""
+    load_trainer(where)  # its mistakes are told before any rank is started
+    yield _row("ranks", "attempts", "skipped", *COLUMNS, "")
+    for world in worlds:
+        say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
+        try:
+            yield from _result(str(world), verify_trainer(where, world, steps))
+        except RankFailure as failure:
+            yield Failed(f"{world:<14}fails\n{failure}")
+    yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
+
+
+def verify_trainer(where: str, world: int, steps: int, deadline_s: float = DEADLINE_S) -> Verdict:
+    """Run FILE.py:CLASS on so many ranks and judge it."""
+    with RankPool(world, on_gpus=torch.cuda.is_available() and torch.cuda.device_count() >= world) as pool:
+        ranks = pool.call(watch_trainer, where, steps, deadline_s=deadline_s)
+    return judge_trainer(load_trainer(where, ranks=world), ranks)
 
 
 def _result(name: str, verdict: Verdict) -> Iterator[str]:

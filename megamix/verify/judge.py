@@ -8,63 +8,20 @@ right.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megamix.config import Config
-from megamix.mixed_precision.optimizers import MASTER, Optimizer
+from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer
-from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches, equal_bits
-from megamix.verify.reference import MicroBatches, Reference, Step, exact_update
-
-UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
-U32 = 2.0**-24
-# A layout adds the same products in another order, and each order rounds as one rank does: some give a largest error
-# twice that of another one. What is wrong by a factor of two is wrong by hundreds of them.
-NOISE = 8.0
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Something that is further from one rank's than its bound."""
-
-    attempt: int
-    check: str
-    where: str  # a parameter, or what else was compared
-    error: float
-    bound: float
-
-    def __str__(self) -> str:
-        return (
-            f"attempt {self.attempt}: {self.check} of {self.where} is off by {self.error:.3g}, bound {self.bound:.3g}"
-        )
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What became of one layout."""
-
-    attempts: int = 0
-    skipped: int = 0
-    worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
-    differences: list[Difference] = field(default_factory=list)
-
-    def note(self, attempt: int, check: str, where: str, error: float, bound: float) -> None:
-        share = 0.0 if error == 0 else error / bound if bound else math.inf
-        if not math.isfinite(error):
-            share = math.inf
-        self.worst[check] = max(self.worst.get(check, 0.0), share)
-        if share > 1:
-            self.differences.append(Difference(attempt, check, where, error, bound))
-
-    def equal(self, attempt: int, check: str, where: str, got: Tensor, want: Tensor) -> None:
-        """Compare bit for bit, in FP32."""
-        gap = 0.0 if equal_bits(got, want) else float((got.double() - want.double()).abs().max())
-        self.note(attempt, check, where, gap, 0.0)
+from megamix.verify.hypotheses import AskedStep, AskedUpdate
+from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
+from megamix.verify.reference import Reference, Step
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
 
 
 def judge(
@@ -77,16 +34,19 @@ def judge(
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    reference, optimizer = Reference(config, device), build_optimizer(config.optimizer, [config.optimizer.lr])
+    reference = Reference.of_config(config, device)
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     before = assemble([rank.owned for rank in start])
+    earlier: AskedStep | None = None
     _ownership(verdict, -1, before)
-    for name, initial in reference.initial.items():
-        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], initial.cpu())
+    for name, initial in reference.native.named_parameters():
+        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], initial.detach().cpu())
     _copies(verdict, -1, [rank.copies for rank in start], before, dtype)
     for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
-        step = _Judged(config, optimizer, number, before, after, [attempt.scalars for attempt in seen])
+        scalars = [attempt.scalars for attempt in seen]
+        step = _Judged(config, reference, optimizer, number, before, after, scalars, earlier)
         step.scalars(verdict)
         if number == overflow_at:
             verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
@@ -94,13 +54,13 @@ def judge(
             verdict.skipped += 1
             step.nothing_changed(verdict)
             if number != overflow_at:
-                step.overflow(verdict, reference)
+                step.overflow(verdict)
         else:
-            step.gradients(verdict, reference)
+            step.gradients(verdict)
             step.norm(verdict)
             step.update(verdict)
         _copies(verdict, number, [attempt.copies for attempt in seen], after, dtype)
-        before = after
+        before, earlier = after, replace(step.asked, earlier=None)
     # A step that overflows has nothing to compare: where all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped
     missing = float(max(0, updates - applied))
@@ -128,16 +88,23 @@ class _Judged:
     """One attempt."""
 
     def __init__(
-        self, config: Config, optimizer: Optimizer, number: int, before: Whole, after: Whole,
-        scalars: Sequence[dict[str, float]],
+        self, config: Config, reference: Reference, optimizer: Optimizer, number: int, before: Whole, after: Whole,
+        scalars: Sequence[dict[str, float]], earlier: AskedStep | None,
     ):  # fmt: skip
-        self.config, self.optimizer, self.number = config, optimizer, number
+        self.config, self.reference, self.optimizer, self.number = config, reference, optimizer, number
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
-        dp_size = config.parallelism.dp_size or 1
-        self.batches: MicroBatches = [batch for rank in range(dp_size) for batch in batches(config, number, rank)]
+        by_rank = [[*batches(config, number, rank)] for rank in range(config.parallelism.dp_size or 1)]
+        self.batches = [batch for mine in by_rank for batch in mine]
         self.divisor = self.of["loss_scale"] * len(self.batches)
+        weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
+        each = 1 / len(self.batches)
+        self.shares = [each] * len(self.batches)
+        self.asked = AskedStep(
+            reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
+            loss_scale=self.of["loss_scale"], clip=config.optimizer.clip_grad, earlier=earlier,
+        )  # fmt: skip
 
     def scalars(self, verdict: Verdict) -> None:
         """Check that every rank has the same numbers, and calls an overflow exactly what is one."""
@@ -153,44 +120,35 @@ class _Judged:
             if state != GRADIENT:
                 verdict.equal(self.number, f"{state} after an overflow", name, self.after.tensors[state, name], tensor)
 
-    def overflow(self, verdict: Verdict, reference: Reference) -> None:
+    def overflow(self, verdict: Verdict) -> None:
         """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
-        native = reference.native_step(self._weights(), self.batches, self.of["loss_scale"])
+        native = self._native()
         largest = max(float(grad.abs().max()) * self.divisor for grad in native.grads.values())
         near = not largest < 0.5 * torch.finfo(self.dtype).max
         verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
 
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: master.to(self.dtype) for name, master in self.before.of(MASTER).items()}
+    def _native(self) -> Step:
+        return self.reference.native_step(self.asked.weights, self.batches, self.shares, self.of["loss_scale"])
 
-    def gradients(self, verdict: Verdict, reference: Reference) -> None:
-        """Compare the gradient with FP64's at the same weights.
-
-        Bound: NOISE times what rounding does on one rank, the largest over the parameter. And for the sums over
-        micro-batches and ranks, which one rank does not round, a rounding of the gradient's dtype for each of them,
-        of a partial sum that is at most the sum of magnitudes; scaled gradients below FP16's normal numbers round to
-        multiples of 2^-24.
-        """
-        weights = self._weights()
-        exact = reference.exact_step(weights, self.batches)
-        native = reference.native_step(weights, self.batches, self.of["loss_scale"])
-        half_sums = self.config.precision.grad_dtype == "half"
-        unit, roundings = UNIT[self.dtype] if half_sums else U32, len(self.batches) + 1
-        tiny = 2.0**-25 * roundings / self.divisor if self.dtype == torch.float16 else 0.0
-        for name, grad in self.after.of(GRADIENT).items():
+    def gradients(self, verdict: Verdict) -> None:
+        """Compare the gradient with FP64's at the same weights."""
+        exact, native = self.reference.exact_step(self.asked.weights, self.batches, self.shares), self._native()
+        unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
+        divisor = self.divisor if self.dtype == torch.float16 else None
+        found = {name: grad.double() / self.divisor for name, grad in self.after.of(GRADIENT).items()}
+        for name, grad in found.items():
             want = exact.grads[name]
             noise = float((native.grads[name] - want).abs().max())
-            error = float((grad.double() / self.divisor - want).abs().max())
-            bound = NOISE * noise + roundings * unit * exact.magnitudes[name] + tiny
-            verdict.note(self.number, "gradient", name, error, bound)
+            bound = gradient_bound(noise, exact.magnitudes[name], len(self.batches) + 1, unit, divisor)
+            explain = partial(self.asked.explain, name, found, bound)
+            verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
         self._loss(verdict, exact, native)
 
     def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
         """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
-        want = sum(exact.losses) / len(exact.losses)
-        bound = NOISE * noise + UNIT[self.dtype] * want
-        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - want), bound)
+        bound = NOISE * noise + UNIT[self.dtype] * exact.loss
+        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound)
 
     def norm(self, verdict: Verdict) -> None:
         """Check that the reported norm is that of the gathered gradient.
@@ -206,37 +164,40 @@ class _Judged:
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def update(self, verdict: Verdict) -> None:
-        """Check masters and states by the optimizer's equation in FP64, of the gathered gradient and of those before.
-
-        Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
-        unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most
-        about 4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG. A half state is rounded
-        once more, in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide.
-        """
+        """Check masters and states by the optimizer's equation, of the gathered gradient and of those before."""
         clip, norm = self.config.optimizer.clip_grad, self.norm_scaled / self.divisor
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
         lr, count = self.of["lr"], int(self.of["applied_updates"])
+        rule = partial(exact_update, self.optimizer)
         for name, scaled in self.after.of(GRADIENT).items():
             grad = scaled.double() * (coefficient / self.divisor)
-            dtypes = {MASTER: torch.float32, **dict(self.optimizer.group_of(name, tuple(grad.shape)).states)}
+            group = self.optimizer.group_of(name, tuple(grad.shape))
+            dtypes = {MASTER: torch.float32, **dict(group.states)}
             before = {state: self.before.tensors[state, name] for state in dtypes}
-            updated = partial(exact_update, self.optimizer, name, before=before, lr=lr, update=count)
-            for state, new in updated(grad).items():
-                error = (self.after.tensors[state, name].double() - new).abs()
-                bound = 64 * U32 * max(_sizes(state, new, before[state], grad, lr))
-                if dtypes[state] != torch.float32:
-                    bound += UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25  # FP16's subnormals
-                if error.max() > bound:
-                    for nearly in (1 - 64 * U32, 1 + 64 * U32):
-                        error = error - (updated(grad * nearly)[state] - new).abs()
-                check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
-                verdict.note(self.number, check, name, worst, bound)
+            after = {state: self.after.tensors[state, name] for state in dtypes}
+            asked = AskedUpdate(
+                rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor,
+                weight_decay=group.weight_decay, update=count, attempts=self.number + 1, coefficient=coefficient,
+                loss_scale=self.of["loss_scale"], lrs={"the lr without its factor": lr},
+                decays={"another group's weight decay": self.optimizer.weight_decay},
+            )  # fmt: skip
+
+            def explain(state: str, bound: float, asked: AskedUpdate = asked, after: Tensors = after) -> str:
+                return asked.explain(state, after[state], bound)
+
+            note_update(verdict, self.number, name, asked.updated, grad, before, after, dtypes, lr, explain)
 
 
-def _sizes(state: str, new: Tensor, old: Tensor, grad: Tensor, lr: float) -> Iterator[float]:
-    yield from (float(old.abs().max()), float(new.abs().max()))
-    largest = float(grad.abs().max())
-    if state == MASTER:
-        yield lr * max(8.0, largest)
-    else:
-        yield 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
+def exact_update(
+    optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float, weight_decay: float,
+    update: int,
+) -> Tensors:  # fmt: skip
+    """Return master and states after the optimizer's equation in FP64, by name as `before` has them.
+
+    Shapes: grad FP64 and each of `before` like the parameter.
+    """
+    coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
+    at = UpdateScalars(torch.tensor(lr, dtype=torch.float64), weight_decay, coefficients)
+    states = {state: tensor.double() for state, tensor in before.items()}
+    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
+    return {MASTER: new_master, **new_states}

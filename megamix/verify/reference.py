@@ -1,33 +1,34 @@
-"""The same step on one rank: no buckets, no shards, no collectives, FP64 throughout. And once more in the layout's own
-precision, by the plain model alone, to know how far rounding takes it.
+"""The same step on one rank: no buckets, no shards, no collectives, FP64 throughout. And once more in the training's
+own precision, by the plain model alone, to know how far rounding takes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.config import Config
-from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
-from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
+from megamix.verify.verdict import Tensors
 
-Tensors = dict[str, Tensor]
-MicroBatches = Sequence[tuple[Tensor, Tensor]]
+LossOf = Callable[[nn.Module, Any], Tensor]  # the mean loss of a micro-batch
+MicroBatches = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Mean loss and gradient of a global batch, and how large its micro-batches' were."""
+    """Loss and gradient of a global batch, and how large its micro-batches' were."""
 
+    loss: float
     losses: list[float]  # of each micro-batch
-    grads: Tensors  # FP64, of the mean loss: no scale
-    magnitudes: dict[str, float]  # of each parameter: the largest sum over the micro-batches, over their number
+    grads: Tensors  # FP64, of the loss: no scale
+    magnitudes: dict[str, float]  # of each parameter: the largest sum over the micro-batches
 
 
 class ExactOps(Ops):
@@ -39,62 +40,76 @@ class ExactOps(Ops):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+@dataclass(frozen=True, slots=True)
 class Reference:
-    """One rank. `device`: where the layout computes, so that rounding is the same kind of rounding."""
+    """One rank. Both models are on the device where the training computes: rounding is the same kind of rounding."""
 
-    def __init__(self, config: Config, device: torch.device):
+    native: nn.Module
+    exact: nn.Module  # FP64
+    native_loss: LossOf
+    exact_loss: LossOf
+
+    @classmethod
+    def of_config(cls, config: Config, device: torch.device) -> Self:
+        """Return that of a job's model, with its initial weights."""
         plain = config.model.model_copy(update={"compile": False})
         torch.manual_seed(config.training.seed)
         family = family_of(plain)
-        self._native = family(plain).to(device)
-        self.initial = {name: param.detach().clone() for name, param in self._native.named_parameters()}
-        self._exact = family(plain, ExactOps(wide=False)).to(device).double()
+        native, exact = family(plain).to(device), family(plain, ExactOps(wide=False)).to(device).double()
 
-    def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches) -> Step:
-        """Take the step with these weights in FP64."""
+        def exact_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            tokens, targets = batch
+            return F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
 
-        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(self._exact(tokens).flatten(0, -2), targets.flatten())
+        return cls(native, exact, lambda model, batch: model(*batch), exact_loss)
 
+    def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
+        """Take the step with these weights in FP64. `shares`: what each micro-batch's mean counts in the loss."""
         wide = {name: weight.double() for name, weight in weights.items()}
-        return self._step(self._exact, loss_of, wide, batches, 1.0)
+        return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
 
-    def native_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, loss_scale: float) -> Step:
-        """Take the step with these weights, which have the layout's dtype, as any rank computes it."""
-        return self._step(self._native, self._native, weights, batches, loss_scale)
-
-    def _step(
-        self, model: Decoder, loss_of: Callable[[Tensor, Tensor], Tensor], weights: Mapping[str, Tensor],
-        batches: MicroBatches, scale: float,
-    ) -> Step:  # fmt: skip
-        params = dict(model.named_parameters())
-        for name, param in params.items():
-            param.data = weights[name].to(param.device)
-        losses = []
-        grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
-        magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
-        for tokens, targets in batches:
-            device = next(iter(params.values())).device
-            loss = loss_of(tokens.to(device), targets.to(device))
-            losses.append(loss.item())
-            for name, grad in zip(params, torch.autograd.grad(loss * scale, [*params.values()]), strict=True):
-                share = grad.to("cpu", torch.float64) / (scale * len(batches))
-                grads[name] += share
-                magnitudes[name] += share.abs()
-        largest = {name: float(total.max()) for name, total in magnitudes.items()}
-        return Step(losses, grads, largest)
+    def native_step(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
+    ) -> Step:
+        """Take the step with these weights, in the dtypes that they have, as any rank computes it."""
+        return _step(self.native, self.native_loss, weights, batches, shares, loss_scale)
 
 
-def exact_update(
-    optimizer: Optimizer, name: str, grad: Tensor, before: Mapping[str, Tensor], lr: float, update: int
-) -> Tensors:
-    """Return master and states after the optimizer's equation in FP64, by name as `before` has them.
+def _step(
+    model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float],
+    scale: float,
+) -> Step:  # fmt: skip
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in model.named_parameters():
+        param.data = weights[name].to(param.device)
+    device = next(iter(params.values())).device
+    losses = []
+    grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+    magnitudes = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
+    for batch, share in zip(batches, shares, strict=True):
+        loss = loss_of(model, moved(batch, device))
+        losses.append(loss.item())
+        found = torch.autograd.grad(loss * scale, [*params.values()], allow_unused=True)
+        for name, grad in zip(params, found, strict=True):
+            if grad is not None:
+                part = grad.to("cpu", torch.float64) * (share / scale)
+                grads[name] += part
+                magnitudes[name] += part.abs()
+    largest = {name: float(total.max()) for name, total in magnitudes.items()}
+    mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+    return Step(mean, losses, grads, largest)
 
-    Shapes: grad FP64 and each of `before` like the parameter.
-    """
-    group = optimizer.group_of(name, tuple(grad.shape))
-    coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
-    at = UpdateScalars(torch.tensor(lr * group.lr_factor, dtype=torch.float64), group.weight_decay, coefficients)
-    states = {state: tensor.double() for state, tensor in before.items()}
-    new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
-    return {MASTER: new_master, **new_states}
+
+def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:
+    """Return a micro-batch, tensors in tuples, lists and mappings, on a device; `dtype`: of its floating tensors."""
+    if isinstance(batch, Tensor):
+        where = [place for place in to if isinstance(place, torch.device) or batch.is_floating_point()]
+        for place in where:
+            batch = batch.to(place)
+        return batch
+    if isinstance(batch, Mapping):
+        return {key: moved(part, *to) for key, part in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [moved(part, *to) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

@@ -23,8 +23,8 @@ from megamix.doctor import measured, ranks
 from megamix.doctor.finding import Finding, expected
 from megamix.doctor.ranks import DeviceRates
 from megamix.ranks import RankFailure
-from megamix.verify.judge import Verdict
 from megamix.verify.layouts import Layout
+from megamix.verify.verdict import Verdict
 from tests.doctor.test_machine import with_cards
 
 H100 = "NVIDIA H100 80GB HBM3"

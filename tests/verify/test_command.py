@@ -10,7 +10,7 @@ from megamix.cli import main
 from megamix.config import Config
 from megamix.ranks import RankFailure
 from megamix.verify import command
-from megamix.verify.judge import Difference, Verdict
+from megamix.verify.verdict import Difference, Verdict
 
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 SMALL = [

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megamix.config import Config
-from megamix.verify.judge import Verdict, judge
+from megamix.verify.judge import judge
 from megamix.verify.observe import MOST_SKIPPED, ObservedStep
+from megamix.verify.verdict import Verdict
 from tests.conftest import FULL
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
 

@@ -1,0 +1,142 @@
+"""What `megamix verify --trainer` asks of anybody's training, and what it reads of the usual wrappers by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from megamix.verify.verdict import Tensors
+
+# What wrappers put in front of names: DistributedDataParallel, torch.compile, activation checkpointing, FSDP.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+class ForeignTrainer:
+    """Your training as `verify` asks for it: subclass this and write the first six methods.
+
+    The plain model, its loss and its optimizer say what one process would do. `setup` and `step` are your own code.
+    No dropout, and no data that is drawn anew: the same call gives the same.
+    """
+
+    rank = 0  # both are set before `setup`
+    ranks = 1
+    clip_grad = 0.0  # the norm to which your step clips, 0 for none
+    truth = torch.float32  # the dtype in which the optimizer must keep the weights
+    scaler: torch.amp.GradScaler | None = None  # yours, where you use one
+
+    def model(self) -> nn.Module:
+        """Return the model before any wrapping, FP32 on the CPU, with the weights that every run starts from."""
+        raise NotImplementedError(f"{type(self).__name__} lacks model(self): return the plain nn.Module")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the mean loss of a micro-batch: a scalar, with gradients."""
+        raise NotImplementedError(f"{type(self).__name__} lacks loss(self, model, batch): return the mean loss")
+
+    def batches(self, step: int, rank: int, ranks: int) -> Sequence[Any]:
+        """Return the micro-batches of one rank in one step: tensors, or tuples, lists or mappings of tensors."""
+        raise NotImplementedError(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return your optimizer for this module: called with the plain model here, and by your `setup` if you like."""
+        raise NotImplementedError(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
+
+    def setup(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
+        """Wrap the model and make its optimizer, as your script does, and keep both. Each rank calls it once."""
+        raise NotImplementedError(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
+
+    def step(self, batches: Sequence[Any]) -> Mapping[str, float] | None:
+        """Take one training step of these micro-batches, as your script does. Return what it reports, as far as it
+        does: `loss`, `grad_norm` (before clipping), `lr`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
+
+    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
+        """Return your schedule for the optimizer, if you have one: one step of it for each update."""
+        return None
+
+    def targets(self, batch: Any) -> float:
+        """Return how much a micro-batch counts in the mean of a step: its number of targets, if they differ."""
+        return 1.0
+
+    def weights(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
+        """Return the weights that the optimizer updates, whole, by the plain model's names."""
+        return {name: whole(param) for name, param in named_parameters(module)}
+
+    def gradients(self, module: nn.Module, optimizer: Optimizer) -> Tensors:
+        """Return the gradients that the optimizer is about to use, whole, unscaled and clipped."""
+        by_scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves it to a fused optimizer
+        grads = {name: param.grad for name, param in named_parameters(module) if param.grad is not None}
+        return {name: whole(grad) if by_scale is None else whole(grad) / by_scale for name, grad in grads.items()}
+
+    def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
+        """Return the optimizer's states of a parameter's shape, whole, by state and name."""
+        inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds those of this rank in there
+        return {
+            (state, name): whole(tensor) for name, param in named_parameters(module)
+            for state, tensor in inner.state.get(param, {}).items()
+            if isinstance(tensor, Tensor) and tensor.shape == param.shape
+        }  # fmt: skip
+
+
+def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
+    """Return the trainer that FILE.py:CLASS names. Raises: ValueError that says what is missing."""
+    file, _, name = where.rpartition(":")
+    path = Path(file)
+    if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.parent.resolve()))  # what it imports lies beside it, as for a script
+    spec.loader.exec_module(module)
+    trainers = {
+        key: made for key, made in vars(module).items()
+        if isinstance(made, type) and issubclass(made, ForeignTrainer) and made is not ForeignTrainer
+    }  # fmt: skip
+    if name not in trainers:
+        found = ", ".join(trainers) or "none; subclass megamix.ForeignTrainer"
+        raise ValueError(f"--trainer: got {where}, must be a ForeignTrainer in that file, which has {found}")
+    trainer = trainers[name]()
+    trainer.rank, trainer.ranks = rank, ranks
+    return trainer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy on the CPU, of its own dtype, of all of a tensor that ranks may have divided. All must call it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+
+
+def plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters by the plain model's names, in its order."""
+    for name, param in module.named_parameters():
+        yield plain_name(name), param
+
+
+def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Return in which dtypes each parameter computes, and sums its gradient: its own, unless FSDP2's policy says so."""
+    dtypes = {name: (param.dtype, param.dtype) for name, param in named_parameters(module)}
+    names = {param: name for name, param in named_parameters(module)}
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            for fsdp_param in group.fsdp_params:
+                param = fsdp_param.sharded_param
+                compute = group.mp_policy.param_dtype or param.dtype
+                dtypes[names[param]] = compute, group.mp_policy.reduce_dtype or compute
+    return dtypes

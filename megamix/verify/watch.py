@@ -1,0 +1,82 @@
+"""On every rank of somebody's own training: take steps, and write down what the optimizer saw and left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, named_parameters, plain_name, whole
+from megamix.verify.verdict import Tensors
+
+OPTIONS = ("lr", "weight_decay")  # of a parameter's group, compared with the plain optimizer's
+
+
+@dataclass(slots=True)
+class SeenStep:
+    """One step of a trainer as one rank saw it. Weights, states and buffers are those after it."""
+
+    told: Mapping[str, float]
+    weights: Tensors
+    states: dict[tuple[str, str], torch.Tensor]  # by state and parameter
+    buffers: Tensors
+    updates: int  # how often the optimizer stepped
+    gradients: Tensors  # those that it used
+    options: dict[str, dict[str, float]]  # of each parameter, when it stepped
+    loss_scale: float
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # computes in, sums in
+
+
+def watch_trainer(where: str, steps: int) -> list[SeenStep]:
+    """Take the steps. What is returned begins with what there was before the first. Every rank must call it."""
+    trainer = load_trainer(where, dist.get_rank(), dist.get_world_size())
+    made: Any = trainer.setup(trainer.model())
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise ValueError(f"{type(trainer).__name__}.setup returned {type(made).__name__}, must be (module, optimizer)")
+    witness = _Witness(trainer, *made)
+    seen = [witness.read({})]
+    for number in range(steps):
+        told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
+        seen.append(witness.read({name: float(value) for name, value in (told or {}).items()}))
+    return seen
+
+
+class _Witness:
+    def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizer: Optimizer):
+        self.trainer, self.module, self.optimizer = trainer, module, optimizer
+        self.dtypes = computes_in(module)
+        self.names = {param: name for name, param in named_parameters(module)}
+        self._forget()
+        optimizer.register_step_pre_hook(lambda *_: self._before_update())
+
+    def _forget(self) -> None:
+        self.updates = 0
+        self.gradients: Tensors = {}
+        self.options: dict[str, dict[str, float]] = {}
+        self.loss_scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
+
+    def _before_update(self) -> None:
+        found_inf = getattr(self.optimizer, "found_inf", None)  # GradScaler leaves the skip to a fused optimizer
+        if found_inf is not None and found_inf.item():
+            return
+        self.updates += 1
+        self.gradients = self.trainer.gradients(self.module, self.optimizer)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param in self.names:
+                    self.options[self.names[param]] = {key: float(group[key]) for key in OPTIONS if key in group}
+
+    def read(self, told: Mapping[str, float]) -> SeenStep:
+        weights = self.trainer.weights(self.module, self.optimizer)
+        states = self.trainer.states(self.module, self.optimizer)
+        buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
+        seen = SeenStep(
+            told, weights, states, buffers, self.updates, self.gradients, self.options, self.loss_scale, self.dtypes
+        )
+        self._forget()
+        return seen

@@ -1,0 +1,163 @@
+"""Trainings of others to verify: a small net under torch's own wrappers, as a user's script has them."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from megamix import ForeignTrainer
+
+
+class Plain(ForeignTrainer):
+    """Every rank the whole batch, by itself: right on one rank only."""
+
+    clip_grad = 0.5
+    accumulation = 2
+
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 50))
+
+    def loss(self, model, batch):
+        tokens, targets = batch
+        return F.cross_entropy(model(tokens), targets)
+
+    def batches(self, step, rank, ranks):
+        drawn = torch.Generator().manual_seed(1000 * step + rank)
+        return [tuple(torch.randint(50, (2, 16), generator=drawn)) for _ in range(self.accumulation)]
+
+    def optimizer(self, model):
+        matrices = [param for param in model.parameters() if param.dim() > 1]
+        others = [param for param in model.parameters() if param.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def wrap(self, model):
+        return model
+
+    def setup(self, model):
+        self.module = self.wrap(model)
+        self.optim = self.optimizer(self.module)
+        return self.module, self.optim
+
+    def step(self, batches):
+        self.optim.zero_grad()
+        total = 0.0
+        for batch in batches:
+            loss = self.loss(self.module, batch) / len(batches)
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+        self.optim.step()
+        return {"loss": total, "grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)}
+
+
+class Ddp(Plain):
+    def wrap(self, model):
+        return DistributedDataParallel(model)
+
+
+class Fsdp(Plain):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def loss(self, model, batch):
+        tokens, targets = batch
+        logits = model(tokens)
+        return F.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, targets)
+
+    def wrap(self, model):
+        fully_shard(model[1], mp_policy=self.policy)
+        return fully_shard(model, mp_policy=self.policy)
+
+
+class Zero(Ddp):
+    def setup(self, model):
+        self.module = self.wrap(model)
+        self.optim = ZeroRedundancyOptimizer(self.module.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+        return self.module, self.optim
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Scaled(Ddp):
+    """FP16 by autocast; the first steps overflow."""
+
+    unscales = True
+
+    def setup(self, model):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
+        return super().setup(model)
+
+    def loss(self, model, batch):
+        tokens, targets = batch
+        with torch.autocast("cpu", torch.float16):
+            return F.cross_entropy(model(tokens), targets)
+
+    def step(self, batches):
+        self.optim.zero_grad()
+        for batch in batches:
+            self.scaler.scale(self.loss(self.module, batch) / len(batches)).backward()
+        if self.unscales:
+            self.scaler.unscale_(self.optim)
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+        self.scaler.step(self.optim)
+        self.scaler.update()
+
+
+class Scheduled(Ddp):
+    """The lr falls with every update."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def setup(self, model):
+        made = super().setup(model)
+        self.schedule = self.scheduler(self.optim)
+        return made
+
+    def step(self, batches):
+        told = super().step(batches)
+        self.schedule.step()
+        return told
+
+
+class NotReduced(Ddp):
+    def step(self, batches):
+        with self.module.no_sync():
+            return super().step(batches)
+
+
+class HalfMasters(Ddp):
+    def wrap(self, model):
+        return super().wrap(model.bfloat16())
+
+
+class ScaledNorm(Scaled):
+    """The gradient is clipped before it is unscaled."""
+
+    unscales = False
+
+
+class WrongDecay(Ddp):
+    """A wrapper's names in front: the pattern finds no matrix."""
+
+    def optimizer(self, model):
+        named = [*model.named_parameters()]
+        decayed = [param for name, param in named if name.split(".")[0].isdigit() and param.dim() > 1]
+        others = [param for name, param in named if not (name.split(".")[0].isdigit() and param.dim() > 1)]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+class LateSchedule(Scheduled):
+    """The schedule is one update behind."""
+
+    def step(self, batches):
+        self.steps = getattr(self, "steps", 0) + 1
+        told = Plain.step(self, batches)
+        if self.steps > 1:
+            self.schedule.step()
+        return told
