@@ -23,7 +23,7 @@ HEAD = "kernel | bytes an element | by design | registers | spills | bits an acc
 def _rows(kernels: Sequence[dict[str, Any]]) -> Iterator[str]:
     for kernel in kernels:
         name, moved = kernel["name"], kernel["bytes"]
-        (code,) = kernel["machine"]
+        code = kernel["machine"]
         (design,) = (size for part, size in DESIGN.items() if part in name)
         gradient = {"FP32": 4, "BF16": 2, "FP16": 2}.get(name.split()[-1], 0) * ("sums in" in name)
         row = moved.get("row", 0) / 64 if "statistics" in name else 0

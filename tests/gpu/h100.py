@@ -13,14 +13,14 @@ import ctypes
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
-import tempfile
 import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -82,28 +82,25 @@ class _Driver:
         return torch.device("cuda", 0)
 
 
-class Launch(NamedTuple):
-    """One start of a kernel: numbers and tensors in the kernel's order."""
-
-    kernel: str  # the stem of its file
-    arguments: tuple[Any, ...]
+def _always(answer: Any) -> Any:
+    return staticmethod(lambda *_, **__: answer)
 
 
 class H100:
-    """A faked device: `graphs` that Inductor has compiled, and every launch of their kernels, whose sources in Triton's
-    language lie in `folder`.
+    """A faked device: `graphs` that Inductor has compiled, and every launch of their kernels, as (file, arguments in
+    the kernel's order). The kernels' sources in Triton's language lie in `folder`, by name.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self.graphs = self._kernels = 0
-        self.launches: list[Launch] = []
+        self.launches: list[tuple[str, tuple[Any, ...]]] = []
 
     def _kernel(self, name: str, source: str, device_str: str = "cuda") -> Any:
         stem = f"{name}_{self._kernels}"
         self._kernels += 1
-        (self._folder / f"{stem}.py").write_text(source.replace(f"def {name}(", f"def {stem}("))
-        return types.SimpleNamespace(run=lambda *args, stream: self.launches.append(Launch(stem, args)))
+        (self.folder / f"{stem}.py").write_text(source.replace(f"def {name}(", f"def {stem}("))
+        return types.SimpleNamespace(run=lambda *args, stream: self.launches.append((f"{stem}.py", args)))
 
     def _graph(self, code: str) -> None:
         self.graphs += 1
@@ -117,40 +114,39 @@ class H100:
         from torch._inductor.graph import GraphLowering
         from torch._inductor.runtime import triton_helpers
 
-        device, guards, nothing = torch.device("cuda", 0), torch._C._dynamo.guards, contextlib.nullcontext()
         always = {"get_device_properties": PROPERTIES, "current_device": 0, "device_count": 1}
         answers: dict[Any, dict[str, Any]] = {
             CudaInterface: {
                 **always, "get_compute_capability": 90, "is_available": True, "is_triton_capable": True,
                 "raise_if_triton_unavailable": None, "synchronize": None, "get_raw_stream": 0,
-                "is_bf16_supported": True, "device": nothing,
+                "is_bf16_supported": True, "device": contextlib.nullcontext(),
             },
             CudaInterface.Worker: always,
             torch.cuda: {
-                **always, "get_device_capability": (9, 0), "set_device": None, "_DeviceGuard": nothing,
+                **always, "get_device_capability": (9, 0), "set_device": None,
+                "_DeviceGuard": contextlib.nullcontext(),
             },
             torch._C: {"_cuda_getCurrentRawStream": 0},
             triton_helpers: {"set_driver_to_gpu": None},
         }  # fmt: skip
+        put: dict[Any, dict[str, Any]] = {
+            torch.version: {"cuda": "13.0"},
+            AsyncCompile: {"triton": staticmethod(self._kernel)},
+            GraphLowering: {"save_output_code": staticmethod(self._graph)},
+            torch._C._dynamo.guards: {
+                "_empty_strided_cuda": lambda *sizes: torch.empty_strided(*sizes[:2], dtype=sizes[2], device="cuda"),
+                "copy_if_misaligned": lambda tensor: tensor,
+            },
+        }
         triton.runtime.driver.set_active(_Driver())
+        torch._dynamo.reset()
         with contextlib.ExitStack() as stack:
-
-            def put(owner: Any, name: str, value: Any) -> None:
-                stack.enter_context(mock.patch.object(owner, name, value, create=True))
-
             for owner, by_name in answers.items():
-                for name, answer in by_name.items():
-                    value = lambda *args, answer=answer, **options: answer  # noqa: E731
-                    put(owner, name, staticmethod(value) if isinstance(owner, type) else value)
-            put(torch.version, "cuda", "13.0")
-            put(AsyncCompile, "triton", staticmethod(self._kernel))
-            put(GraphLowering, "save_output_code", staticmethod(self._graph))
-            empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)  # noqa: E731
-            put(guards, "_empty_strided_cuda", empty)
-            put(guards, "copy_if_misaligned", lambda tensor: tensor)
+                put[owner] = {name: _always(answer) for name, answer in by_name.items()}
+            for owner, by_name in put.items():
+                stack.enter_context(mock.patch.multiple(owner, create=True, **by_name))
             stack.enter_context(torch._inductor.config.patch(_SETTINGS))
             stack.enter_context(fake_tensors())
-            torch._dynamo.reset()
             yield
 
 
@@ -160,68 +156,44 @@ _SETTINGS = {
 }  # fmt: skip
 
 
-class MachineCode(NamedTuple):
-    """A kernel compiled for one of the block sizes that Inductor would try."""
+def machine_code(path: Path) -> dict[str, Any]:
+    """Compile a kernel of `H100`'s folder for sm_90, where nothing about it is chosen by timing. Return
 
-    block: int  # elements, or rows of a reduction
-    threads: int
-    registers: int
-    spills: int  # instructions that use a thread's own memory
-    doubles: int  # FP64 instructions
-    widths: dict[str, int]  # of one thread's accesses to global memory: bits -> how many
-
-
-def machine_codes(path: Path) -> list[MachineCode]:
-    """Compile a kernel of `H100`'s folder for sm_90, once for each configuration that is tried on the device."""
+    block: its elements, or rows of a reduction; threads; registers of each; spills: instructions that use a thread's
+    own memory; doubles: instructions in FP64; widths: of one thread's accesses to global memory, bits -> how many.
+    """
     import triton
 
     triton.runtime.driver.set_active(_Driver())
-    tuner = getattr(load(path), path.stem)
-    return [_machine_code(tuner._precompile_config(config).kernel.asm["cubin"], config) for config in tuner.configs]
-
-
-def load(path: Path) -> Any:
-    """Import a kernel's file."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _machine_code(cubin: bytes, config: Any) -> MachineCode:
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers is not None, usage
-    widths = (
+    tuner = runpy.run_path(str(path))[path.stem]
+    (config,) = tuner.configs
+    cubin = path.with_suffix(".cubin")
+    cubin.write_bytes(tuner._precompile_config(config).kernel.asm["cubin"])
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    usage, sass = (
+        subprocess.run([tools / tool, option, cubin], capture_output=True, text=True, check=True).stdout
+        for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+    )
+    (registers,) = re.findall(r"REG:(\d+)", usage)
+    widths = Counter(
         next((bits for bits in ("128", "64", "16", "8") if re.search(rf"\.[US]?{bits}\b", suffixes)), "32")
         for suffixes in re.findall(r"\b(?:LDG|STG)\.E((?:\.\w+)*)", sass)
     )
-    return MachineCode(
-        config.kwargs["XBLOCK"], 32 * config.num_warps, int(registers[1]),
-        len(re.findall(r"\b(?:LDL|STL)\b", sass)), len(re.findall(r"\bD(?:ADD|MUL|FMA|SETP)\b", sass)),
-        dict(Counter(widths)),
-    )  # fmt: skip
+    return {
+        "block": config.kwargs["XBLOCK"], "threads": 32 * config.num_warps, "registers": int(registers),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "doubles": len(re.findall(r"\bD(?:ADD|MUL|FMA|SETP)\b", sass)), "widths": widths,
+    }  # fmt: skip
 
 
 BYTES = {"*i1": 1, "*bf16": 2, "*fp16": 2, "*fp32": 4, "*fp64": 8, "*i64": 8}
 
 
-def traffic(source: str) -> dict[str, int]:
+def traffic(source: str) -> Counter[str]:
     """Return the bytes that a kernel's loads and stores move for an "element", and for a "row" that it reduces."""
     signature = ast.literal_eval(re.findall(r"'signature': (\{.*?\})", source)[0])
     moved = Counter[str]()
     for pointer, index in re.findall(r"tl\.(?:load|store)\((\w+) \+ \((.*?)\)[,)]", source):
         by_element = "r0_" in index if "r0_numel" in signature else "x" in index
         moved["element" if by_element else "row" if "x" in index else "kernel"] += BYTES[signature[pointer]]
-    return dict(moved)
+    return moved

@@ -1,14 +1,17 @@
 """The kernels of a step as an H100 would get them, from the real functions: `python -m tests.gpu.kernels FOLDER` writes
-their sources, and kernels.json.
+their sources, and kernels.json. With TRITON_INTERPRET=1 it then runs each kernel by Triton's interpreter, on each of
+its sets of tensors in FOLDER/before.pt, by name, and writes them to FOLDER/after.pt.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, ch
 from megamix.mixed_precision.grad_reduce import RowStats
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.model.cross_entropy import compiled_slopes
-from tests.gpu.h100 import H100, machine_codes, traffic
+from tests.gpu.h100 import H100, machine_code, traffic
 
 OPTIMIZERS = {"AdamW": AdamW(lr=0.01), "NAG": NAG(lr=0.1)}
 DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -34,30 +37,14 @@ ROWS = 19  # of 64 elements, in the last call: what the interpreter repeats
 LENGTHS = [64 * rows for rows in (*(2 + step**3 for step in range(49)), ROWS)]
 
 
-@dataclass
-class Kernel:
-    """What became of one function, called for many lengths."""
-
-    name: str
-    recompiled: int  # graphs that were made after the first call
-    sources: list[str]  # the files of the kernels of one call
-    arguments: list[Any]  # of the last one: numbers, and tensors by name and offset
-    bytes: dict[str, int]  # moved for an element, a row, and once
-    machine: list[dict[str, Any]]  # by the configurations that are tried on the device
-
-
-def main(folder: Path) -> None:
+def compile_all(folder: Path) -> None:
     h100 = H100(folder)
     with h100.in_place_of_cuda():
-        found = [*_updates(h100), *_losses(h100)]
-        for kernel in found:
-            source = folder / f"{kernel.sources[-1]}.py"
-            kernel.bytes = traffic(source.read_text())
-            kernel.machine = [code._asdict() for code in machine_codes(source)]
-    (folder / "kernels.json").write_text(json.dumps([asdict(kernel) for kernel in found], indent=1))
+        kernels = [*_updates(h100), *_losses(h100)]
+    (folder / "kernels.json").write_text(json.dumps(kernels, indent=1))
 
 
-def _updates(h100: H100) -> Iterator[Kernel]:
+def _updates(h100: H100) -> Iterator[dict[str, Any]]:
     """Update and statistics of each optimizer in each dtype, as an engine chooses them."""
     for (name, optimizer), half_name in itertools.product(OPTIMIZERS.items(), ("BF16", "FP16")):
         half_dtype, sums = DTYPES[half_name], {half_name: DTYPES[half_name], "FP32": torch.float32}
@@ -98,11 +85,9 @@ def _sum(stats: RowStats, half: torch.dtype, numel: int) -> dict[str, Tensor]:
     return {"parts": parts, "grad": grad, "rows": stats.of_sum(parts.view(OWNERS, -1), grad)}
 
 
-def _losses(h100: H100) -> Iterator[Kernel]:
+def _losses(h100: H100) -> Iterator[dict[str, Any]]:
     """The loss's slopes, between the products of head and loss, in chunks of one size, as a step's are."""
-    compiled = compiled_slopes()
-
-    rows = tuned.LOSS_PART[1] // VOCAB
+    compiled, rows = compiled_slopes(), tuned.LOSS_PART[1] // VOCAB
 
     def once(rows: int) -> dict[str, Tensor]:
         logits, slope = _zeros((rows, VOCAB)), _zeros((rows, VOCAB), torch.bfloat16)
@@ -112,24 +97,59 @@ def _losses(h100: H100) -> Iterator[Kernel]:
     yield _called(h100, "loss slopes, BF16", once, [rows] * 2)
 
 
-def _called(h100: H100, name: str, once: Callable[[int], dict[str, Tensor]], lengths: list[int] = LENGTHS) -> Kernel:
-    """Call a function that was compiled before, with tensors of many lengths."""
+def _called(
+    h100: H100, name: str, once: Callable[[int], dict[str, Tensor]], lengths: list[int] = LENGTHS
+) -> dict[str, Any]:
+    """Call a function that was compiled before, with tensors of many lengths. Return
+
+    sources: the files of the kernels of one call; arguments: of the last one, numbers, and tensors by name and offset;
+    recompiled: graphs that were made after the first call; bytes: moved for an element and a row; machine: its code.
+    """
     before = h100.graphs
     for numel in lengths:
         h100.launches.clear()
         tensors = once(numel)
     names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items()}
-    # What has no name was computed by the caller of the kernel: the group's learning rate.
-    arguments = [
-        (names.get(one.untyped_storage()._cdata, "lr"), one.storage_offset()) if isinstance(one, Tensor) else one
-        for one in h100.launches[-1].arguments
-    ]
-    return Kernel(name, h100.graphs - before, [launch.kernel for launch in h100.launches], arguments, {}, [])
+    sources, arguments = zip(*h100.launches, strict=True)
+    source = h100.folder / sources[-1]
+    return {
+        "name": name,
+        "recompiled": h100.graphs - before,
+        "sources": sources,
+        # What has no name was computed by the caller of the kernel: the group's learning rate.
+        "arguments": [
+            (names.get(one.untyped_storage()._cdata, "lr"), one.storage_offset()) if isinstance(one, Tensor) else one
+            for one in arguments[-1]
+        ],
+        "bytes": traffic(source.read_text()),
+        "machine": machine_code(source),
+    }
 
 
 def _zeros(shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="cuda")
 
 
+def interpret_all(folder: Path) -> None:
+    kernels = {kernel["name"]: kernel for kernel in json.loads((folder / "kernels.json").read_text())}
+    sets: dict[str, list[dict[str, Tensor]]] = torch.load(folder / "before.pt")
+    for name, tensors in sets.items():
+        for by_name in tensors:
+            _interpret(folder / kernels[name]["sources"][0], kernels[name], by_name)
+    torch.save(sets, folder / "after.pt")
+
+
+def _interpret(path: Path, kernel: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    plain = path.with_name(f"plain_{path.name}")
+    # Without Inductor's launcher, which wants a device.
+    code = re.sub(r"@triton_heuristics.*?\n\)\n(?=@triton)", "", path.read_text(), flags=re.DOTALL)
+    plain.write_text(code.replace("triton_helpers.set_driver_to_gpu()", ""))
+    given = [tensors[one[0]].view(-1)[one[1] :] if isinstance(one, list) else one for one in kernel["arguments"]]
+    names = re.findall(r"(\w+)(?: : tl.constexpr)?[,)]", re.findall(r"\ndef \w+(\(.*\)):", code)[0])
+    block = kernel["machine"]["block"]
+    programs = -(-given[names.index("xnumel")] // block)
+    runpy.run_path(str(plain))[path.stem][(programs,)](*given, XBLOCK=block)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (interpret_all if "TRITON_INTERPRET" in os.environ else compile_all)(Path(sys.argv[1]))

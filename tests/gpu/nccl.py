@@ -14,7 +14,6 @@ import random
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -29,7 +28,6 @@ DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.f
 DTYPES |= {torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
 LATEST_S = 0.003
 
-counts: Counter[str] = Counter()  # of what costs more than it looks: AVG, collectives of objects
 delays = random.Random(0)
 one_stream = False  # for all communicators that are made from now on, as where a driver runs out of queues
 _shared: list[Stream] = []
@@ -142,8 +140,7 @@ class SimulatedNccl(dist.ProcessGroup):
 
     def _ignore(self, *_: object) -> None: ...
 
-    _set_sequence_number_for_group = _set_group_name = _set_group_desc = _ignore
-    eager_connect_single_device = abort = _ignore
+    _set_sequence_number_for_group = _set_group_name = _set_group_desc = eager_connect_single_device = abort = _ignore
 
     def shutdown(self) -> None:
         for stream in (self._stream, *self._of_pairs.values()):
@@ -200,7 +197,7 @@ class SimulatedNccl(dist.ProcessGroup):
         def run() -> None:
             arrived = torch.empty_like(mine)
             self._gloo.alltoall_base(arrived.view(-1), mine.view(-1).clone(), [], []).wait()
-            there.copy_(_reduced(arrived.view(self.size(), -1), opts).view(there.shape))
+            there.copy_(_sum(arrived.view(self.size(), -1), opts).view(there.shape))
 
         if others is None:
             return self._issue("reduce_scatter", [inp], [out], run)
@@ -227,7 +224,7 @@ class SimulatedNccl(dist.ProcessGroup):
         def run() -> None:
             arrived = there.new_empty(self.size(), there.numel())
             self._gloo.allgather([[*arrived]], [there.reshape(-1).clone()]).wait()
-            there.copy_(_reduced(arrived, opts).view(there.shape))
+            there.copy_(_sum(arrived, opts).view(there.shape))
 
         return self._issue("all_reduce", [], [], run, in_place=tensors)
 
@@ -262,21 +259,17 @@ class SimulatedNccl(dist.ProcessGroup):
         return self._issue("+".join(f"{kind} {peer}" for kind, _, peer in them), reads, writes, run, stream=stream)
 
 
-def _reduced(parts: Tensor, opts: Any) -> Tensor:
-    """Return the ranks' parts reduced in rank order, half ones in FP32 and rounded once. Shapes: (ranks, n) -> (n,)."""
-    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    if op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        return parts.amax(0) if op == dist.ReduceOp.MAX else parts.amin(0)
-    counts["AVG"] += op == dist.ReduceOp.AVG
+def _sum(parts: Tensor, opts: Any) -> Tensor:
+    """Return the ranks' parts added in rank order, half ones in FP32 and rounded once. Shapes: (ranks, n) -> (n,)."""
+    assert opts is None or opts.reduceOp == dist.ReduceOp.SUM, "of NCCL's operations the sum alone is simulated"
     half = parts.dtype in (torch.float16, torch.bfloat16)
     total = parts.new_zeros(parts.shape[1:], dtype=torch.float32 if half else parts.dtype)
     for part in parts:
         total += part
-    return (total / len(parts) if op == dist.ReduceOp.AVG else total).to(parts.dtype)
+    return total.to(parts.dtype)
 
 
 _batch_isend_irecv = dist.batch_isend_irecv
-_object_to_tensor = dist.distributed_c10d._object_to_tensor
 
 
 def _together(messages: list[dist.P2POp]) -> list[Any]:
@@ -287,14 +280,8 @@ def _together(messages: list[dist.P2POp]) -> list[Any]:
     return [group.messages([(kinds[one.op], one.tensor, one.group_peer) for one in messages])]
 
 
-def _counted_object(obj: object, device: torch.device, group: Any) -> Any:
-    counts["objects"] += torch.device(device).type == "cuda"
-    return _object_to_tensor(obj, device, group)
-
-
 def answer() -> None:
     """Stand in the place of NCCL in torch.distributed."""
     of = dist.distributed_c10d
     of.ProcessGroupNCCL, of._NCCL_AVAILABLE = SimulatedNccl, True
     of.batch_isend_irecv = dist.batch_isend_irecv = _together  # torch puts several together for its own class alone
-    of._object_to_tensor = _counted_object

@@ -43,7 +43,6 @@ def on_gpu(seed: int, counts: bool, case: Callable[..., Any], *args: Any) -> Any
 
     rank = dist.get_rank()
     simulated.waits.clear()
-    nccl.counts.clear()
     nccl.delays.seed(f"{seed} {rank}")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, LOCAL_RANK=str(rank)))

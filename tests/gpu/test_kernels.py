@@ -18,7 +18,7 @@ from torch import Tensor
 from megamix.comm.collectives import sum_in_rank_order
 from megamix.mixed_precision.fused_update import gated_update
 from megamix.mixed_precision.grad_stats import row_stats
-from megamix.mixed_precision.optimizers import Optimizer, UpdateScalars
+from megamix.mixed_precision.optimizers import UpdateScalars
 from tests.gpu import h100, kernels
 from tests.mixed_precision.test_compiled_update import EPS, assert_within_rounding
 
@@ -27,6 +27,9 @@ pytestmark = [
     pytest.mark.uncounted,
     pytest.mark.skipif(TRITON is None, reason=f"no Triton here, nor in {h100.FOLDER}: launch/test.sh puts it there"),
 ]
+STATES = {name: [*optimizer.states("", ())] for name, optimizer in kernels.OPTIMIZERS.items()}
+UPDATES = [(optimizer, half, sums) for optimizer in STATES for half in ("BF16", "FP16") for sums in (half, "FP32")]
+UPDATE = "update, {}, {}, sums in {}"
 
 
 @pytest.fixture(scope="session")
@@ -47,67 +50,45 @@ def made(folder: Path) -> dict[str, dict]:
     return {kernel["name"]: kernel for kernel in json.loads((folder / "kernels.json").read_text())}
 
 
-NAMES = [
-    f"update, {optimizer}, {half}, sums in {sums}"
-    for optimizer in kernels.OPTIMIZERS for half in ("BF16", "FP16") for sums in (half, "FP32")
-]  # fmt: skip
+def test_each_function_is_one_kernel_for_all_lengths_in_registers(made: dict[str, dict]) -> None:
+    for name, kernel in made.items():
+        assert (len(kernel["sources"]), kernel["recompiled"]) == (1, 0), name
+        code = kernel["machine"]
+        assert (code["registers"] <= 80, code["spills"], code["doubles"]) == (True, 0, 0), name
 
 
-def test_an_update_is_one_kernel_that_moves_the_least_in_whole_vectors(made: dict[str, dict]) -> None:
-    assert [name for name in made if name.startswith("update")] == NAMES
-    for name in NAMES:
-        kernel = made[name]
-        sum_bytes = 4 if name.endswith("FP32") else 2
-        assert len(kernel["sources"]) == 1, name
-        assert kernel["recompiled"] == 0, name
+def test_an_update_moves_the_least_in_whole_vectors(made: dict[str, dict]) -> None:
+    assert [name for name in made if name.startswith("update")] == [UPDATE.format(*update) for update in UPDATES]
+    for optimizer, half, sums in UPDATES:
+        kernel, states = made[UPDATE.format(optimizer, half, sums)], len(STATES[optimizer])
+        code = kernel["machine"]
         # Master and states are read and written, the half parameter is written, the gradient read.
-        states = 2 if "AdamW" in name else 1
-        assert kernel["bytes"]["element"] == 8 + 8 * states + 2 + sum_bytes, name
-        (code,) = kernel["machine"]  # nothing is chosen by timing
+        assert kernel["bytes"]["element"] == 8 + 8 * states + 2 + (4 if sums == "FP32" else 2)
         scalars = sum(isinstance(one, list) for one in kernel["arguments"]) - 2 * (1 + states) - 2
         by_thread = code["block"] // code["threads"]
-        assert code["widths"].pop("128") * 16 == kernel["bytes"]["element"] * by_thread, name
-        assert sum(code["widths"].values()) == scalars, name
-        _assert_lean(code)
+        assert code["widths"]["128"] * 16 == kernel["bytes"]["element"] * by_thread
+        assert sum(code["widths"].values()) == code["widths"]["128"] + scalars
 
 
-def test_statistics_are_one_kernel_that_reads_whole_vectors_in_one_order(made: dict[str, dict]) -> None:
-    for sums, size in (("BF16", 2), ("FP16", 2), ("FP32", 4)):
-        kernel = made[f"statistics, sums in {sums}"]
-        assert len(kernel["sources"]) == 1
-        assert kernel["recompiled"] == 0
-        assert kernel["bytes"] == {"element": size, "row": 8}
-        (code,) = kernel["machine"]
-        assert code["widths"] == {"128": code["block"] * 64 * size // 16 // code["threads"], "32": 2}  # a row's results
-        _assert_lean(code)
+STATISTICS = {f"statistics, sums in {sums}": size for sums, size in (("BF16", 2), ("FP16", 2), ("FP32", 4))}
+SUMS = {
+    f"sum of {kernels.OWNERS} ranks' {half} and its statistics": 2 * kernels.OWNERS + 4 for half in ("BF16", "FP16")
+}
 
 
-@pytest.mark.parametrize("half", ["BF16", "FP16"])
-def test_a_sum_over_ranks_is_one_kernel_that_reads_each_part_once_and_takes_the_statistics(made, half: str) -> None:
-    kernel = made[_sum_of(half)]
-    assert len(kernel["sources"]) == 1
-    assert kernel["recompiled"] == 0
-    assert kernel["bytes"] == {"element": 2 * kernels.OWNERS + 4, "row": 8}
-    (code,) = kernel["machine"]
-    assert code["widths"] == {
-        "128": code["block"] * 64 * kernel["bytes"]["element"] // 16 // code["threads"], "32": 2,
-    }  # fmt: skip
-    _assert_lean(code)
+@pytest.mark.parametrize(("name", "size"), (STATISTICS | SUMS).items())
+def test_statistics_and_sums_read_each_part_once_in_whole_vectors_and_one_order(made, name: str, size: int) -> None:
+    kernel, code = made[name], made[name]["machine"]
+    assert kernel["bytes"] == {"element": size, "row": 8}
+    assert code["widths"] == {"128": code["block"] * 64 * size // 16 // code["threads"], "32": 2}  # a row's results
 
 
-def _sum_of(half: str) -> str:
-    return f"sum of {kernels.OWNERS} ranks' {half} and its statistics"
-
-
-def test_the_slopes_of_the_loss_are_one_kernel_without_scalar_accesses_to_logits(made: dict[str, dict]) -> None:
+def test_the_slopes_of_the_loss_take_no_scalar_accesses_to_logits(made: dict[str, dict]) -> None:
     kernel = made["loss slopes, BF16"]
-    assert len(kernel["sources"]) == 1
-    assert kernel["recompiled"] == 0
     assert kernel["bytes"]["element"] == 10  # logits twice, for the sum and for each share, and the slope
-    (code,) = kernel["machine"]
-    assert code["widths"]["128"] == 2
-    assert code["widths"]["32"] <= 2  # a row's likelihood, and its target's logit
-    _assert_lean(code)
+    widths = kernel["machine"]["widths"]
+    assert widths["128"] == 2
+    assert widths["32"] <= 2  # a row's likelihood, and its target's logit
 
 
 def test_the_page_has_the_table_of_these_kernels(made: dict[str, dict]) -> None:
@@ -115,24 +96,19 @@ def test_the_page_has_the_table_of_these_kernels(made: dict[str, dict]) -> None:
     assert page == gpu_kernels.with_table(page, [*made.values()]), "write it: python docs/gpu_kernels.py"
 
 
-def _assert_lean(code: dict) -> None:
-    assert code["registers"] <= 80
-    assert code["spills"] == code["doubles"] == 0
-
-
 def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(folder: Path, made: dict) -> None:
-    before = {name: [_tensors(name, gated) for gated in (False, True)] for name in NAMES}
-    before["statistics, sums in BF16"] = [_gradient("statistics, sums in BF16")]
-    before |= {_sum_of(half): [_parts(half)] for half in ("BF16", "FP16")}
+    before = {UPDATE.format(*update): [_tensors(*update, gated) for gated in (False, True)] for update in UPDATES}
+    before |= {name: [_parts(name)] for name in ("statistics, sums in BF16", *SUMS)}
     torch.save(before, folder / "before.pt")
-    h100.run("tests.gpu.interpret", folder, TRITON_INTERPRET="1")
+    h100.run("tests.gpu.kernels", folder, TRITON_INTERPRET="1")
     after = torch.load(folder / "after.pt")
-    for name in NAMES:
-        (old, new), (kept, gated) = zip(before[name], after[name], strict=True)
-        for one in (*_optimizer(name).states("", ()), "master", "half"):
+    for update in UPDATES:
+        name = UPDATE.format(*update)
+        (old, kept), (new, gated) = before[name], after[name]
+        for one in (*STATES[update[0]], "master", "half"):
             assert torch.equal(kept[one], gated[one]), name
-        _assert_updated(_optimizer(name), old, new)
-    for name in before.keys() - {*NAMES}:
+        _assert_updated(update[0], old, new)
+    for name in before.keys() - {UPDATE.format(*update) for update in UPDATES}:
         ((old,), (new,)) = before[name], after[name]
         if "parts" in old:
             sum_in_rank_order(old["parts"].view(kernels.OWNERS, -1), old["grad"])
@@ -143,28 +119,25 @@ def test_the_interpreter_gets_from_the_kernels_what_the_plain_functions_give(fol
         assert ((sums - exact[0]).abs() <= 64 * EPS * exact[0]).all()
 
 
-def _optimizer(name: str) -> Optimizer:
-    return kernels.OPTIMIZERS[name.split(", ")[1]]
+def _random(dtype: str, rows: int = kernels.ROWS) -> Tensor:
+    values = torch.randn(64 * rows, generator=torch.Generator().manual_seed(0)) * 100
+    return values.to(kernels.DTYPES[dtype])
 
 
-def _gradient(name: str) -> dict[str, Tensor]:
-    grad = torch.randn(64 * kernels.ROWS, generator=torch.Generator().manual_seed(0)) * 100
-    return {"grad": grad.to(kernels.DTYPES[name.split()[-1]]), "rows": torch.full((2 * kernels.ROWS,), float("nan"))}
+def _parts(name: str) -> dict[str, Tensor]:
+    nothing = torch.full((66 * kernels.ROWS,), float("nan"))
+    grad, rows = nothing.split([64 * kernels.ROWS, 2 * kernels.ROWS])
+    if name in STATISTICS:
+        return {"grad": _random(name.split()[-1]), "rows": rows}
+    return {"parts": _random(name.split()[4], kernels.ROWS * kernels.OWNERS), "grad": grad, "rows": rows}
 
 
-def _parts(half: str) -> dict[str, Tensor]:
-    parts = torch.randn(64 * kernels.ROWS * kernels.OWNERS, generator=torch.Generator().manual_seed(0)) * 100
-    empty = torch.full((64 * kernels.ROWS,), float("nan"))
-    return {"parts": parts.to(kernels.DTYPES[half]), "grad": empty, "rows": empty[: 2 * kernels.ROWS].clone()}
-
-
-def _tensors(name: str, gated: bool) -> dict[str, Tensor]:
+def _tensors(name: str, half: str, sums: str, gated: bool) -> dict[str, Tensor]:
     """By the names of the kernel's arguments."""
-    generator = torch.Generator().manual_seed(1)
-    grad, optimizer, half_dtype = _gradient(name)["grad"], _optimizer(name), kernels.DTYPES[name.split(", ")[2]]
+    generator, grad, half_dtype = torch.Generator().manual_seed(1), _random(sums), kernels.DTYPES[half]
     master = torch.randn(len(grad), generator=generator)
-    states = {state: torch.rand(len(grad), generator=generator) for state in optimizer.states("", ())}
-    coefficients = optimizer.coefficients(torch.tensor(5.0, dtype=torch.float64))
+    states = {state: torch.rand(len(grad), generator=generator) for state in STATES[name]}
+    coefficients = kernels.OPTIMIZERS[name].coefficients(torch.tensor(5.0, dtype=torch.float64))
     if gated:
         grad[::7], grad[3::11] = float("inf"), float("nan")
         master = master.to(half_dtype).float()  # where the interpreter's cast to BF16 has nothing to cut off
@@ -176,17 +149,14 @@ def _tensors(name: str, gated: bool) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _assert_updated(optimizer: Optimizer, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    names = [*optimizer.states("", ())]
-    plain = {name: tensor.clone() for name, tensor in old.items()}
-    states = {name: plain[name] for name in names}
-    at = UpdateScalars(old["lr"], old["weight_decay"], tuple(old[k] for k in old if k.startswith("coefficient")))
-    gated_update(optimizer)(
-        plain["grad"], plain["master"], states, plain["half"], old["multiplier"], old["found_inf"], at
+def _assert_updated(name: str, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
+    optimizer, plain = kernels.OPTIMIZERS[name], {name: tensor.clone() for name, tensor in old.items()}
+    before, after, want = (
+        (each["master"], {state: each[state] for state in STATES[name]}) for each in (old, new, plain)
     )
-    unscaled = old["grad"].float().abs() * old["multiplier"]
-    both = [[tensors["master"], {name: tensors[name] for name in names}] for tensors in (old, new, plain)]
-    assert_within_rounding(optimizer, unscaled, *both)
+    at = UpdateScalars(old["lr"], old["weight_decay"], tuple(old[k] for k in old if k.startswith("coefficient")))
+    gated_update(optimizer)(plain["grad"], *want, plain["half"], old["multiplier"], old["found_inf"], at)
+    assert_within_rounding(optimizer, old["grad"].float().abs() * old["multiplier"], before, after, want)
     half, rounded = new["half"], new["master"].to(new["half"].dtype)
     if half.dtype == torch.float16:
         assert torch.equal(half, rounded)

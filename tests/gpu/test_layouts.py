@@ -45,12 +45,13 @@ def _runs(layout: str) -> list[Run]:
 
 
 def _config(run: Run) -> Config:
-    fp32_sum, overlap, clip_grad = (run.pop(name) for name in ("fp32_sum", "overlap", "clip_grad"))
-    config = make_config(**run)
-    precision = config.precision.model_copy(update={"reduce_dtype": "half_fp32_sum" if fp32_sum else None})
-    parallelism = config.parallelism.model_copy(update={"overlap": overlap})
-    training = config.training.model_copy(update={"clip_grad": clip_grad})
-    sections = {"precision": precision, "parallelism": parallelism, "training": training}
+    config = make_config(**{name: value for name, value in run.items() if name in AXES})
+    changes = {
+        "precision": {"reduce_dtype": "half_fp32_sum" if run["fp32_sum"] else None},
+        "parallelism": {"overlap": run["overlap"]},
+        "training": {"clip_grad": run["clip_grad"]},
+    }
+    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
     return config.model_copy(update=sections)
 
 
@@ -86,12 +87,12 @@ def _digests(configs: list[Config]) -> list[dict[Any, object]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> None:
     runs, size = _runs(layout), parse_layout(layout).world_size
-    configs = [_config(run.copy()) for run in runs]
     for first in range(0, len(runs), 2):  # of more runs, groups that they have made would fill the threads
-        some = configs[first : first + 2]
-        want, got = (ranks(_digests, size, some, deadline_s=900.0) for ranks in (run_ranks, gpu_ranks))
+        some = runs[first : first + 2]
+        configs = [_config(run) for run in some]
+        want, got = (ranks(_digests, size, configs, deadline_s=900.0) for ranks in (run_ranks, gpu_ranks))
         for rank, both in enumerate(zip(got, want, strict=True)):
-            for run, one, other in zip(runs[first:], *both, strict=False):
+            for run, one, other in zip(some, *both, strict=True):
                 assert one == other, f"rank {rank} of {run}: {[key for key in other if one[key] != other[key]][:3]}"
 
 
