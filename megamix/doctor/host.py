@@ -175,7 +175,7 @@ def probe_memory(root: Path = Path("/")) -> float:
         for group in (own, *own.parents):
             if limit and (group / limit).is_file():
                 most, now = (float((group / file).read_text().replace("max", "inf")) for file in (limit, used))
-                left.append(most - now + _numbers(group / "memory.stat")[cached])
+                left.append(most - now + _numbers(group / "memory.stat").get(cached, 0))
     return min(left)
 
 

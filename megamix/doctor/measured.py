@@ -13,9 +13,8 @@ import torch
 from megamix.bench.sides import Work
 from megamix.config import ModelConfig, config_from_dict
 from megamix.doctor import ranks
-from megamix.doctor.cards import judge_cards
+from megamix.doctor.cards import Card, judge_cards
 from megamix.doctor.finding import Finding, expected, found, not_here
-from megamix.doctor.ranks import DeviceRates
 from megamix.model.family import flops_per_token
 from megamix.model.sizes import dense_peak
 from megamix.ranks import RankFailure, RankPool
@@ -25,7 +24,6 @@ from megamix.verify.layouts import parse_layout
 _OF_PEAK, _OF_MEMORY = 0.65, 0.85  # what products and copies of a healthy card reach of it
 _PINNED, _BETWEEN_CARDS, _LOOPBACK = 20.0, 20.0, 0.1  # GB/s
 _OF_TORCH = 0.97  # tokens/s over the better of torch's own ways; less is more than chance
-
 
 Case = Mapping[str, Any]  # a model to train beside torch's own ways, as expected.toml has it
 Check = Callable[[float], list[Finding]]  # within so many seconds
@@ -109,26 +107,22 @@ def judge_wire(by_rank: Sequence[Mapping[str, float]], *, on_gpus: bool) -> Find
     return found("wire", seen, min(slowest.values()) < least, least=least)
 
 
-def judge_rates(by_rank: Sequence[DeviceRates], card: str) -> list[Finding]:
-    """Compare the slowest device with what its name promises, and ask for its clocks under load."""
-    unit, scale = ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
+def judge_rates(by_rank: Sequence[tuple[Mapping[str, float], Sequence[Card]]], card: str) -> list[Finding]:
+    """Compare the slowest device with what its name promises, and its clocks under load. `by_rank`: of device_rates."""
     memory = next((1e12 * most for pattern, most in expected()["memory"].items() if re.fullmatch(pattern, card)), 0.0)
-    peak = dense_peak(card, torch.bfloat16) or 0.0
-
-    def rate(check: str, rates: Sequence[float], unit: str, least: float) -> Finding:
+    peak, flops = dense_peak(card, torch.bfloat16) or 0.0, ("TFLOP/s", 1e12) if card else ("GFLOP/s", 1e9)
+    least = {"products": _OF_PEAK * peak, "copy": _OF_MEMORY * memory, "pinned memory": 1e9 * _PINNED}
+    findings = []
+    for check in by_rank[0][0]:
+        unit, scale = flops if check == "products" else ("GB/s", 1e9)
+        rates, wanted = [rates[check] / scale for rates, _ in by_rank], least[check] / scale
         slowest = min(range(len(rates)), key=rates.__getitem__)
         where = f", card {slowest} of {len(rates)}" if len(rates) > 1 else ""
-        wanted = f"{least:,.0f} {unit} or more" if least else "no figure is known here"
-        return found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < least, expected=wanted)
-
-    findings = [
-        rate("products", [one.products / scale for one in by_rank], unit, _OF_PEAK * peak / scale),
-        rate("copy", [one.copied / 1e9 for one in by_rank], "GB/s", _OF_MEMORY * memory / 1e9),
-    ]
+        told = f"{wanted:,.0f} {unit} or more" if wanted else "no figure is known here"
+        findings.append(found(check, f"{rates[slowest]:,.1f} {unit}{where}", rates[slowest] < wanted, expected=told))
     if not card:
         return [*findings, not_here("pinned memory", "there is no card to copy to")]
-    loaded = judge_cards(by_rank[0].loaded, ["power limit", "throttled"], of="under load")
-    return [*findings, rate("pinned memory", [one.pinned / 1e9 for one in by_rank], "GB/s", _PINNED), *loaded]
+    return [*findings, *judge_cards(by_rank[0][1], ["power limit", "throttled"], of="under load")]
 
 
 def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding:

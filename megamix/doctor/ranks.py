@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -179,31 +178,26 @@ def captured_off() -> dict[str, float]:  # pragma: CUDA only
     return off
 
 
-class DeviceRates(NamedTuple):
-    """`products`: operations/s of BF16 matrix products (FP32 on a CPU); `copied`: bytes/s read and written; `pinned`:
-    bytes/s from pinned memory; `loaded`: what the driver says while products run.
+def device_rates(side: int, numel: int) -> tuple[dict[str, float], list[Card]]:
+    """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy.
+
+    Returns by check operations/s of BF16 matrix products (FP32 on a CPU), bytes/s read and written by a copy, and those
+    from pinned memory; and what the driver says of the cards while products run.
     """
-
-    products: float
-    copied: float
-    pinned: float = 0.0
-    loaded: Sequence[Card] = ()
-
-
-def device_rates(side: int, numel: int) -> DeviceRates:
-    """Measure this rank's device. `side`: of square matrices; `numel`: FP32 elements to copy."""
     device = rank_device()
     a = torch.randn(side, side, device=device).to(torch.float32 if device.type == "cpu" else torch.bfloat16)
     source, target, out = torch.ones(numel, device=device), torch.zeros(numel, device=device), torch.empty_like(a)
-    products = 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10)
-    copied = 8 * numel / seconds_of(lambda: target.copy_(source), 5)
+    rates = {
+        "products": 2 * side**3 / seconds_of(lambda: torch.mm(a, a, out=out), 10),
+        "copy": 8 * numel / seconds_of(lambda: target.copy_(source), 5),
+    }
     if device.type == "cpu":
-        return DeviceRates(products, copied)
+        return rates, []
     host = torch.ones(numel // 8, pin_memory=True)
-    pinned = 4 * len(host) / seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
+    seconds = seconds_of(lambda: target[: len(host)].copy_(host, non_blocking=True), 5)
     for _ in range(1000):  # a second and more, in which the driver is asked
         torch.mm(a, a, out=out)
-    return DeviceRates(products, copied, pinned, probe_cards()[0])
+    return rates | {"pinned memory": 4 * len(host) / seconds}, probe_cards()[0]
 
 
 def update_share(model: ModelConfig) -> float:
