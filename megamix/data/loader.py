@@ -120,7 +120,7 @@ class BatchLoader:
         begins = rows.positions[:, 1:] == 0
         targets[torch.from_numpy(begins)] = IGNORE
         positions, num_counted = self._tensor(rows.positions[:, :-1]), begins.size - int(begins.sum())
-        # On a GPU to count them would wait for it.
+        # Counted here: to count them on a GPU the host would wait for it.
         return Batch(tokens, targets, positions, num_counted, len(begins) + int(begins[:, :-1].sum()))
 
     def _tensor(self, values: NDArray[np.int64]) -> Tensor:

@@ -146,6 +146,6 @@ class Ops:
             key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         # Any document may be as long as a sequence: to know the longest, the host would wait for the device.
-        attend: Callable[..., Any] = varlen_attn  # mypy takes a generator for any of its arguments
+        attend: Callable[..., Any] = varlen_attn  # mypy: a tensor, or two of them where more is asked for
         out: Tensor = attend(*flat, borders, borders, num_positions, num_positions, window_size=(-1, 0), **more)
         return out.view(batch, num_positions, *out.shape[1:]).transpose(1, 2)

@@ -79,4 +79,4 @@ def test_a_real_gpus_kernels_give_what_the_mask_gives(dtype: torch.dtype) -> Non
     assert takes_borders(inputs[0], 64)
     borders, mask = find_borders(positions), find_documents(positions, as_mask=True)
     assert mask is not None
-    bounded_by_the_mask(inputs, upstream, borders, mask)
+    bounded_by_the_mask(inputs, upstream, borders, mask, on_a_card=True)

@@ -48,21 +48,25 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def bounded_by_the_mask(inputs: list[Tensor], upstream: Tensor, borders: Documents, mask: Documents) -> None:
+def bounded_by_the_mask(
+    inputs: list[Tensor], upstream: Tensor, borders: Documents, mask: Documents, *, on_a_card: bool = False
+) -> None:
     """Attention by borders and its gradients are within their bound of those by the mask."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = Ops().attention(*leaves, borders)
     got = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-    for one, exact, bound in zip(got, *_exact(inputs, upstream, mask), strict=True):
+    for one, exact, bound in zip(got, *_exact(inputs, upstream, mask, on_a_card), strict=True):
         assert one.shape == exact.shape
         assert ((one.double() - exact).abs() <= bound).all()
 
 
-def _exact(inputs: list[Tensor], upstream: Tensor, documents: Documents) -> tuple[list[Tensor], list[Tensor]]:
+def _exact(
+    inputs: list[Tensor], upstream: Tensor, documents: Documents, on_a_card: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of the mask's path in FP64, and how far those of a kernel may be from them that computes in
     FP32 and rounds output and gradients to half, of a group each head's and their sum. Its backward reads the rounded
     output: its product with the upstream gradient, which is subtracted from every slope of a row, is off by up to a
-    unit of the terms' magnitudes.
+    unit of the terms' magnitudes. A card's kernels multiply halves: they round weights and slopes, too.
     """
     unit, smallest = UNIT[upstream.dtype], HALF_OF_SMALLEST[upstream.dtype]
     group = inputs[0].shape[1] // inputs[1].shape[1]
@@ -80,11 +84,13 @@ def _exact(inputs: list[Tensor], upstream: Tensor, documents: Documents) -> tupl
         d, magnitude = upstream.double(), (upstream.double() * out).abs().sum(-1, keepdim=True)
         # Of each FP32 sum: as many roundings as it has terms; those of a score are multiplied by its size in exp.
         fp32 = 2 * sum(q.shape[-2:]) * (2 + float(scores.abs().max())) * U32
-        slopes = weights * (fp32 * (d.abs() @ v.abs().mT + magnitude) + 2 * unit * magnitude) / math.sqrt(q.shape[-1])
-        slack = [fp32 * (weights @ v.abs()), slopes @ k.abs()]
+        each, least = (fp32 + unit, smallest) if on_a_card else (fp32, 0.0)
+        slopes = weights * (each * (d.abs() @ v.abs().mT + magnitude) + 2 * unit * magnitude) + least
+        slopes, weights = slopes / math.sqrt(q.shape[-1]), each * weights + least
+        slack = [weights @ v.abs(), slopes @ k.abs()]
         slack += [
             shared((1 + unit) * of_head + unit * exact.abs() + smallest)
-            for of_head, exact in ((slopes.mT @ q.abs(), of_k), (fp32 * weights.mT @ d.abs(), of_v))
+            for of_head, exact in ((slopes.mT @ q.abs(), of_k), (weights.mT @ d.abs(), of_v))
         ]
         exact = [out.detach(), of_q, shared(of_k), shared(of_v)]
         return exact, [unit * x.abs() + (1 + unit) * s + smallest for x, s in zip(exact, slack, strict=True)]
@@ -142,6 +148,7 @@ def test_recompute_changes_no_bit(recompute: str) -> None:
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.uncounted
 def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents() -> None:
     graphs = []
 
