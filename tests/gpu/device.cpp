@@ -92,7 +92,6 @@ struct PinnedMemory final : at::HostAllocator {
     auto after = pinned.upper_bound((char*)place);
     return after != pinned.begin() && (char*)place < std::prev(after)->first + std::prev(after)->second;
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   bool record_event(void*, void*, Stream) override { return true; }
   void empty_cache() override {}
@@ -111,7 +110,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream exchangeStream(Stream to) const override { return to; }
   DeviceIndex deviceCount() const noexcept override { return num_devices; }
   void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override { *event = (void*)1; }
-  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
 size_t span(const Tensor& t) { return at::detail::computeStorageNbytes(t.sizes(), t.strides(), t.element_size()); }
@@ -376,15 +374,12 @@ struct SimulatedHooks final : CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex current_device() const override { return current; }
   DeviceIndex getCurrentDevice() const override { return current; }
   DeviceIndex deviceCount() const override { return num_devices; }
-  int getNumGPUs() const override { return num_devices; }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   bool isPinnedPtr(const void* place) const override { return PinnedMemory::has(place); }
   Device getDeviceFromPtr(void*) const override { return {GPU, current}; }
-  void deviceSynchronize(DeviceIndex) const override { land(issued()); }
   const Generator& getDefaultGenerator(DeviceIndex) const override { return globalContext().defaultGenerator(kCPU); }
 };
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, SimulatedHooks)

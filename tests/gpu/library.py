@@ -6,12 +6,12 @@ import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+TORCH = Path(str(importlib.metadata.distribution("torch").locate_file("torch")))  # before it is imported
 SOURCE = Path(__file__).parent / "device.cpp"
 CACHE = Path(__file__).parents[2] / ".simulated_gpu"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-w")
@@ -34,7 +34,7 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             part = path.with_suffix(".part")
-            include = ["-I", _torch() / "include", "-L", _torch() / "lib", "-lc10", "-ltorch_cpu"]
+            include = ["-I", TORCH / "include", "-L", TORCH / "lib", "-lc10", "-ltorch_cpu"]
             subprocess.run(["g++", *FLAGS, SOURCE, "-o", part, *include], check=True)
             part.replace(path)
     return path
@@ -43,12 +43,5 @@ def build() -> Path:
 def load() -> ctypes.CDLL:
     """Put the library in front of torch, which asks only once which devices there are."""
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
-        ctypes.CDLL(os.fspath(_torch() / "lib" / name), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(os.fspath(TORCH / "lib" / name), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(os.fspath(build()))
-
-
-def _torch() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])

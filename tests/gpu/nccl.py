@@ -93,11 +93,6 @@ class Collective(dist.Work):
             raise RuntimeError(f"memory was freed while {freed} used it")
         return True
 
-    def is_completed(self) -> bool:
-        return self._landed.is_set()
-
-    synchronize = wait
-
 
 def _told_orders() -> str:
     """Return what each rank that waits in vain has issued last."""

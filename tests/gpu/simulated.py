@@ -137,13 +137,10 @@ def _answer_cuda() -> None:
         "get_device_capability": lambda device=None: (9, 0),
         "is_bf16_supported": lambda including_emulation=True: True,
         "memory_allocated": lambda device=None: ops.live(_index(device)),
-        "memory_reserved": lambda device=None: ops.peak(_index(device)),
         "max_memory_allocated": lambda device=None: ops.peak(_index(device)),
         "reset_peak_memory_stats": lambda device=None: ops.reset_peak(_index(device)),
-        "empty_cache": lambda: None,
         "synchronize": synchronize,
-        "manual_seed": lambda seed: None,  # the generator is the CPU's
-        "manual_seed_all": lambda seed: None,
+        "manual_seed_all": lambda seed: None,  # the generator is the CPU's
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "Event": Event,

@@ -12,7 +12,8 @@ import torch
 from megamix.mixed_precision.examination import count_exponents
 
 
-def fresh_memory_is_nan_and_counted() -> None:
+def fresh_memory() -> None:
+    """It is garbage, and counted."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     kept = torch.empty(1000, device="cuda")
@@ -23,7 +24,8 @@ def fresh_memory_is_nan_and_counted() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def a_copy_is_there_once_it_was_waited_for_and_its_memory_in_use_until_then() -> None:
+def pinned_copies() -> None:
+    """One is there once it was waited for, and its memory in use until then."""
     there, arrived = torch.ones(3, device="cuda"), torch.zeros(3, pin_memory=True)
     arrived.copy_(there, non_blocking=True)
     event = torch.cuda.Event()
@@ -39,7 +41,8 @@ def a_copy_is_there_once_it_was_waited_for_and_its_memory_in_use_until_then() ->
         torch.cuda.synchronize()
 
 
-def gradients_are_those_of_a_cpu() -> None:
+def gradients() -> None:
+    """They are those of a CPU."""
     model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 9))
     grads = []
     for device in ("cpu", "cuda"):
@@ -50,7 +53,8 @@ def gradients_are_those_of_a_cpu() -> None:
     assert all(map(torch.equal, *grads))
 
 
-def exponents_counted_in_lanes_are_those_of_a_cpu() -> None:
+def exponents() -> None:
+    """Counted in lanes they are those of a CPU."""
     values, found = torch.randn(5000), []
     for device in ("cuda", "cpu"):
         counts = torch.zeros(256, dtype=torch.int64, device=device)
@@ -69,15 +73,7 @@ def devices_do_not_mix() -> None:
     assert torch.equal(here, other.to(here.device))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        fresh_memory_is_nan_and_counted,
-        a_copy_is_there_once_it_was_waited_for_and_its_memory_in_use_until_then,
-        gradients_are_those_of_a_cpu,
-        exponents_counted_in_lanes_are_those_of_a_cpu,
-    ],
-)
+@pytest.mark.parametrize("case", [fresh_memory, pinned_copies, gradients, exponents])
 def test_a_simulated_gpu_is_like_one(gpu_ranks, case: Callable[[], None]) -> None:
     gpu_ranks(case, 1)
 

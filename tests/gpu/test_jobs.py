@@ -97,22 +97,16 @@ def test_steady_steps_make_the_host_wait_in_the_readout_alone(gpu_ranks, data: P
 
 def _use(run: Path, out: Path) -> list[int]:
     """Return the exit statuses of what is done with a run behind its end."""
-    verbs = (
-        ["plan", f"{run}/config.toml"],
-        ["evaluate", f"{run}", "--stride", "32"],
-        ["export", f"{run}", "--to", "hf"],
-    )
-    return [main([*verb, str(out)] if "export" in verb else verb) for verb in verbs]
+    verbs = f"plan {run}/config.toml", f"evaluate {run} --stride 32", f"export {run} --to hf {out}"
+    return [main(verb.split()) for verb in verbs]
 
 
 def test_a_run_that_a_signal_ends_goes_on_to_the_bits_of_one_that_none_ended(
     gpu_ranks, data: Path, tmp_path: Path
 ) -> None:
-    configs = []
-    for name in ("whole", "asked"):
-        (tmp_path / name).mkdir()
-        configs.append(test_signals._config(tmp_path / name, data))
-    whole, asked = configs
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "asked").mkdir()
+    whole, asked = (test_signals._config(tmp_path / name, data) for name in ("whole", "asked"))
     assert gpu_ranks(test_signals._outcome, 2, whole) == ["finished"] * 2
     said = gpu_ranks(test_signals._asked, 2, asked, "validating", 1, 0, signal.SIGTERM, seed=1)
     assert all("(SIGTERM): ended after update" in each.outcome for each in said)
@@ -130,11 +124,12 @@ def test_a_rank_that_hangs_is_named_and_ends_all(gpu_ranks, data: Path, tmp_path
     assert test_watchdog._verdict(test_watchdog._asleep, 1) in end.status["reason"]
 
 
-def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gpu(gpu_ranks, tmp_path: Path) -> None:
-    write_data(tmp_path / "data")
+def test_a_job_that_saves_beside_training_and_profiles_steps_keeps_to_its_own_gpu(
+    gpu_ranks, data: Path, tmp_path: Path
+) -> None:
     config = tiny_job(
         tmp_path,
-        data={"valid": None},
+        data={"train": str(data / "train"), "valid": None},
         training={"steps": 4, "eval_interval": 0},
         checkpoint={"save_interval": 2},
         profiling={"start_step": 1, "num_steps": 2},

@@ -101,9 +101,6 @@ def test_verify_passes(gpu_ranks, capsys, dtype: str) -> None:
     layouts = random.Random(dtype).sample(LAYOUTS, len(LAYOUTS) if FULL else 2)
     settings = [line for line in SMALL if dtype == "fp16" or not line.startswith("precision.loss_scale")]
     settings += [f"precision.dtype={dtype}", "model.num_layers=4", "--layouts", ",".join(layouts)]
-    with (
-        processes_with_gpus(),
-        mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 8),
-    ):
+    with processes_with_gpus(), mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 8):
         assert main(["verify", CONFIG, *settings]) == 0
     assert capsys.readouterr().out.count("passes") == len(layouts)
