@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
 from megamix.checkpoint.folder import checkpoints_at, folder_of
@@ -19,7 +19,7 @@ from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
 from megamix.machine import has_gpu, keep_freed_memory, tell_torch
 from megamix.plugins import PluginError, import_plugins
-from megamix.supervise.console import drop_unwritten, open_streams, say
+from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
 from megamix.supervise.status import EndedEarlyError
 from megamix.verify.verb import add_verify
 
@@ -37,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_plugins(arguments.plugins)
         status: int | None = arguments.run(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
-        tell = say if getattr(error, "source", "") == "environment" else _say_on_first_rank  # whose RANK may be wrong
+        # All ranks end early alike; wrong input may be one rank's own, or the RANK itself.
+        tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
+        tell = say if getattr(error, "source", "") == "environment" else tell
         if isinstance(error, ConfigError) and error.source in ("job", "plan"):  # a user knows it by its file
             error = ConfigError(error.problems, str(arguments.config))
         tell(f"megamix {arguments.verb}: {error}", sys.stderr)
@@ -46,12 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "train":  # whose exit status decides whether it is started again
             drop_unwritten()
     return status or 0
-
-
-def _say_on_first_rank(line: str, stream: TextIO | None = None) -> None:
-    """Every rank of a distributed run reads the same configuration and ends alike; one of them says so."""
-    if os.environ.get("RANK", "0") == "0":
-        say(line, stream)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -172,15 +168,15 @@ def _add_checkpoint(checkpoint: Parser) -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     config = load_config(
-        arguments.config, arguments.overrides, say=lambda line: _say_on_first_rank(f"megamix train: {line}")
+        arguments.config, arguments.overrides, say=lambda line: say_on_first_rank(f"megamix train: {line}")
     )
     check_plugins(arguments, config)
     from megamix.train.run_folder import check
     from megamix.train.same_run import outlook
 
-    nothing_found = check(config, _say_on_first_rank, starts=not arguments.check)
+    nothing_found = check(config, say_on_first_rank, starts=not arguments.check)
     if arguments.check:
-        _say_on_first_rank(f"{nothing_found}; {outlook(config)}")
+        say_on_first_rank(f"{nothing_found}; {outlook(config)}")
         return
     tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():

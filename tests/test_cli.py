@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -94,6 +95,16 @@ def test_only_rank_0_speaks_and_every_rank_fails(
         said[rank] = capsys.readouterr().err
     assert "optimizer.lr" in said["0"]
     assert said["1"] == ""
+
+
+def test_a_rank_that_torchrun_leaves_alone_with_its_mistake_says_it(capsys, monkeypatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", QUICKSTART, "optimizer.lr=-1"]) == 2
+    assert capsys.readouterr().err.startswith(f"rank 9: megamix train: {QUICKSTART}: 1 problem\n  optimizer.lr")
+    assert waited == [6.0]
 
 
 def test_train_hands_the_configuration_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 
 import torch
@@ -260,14 +260,17 @@ def start_ranks(device: torch.device, timeout_s: float) -> None:
 
 def leave_ranks(*, alike: bool) -> None:
     """Leave the ranks that `start_ranks` has met, if all of them do; else NCCL could wait for the others for ever: then
-    the process ends at once when the error that ends it is printed.
+    the process ends at once when the error that ends it is printed. Where that is caught, torch drops the groups at the
+    process's end.
     """
     if dist.is_initialized() and alike:
         dist.destroy_process_group()
     elif dist.is_initialized():
-        sys.excepthook = _end_at_once
+        sys.excepthook = partial(_end_at_once, sys.excepthook)
 
 
-def _end_at_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    sys.__excepthook__(kind, error, trace)
+def _end_at_once(
+    tell: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    tell(kind, error, trace)
     os._exit(1)

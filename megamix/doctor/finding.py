@@ -75,10 +75,11 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
 
     thread = threading.Thread(target=answer, daemon=True, name=HANGS)
     thread.start()
-    thread.join(min(_SILENT_S, limit_s))
+    silent_s = min(_SILENT_S, limit_s)
+    thread.join(silent_s)
     if thread.is_alive():
         say(f"megamix doctor: {check}, at most {limit_s:.0f} s", sys.stderr)
-        thread.join(limit_s)
+        thread.join(limit_s - silent_s)
     return answers[0] if answers else [_unanswered(check, f"none in {limit_s:.0f} s", late=True)]
 
 

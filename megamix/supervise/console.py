@@ -5,10 +5,13 @@ import math
 import os
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+_PATIENCE_S = 5.0  # for ranks to start, one later than the other, and for torchrun to see one end
 
 
 def open_streams() -> None:
@@ -32,6 +35,23 @@ def say(text: str, stream: TextIO | None = None) -> None:
     """
     with suppress(OSError):
         print(text, file=stream, flush=True)
+
+
+def say_on_first_rank(text: str, stream: TextIO | None = None) -> None:
+    """Every rank of a distributed run reads the same configuration and ends alike; one of them says so."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text, stream)
+
+
+def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:
+    """Say it on the first rank, before an end. Under torchrun another one waits until the first has said it and ended,
+    and is ended with it; else it is alone with this, and says it.
+    """
+    say_on_first_rank(text, stream)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_PATIENCE_S + int(os.environ.get("LOCAL_RANK", "0")))  # of a machine the first one is enough
+        say(f"rank {rank}: {text}", stream)
 
 
 def drop_unwritten() -> None:

@@ -182,8 +182,8 @@ def _join(config: Config, stack: ExitStack) -> Job:
 
 
 def _part(kind: object, error: BaseException | None, trace: object) -> None:
-    told_all = isinstance(error, EndedEarlyError | ConfigError) and not isinstance(error, NoAnswerError)
-    leave_ranks(alike=error is None or told_all)
+    of_some = isinstance(error, NoAnswerError | WrongDataError)  # ranks, or of one
+    leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 
 
 @contextmanager

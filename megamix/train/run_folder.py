@@ -192,7 +192,7 @@ def _resume_problems(config: Config) -> Iterator[str]:
         return
     # A run that has saved goes on from its own, whatever has become of the one that it began from.
     held = _held(own.parent) if checkpoints(own) else None
-    began_there = held is not None and held.checkpoint.resume == resume
+    began_there = held is not None and Path(held.checkpoint.resume).resolve() == Path(resume).resolve()
     if Path(resume).resolve().parent == own.resolve():
         yield (
             f"checkpoint.resume: {resume} is this run's own; write auto, and to go back to it move the newer ones in "

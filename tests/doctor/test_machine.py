@@ -293,6 +293,15 @@ def test_a_check_that_raises_or_hangs_is_a_finding(
     assert capsys.readouterr().err == "megamix doctor: disk, at most 0 s\n"
 
 
+def test_a_check_gets_the_time_that_it_is_given_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda self: True)
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: waited.append(timeout))
+    run_check("disk", list, limit_s=60.0)
+    assert sum(waited) == 60.0
+
+
 def test_the_page_says_what_to_do_below_what_is_wrong() -> None:
     assert [*found("port", "29500: free", False).lines()] == ["ok     port            29500: free (expected: free)"]
     first, second = found("port", "29500: taken", True).lines()

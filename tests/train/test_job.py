@@ -25,7 +25,7 @@ from megamix.config import ConfigError, RopeScaling, load_config
 from megamix.config.unread import READ_WHERE, drop_unread
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.liveness import Position
-from megamix.supervise.status import NoAnswerError, PreemptedError
+from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataError
 from megamix.train import job
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS, is_overflow
@@ -315,6 +315,7 @@ def test_a_deterministic_job_asks_torch_for_it_and_on_a_cpu_changes_no_bit(tmp_p
     [
         (None, True), (ConfigError(["training.seed: differs"], "job"), True), (PreemptedError(), True),
         (NoAnswerError("rank 1 is silent"), False), (RuntimeError("of this rank alone"), False),
+        (WrongDataError("which one rank has read"), False),
     ],
 )  # fmt: skip
 def test_groups_are_left_where_all_ranks_leave(monkeypatch, error: BaseException | None, alike: bool) -> None:

@@ -5,6 +5,7 @@ imported.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 
 from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
-from megamix.config import config_to_toml
+from megamix.config import config_to_toml, load_config
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.train.build_data import data_fingerprints
 from megamix.train.run_folder import checkpoint_folder
@@ -184,6 +185,17 @@ def test_a_check_says_what_the_job_would_do(job, monkeypatch, capsys) -> None:
         (newest / file).write_bytes(whole)
     monkeypatch.setenv("RANK", "1")
     assert told() == ""
+
+
+def test_a_run_goes_on_without_the_checkpoint_that_it_began_from_however_its_path_is_written(job, monkeypatch) -> None:
+    folder, config = job
+    begun, own = _save(folder, "other", 3), _save(folder, "run", 7)
+    loaded = load_config(config, [f"checkpoint.resume={begun}"])
+    (own.parents[1] / "config.toml").write_text(config_to_toml(loaded))
+    shutil.rmtree(begun)
+    monkeypatch.chdir(folder)
+    resume = f"checkpoint.resume=./{begun.relative_to(folder)}"
+    assert main(["train", str(config), "--check", resume]) == 0
 
 
 # What a start refuses to go on with, and what --check must say of it.
