@@ -51,7 +51,9 @@ def checks(cards: Sequence[str], stack: ExitStack) -> dict[str, tuple[Check | No
 
     def verified(limit_s: float) -> list[Finding]:
         names, job = layouts_of(size), config_from_dict(expected()["job"], {"optimizer": {"compile": on_gpus}})
-        verdicts = {name: verify_layout(job, parse_layout(name), every, limit_s / len(names)) for name in names}
+        verdicts = {
+            name: verify_layout(job, parse_layout(name), every, deadline_s=limit_s / len(names)) for name in names
+        }
         return [judge_shares("verify", [verdict.worst], name) for name, verdict in verdicts.items()]
 
     def updated(limit_s: float) -> list[Finding]:

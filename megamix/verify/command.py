@@ -35,7 +35,7 @@ COLUMNS = {
 }
 
 
-def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
+def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
     """Yield what to print, as it becomes known. What begins is said on stderr."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the ranks end first, and leave nothing
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
@@ -54,7 +54,7 @@ def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
             # Ranks of one number serve all its layouts.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
             try:
-                verdict = verify_layout(config, layout, pool)
+                verdict = verify_layout(config, layout, pool, bisect)
             except RankFailure as failure:
                 yield Failed(f"{layout.name:<14}fails\n{failure}")
                 continue
@@ -65,30 +65,32 @@ def verify_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     yield "numbers are the largest error as a share of its bound (docs/parallelism.md); 1 is too much"
 
 
-def verify_layout(config: Config, layout: Layout, pool: RankPool, deadline_s: float = DEADLINE_S) -> Verdict:
+def verify_layout(
+    config: Config, layout: Layout, pool: RankPool, bisect: bool = False, deadline_s: float = DEADLINE_S
+) -> Verdict:
     """Run one layout on its ranks and judge it."""
     here = layout.apply(config)
-    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, deadline_s=deadline_s)
+    ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect, deadline_s=deadline_s)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 
 
-def trainer_lines(where: str, worlds: Sequence[int], steps: int) -> Iterator[str]:
+def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
     """Yield what to print of somebody's own training on each number of ranks: FILE.py:CLASS for `steps` steps."""
     load_trainer(where)  # its mistakes are told before any rank is started
     yield _row("ranks", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
         say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
         try:
-            yield from _result(str(world), verify_trainer(where, world, steps))
+            yield from _result(str(world), verify_trainer(where, world, steps, bisect))
         except RankFailure as failure:
             yield Failed(f"{world:<14}fails\n{failure}")
     yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
 
 
-def verify_trainer(where: str, world: int, steps: int, deadline_s: float = DEADLINE_S) -> Verdict:
+def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, deadline_s: float = DEADLINE_S) -> Verdict:
     """Run FILE.py:CLASS on so many ranks and judge it."""
     with RankPool(world, on_gpus=torch.cuda.is_available() and torch.cuda.device_count() >= world) as pool:
-        ranks = pool.call(watch_trainer, where, steps, deadline_s=deadline_s)
+        ranks = pool.call(watch_trainer, where, steps, bisect, deadline_s=deadline_s)
     return judge_trainer(load_trainer(where, ranks=world), ranks)
 
 
@@ -101,6 +103,8 @@ def _result(name: str, verdict: Verdict) -> Iterator[str]:
         yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
         yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
+    if verdict.culprit:
+        yield Failed(f"  first module: {verdict.culprit}")
 
 
 def _row(*cells: str) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer
+from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import AskedStep, AskedUpdate
 from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import Reference, Step
@@ -60,6 +61,8 @@ def judge(
             step.norm(verdict)
             step.update(verdict)
         _copies(verdict, number, [attempt.copies for attempt in seen], after, dtype)
+        if verdict.differences and not verdict.culprit and seen[0].tape:
+            verdict.culprit = culprit(step.asked, [(attempt.dp_rank, attempt.tape) for attempt in seen])
         before, earlier = after, replace(step.asked, earlier=None)
     # A step that overflows has nothing to compare: where all of them do, every check above has passed.
     applied = verdict.attempts - verdict.skipped

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from megamix.mixed_precision.optimizers import MASTER
+from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, AskedUpdate
 from megamix.verify.reference import Reference, Step, moved
 from megamix.verify.trainer import ForeignTrainer
@@ -29,6 +30,8 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
     before = judge.started(verdict, start)
     for number, seen in enumerate(steps):
         before = judge.step(verdict, number, before, seen)
+        if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
+            verdict.culprit = culprit(judge.earlier, [(rank, one.tape) for rank, one in enumerate(seen)])
     verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0)
     return verdict
 

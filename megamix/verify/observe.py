@@ -25,6 +25,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
+from megamix.verify.tape import Tape, recorded
 
 GRADIENT = "gradient"
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
@@ -48,15 +49,20 @@ class ObservedStep:
     scalars: dict[str, float]
     owned: list[Fragment]  # gradient, master and states, after the step
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
+    tape: Tape = field(default_factory=dict)  # what passed through the modules of the first micro-batch, if recorded
+    dp_rank: int = 0  # whose micro-batches these were
 
 
-def observe(config: Config, updates: int, overflow_at: int | None) -> list[ObservedStep]:
+def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool = False) -> list[ObservedStep]:
     """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite. What is
-    returned begins with what there was before the first step: no scalars, and no gradient.
+    returned begins with what there was before the first step: no scalars, and no gradient. `bisect`: record what
+    passes through each module, of which none is compiled then.
 
     Every rank of the layout that `config` names must call it.
     """
     device = rank_device()
+    if bisect:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"compile": False})})
     section, stages = config.parallelism, plan_pipeline(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size)
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
@@ -65,15 +71,21 @@ def observe(config: Config, updates: int, overflow_at: int | None) -> list[Obser
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
     poison = Poison(engine)
+    specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
+    divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
     run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         micro_batches = batches(config, attempt, topology.data.rank)
         loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
-        passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
+        with recorded(model, wanted=bisect, but=divided) as tape:
+            passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()
-        owned = [*_gradients(engine), *_states(engine)]
-        run.append(ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=list(_copies(engine))))
+        owned, copies = [*_gradients(engine), *_states(engine)], [*_copies(engine)]
+        dp_rank = topology.data.rank
+        run.append(
+            ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=copies, tape=tape, dp_rank=dp_rank)
+        )
     return run
 
 

@@ -15,10 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from megamix.verify.tape import plain_name
 from megamix.verify.verdict import Tensors
-
-# What wrappers put in front of names: DistributedDataParallel, torch.compile, activation checkpointing, FSDP.
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class ForeignTrainer:
@@ -117,10 +115,6 @@ def whole(tensor: Tensor) -> Tensor:
     """Return a copy on the CPU, of its own dtype, of all of a tensor that ranks may have divided. All must call it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
-
-
-def plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -15,6 +15,7 @@ def add_verify(verbs: Any) -> None:
     verify = add_verb(verbs, "verify", _verify, help_text, "job.toml --layouts dp2,tp2")
     add_config(verify, "TOML file; its data are not read", nargs="?")
     verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
     verify.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
     verify.add_argument("--ranks", metavar="N", type=_worlds, default=[1, 2], help="of a trainer, as 1,2,4 (1,2)")
     verify.add_argument("--steps", metavar="N", type=int, default=4, help="of a trainer (4)")
@@ -32,7 +33,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         from megamix.verify.command import trainer_lines  # and torch, which takes seconds
 
         try:
-            return 0 if print_lines(trainer_lines(arguments.trainer, arguments.ranks, arguments.steps)) else 1
+            return (
+                0
+                if print_lines(trainer_lines(arguments.trainer, arguments.ranks, arguments.steps, arguments.bisect))
+                else 1
+            )
         except ValueError as error:
             arguments.parser.exit(2, f"megamix verify: {error}\n")
     if arguments.config is None:
@@ -43,4 +48,4 @@ def _verify(arguments: argparse.Namespace) -> int:
     layouts = parse_layouts(config, arguments.layouts.split(","))
     from megamix.verify.command import verify_lines
 
-    return 0 if print_lines(verify_lines(config, layouts)) else 1
+    return 0 if print_lines(verify_lines(config, layouts, arguments.bisect)) else 1

@@ -15,7 +15,7 @@ from megamix.verify.observe import equal_bits
 
 Tensors = dict[str, Tensor]
 
-UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # roundings
+UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}  # the largest rounding, relative
 U32 = 2.0**-24
 # Ranks add the same products in another order, and each order rounds as one rank does: some give a largest error twice
 # that of another one. What is wrong by a factor of two is wrong by hundreds of them.
@@ -48,6 +48,7 @@ class Verdict:
     skipped: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
+    culprit: str = ""  # the first module that is wrong, where modules are recorded
 
     def note(
         self, attempt: int, check: str, where: str, error: float, bound: float, explain: Callable[[], str] | str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, named_parameters, plain_name, whole
+from megamix.verify.tape import Tape, plain_name, recorded
+from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, named_parameters, whole
 from megamix.verify.verdict import Tensors
 
 OPTIONS = ("lr", "weight_decay")  # of a parameter's group, compared with the plain optimizer's
@@ -29,20 +30,25 @@ class SeenStep:
     gradients: Tensors  # those that it used
     options: dict[str, dict[str, float]]  # of each parameter, when it stepped
     loss_scale: float
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)  # computes in, sums in
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # computes in, sums in
+    tape: Tape  # of the first micro-batch, where modules are recorded
 
 
-def watch_trainer(where: str, steps: int) -> list[SeenStep]:
-    """Take the steps. What is returned begins with what there was before the first. Every rank must call it."""
+def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep]:
+    """Take the steps. What is returned begins with what there was before the first. Every rank must call it.
+
+    `bisect`: record what passes through each module.
+    """
     trainer = load_trainer(where, dist.get_rank(), dist.get_world_size())
     made: Any = trainer.setup(trainer.model())
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{type(trainer).__name__}.setup returned {type(made).__name__}, must be (module, optimizer)")
     witness = _Witness(trainer, *made)
-    seen = [witness.read({})]
+    seen = [witness.read({}, {})]
     for number in range(steps):
-        told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
-        seen.append(witness.read({name: float(value) for name, value in (told or {}).items()}))
+        with recorded(made[0], wanted=bisect) as tape:
+            told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
+        seen.append(witness.read({name: float(value) for name, value in (told or {}).items()}, tape))
     return seen
 
 
@@ -71,12 +77,13 @@ class _Witness:
                 if param in self.names:
                     self.options[self.names[param]] = {key: float(group[key]) for key in OPTIONS if key in group}
 
-    def read(self, told: Mapping[str, float]) -> SeenStep:
+    def read(self, told: Mapping[str, float], tape: Tape) -> SeenStep:
         weights = self.trainer.weights(self.module, self.optimizer)
         states = self.trainer.states(self.module, self.optimizer)
         buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
         seen = SeenStep(
-            told, weights, states, buffers, self.updates, self.gradients, self.options, self.loss_scale, self.dtypes
-        )
+            told=told, weights=weights, states=states, buffers=buffers, updates=self.updates, gradients=self.gradients,
+            options=self.options, loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape,
+        )  # fmt: skip
         self._forget()
         return seen

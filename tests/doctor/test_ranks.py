@@ -187,7 +187,7 @@ class Pool:
 
 
 def test_all_cards_of_a_machine_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def verified(config: Config, layout: Layout, pool: Pool, deadline_s: float) -> Verdict:
+    def verified(config: Config, layout: Layout, pool: Pool, *, deadline_s: float) -> Verdict:
         assert layout.world_size == pool.size == 8
         assert 0 < deadline_s <= 20
         return Verdict(worst={"gradient": 0.3 if layout.name == "dp8" else 40.0})

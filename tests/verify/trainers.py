@@ -161,3 +161,51 @@ class LateSchedule(Scheduled):
         if self.steps > 1:
             self.schedule.step()
         return told
+
+
+class Deep(Ddp):
+    """Blocks with a residual path, as a transformer has them. `wrong`: module, and what is wrong with it."""
+
+    wrong = ("", "")
+    clip_grad = 0.0
+
+    def model(self):
+        torch.manual_seed(0)
+        layers = [Block() for _ in range(3)]
+        return nn.Sequential(nn.Embedding(50, 32), *layers, nn.LayerNorm(32), nn.Linear(32, 50))
+
+    def wrap(self, model):
+        name, what = self.wrong
+        if name:
+            part, spoil = model.get_submodule(name), SPOILS[what]
+            right = part.forward
+            part.forward = lambda *args: spoil(right(*args))
+        return super().wrap(model)
+
+    def step(self, batches):
+        self.optim.zero_grad()
+        for batch in batches:
+            (self.loss(self.module, batch) / len(batches)).backward()
+        self.optim.step()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        return grad * 1.01
+
+
+SPOILS = {"output": lambda x: x * 1.01, "gradient": _WrongGradient.apply}

@@ -1,0 +1,65 @@
+"""What goes into and comes out of every module, forward and backward, of whatever wraps them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+# What is recorded of one module, in this order. The first of each in a step: that of its first micro-batch.
+INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "output gradient", "input gradient"
+Tape = dict[tuple[str, str], Tensor]  # by module and what it is, in the order in which they came
+
+# What wrappers put in front of names: DistributedDataParallel, torch.compile, activation checkpointing, FSDP.
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def plain_name(name: str) -> str:
+    """Return the plain model's name of a wrapped model's parameter, buffer or module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+@contextmanager
+def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ()) -> Iterator[Tape]:
+    """Record what passes through each module of the model `but` some, or nothing. Modules inside a compiled one are not
+    seen.
+    """
+    tape: Tape = {}
+    # Of a wrapper and what it wraps, which have one name, the latter.
+    modules = {plain_name(name): module for name, module in model.named_modules() if wanted and name not in but}
+
+    def note(name: str, what: str, values: Any) -> None:
+        found = [value for value in _tensors(values) if value.is_floating_point()]
+        if found and (name, what) not in tape:
+            tape[name, what] = found[0].detach().to("cpu", copy=True)
+
+    def hooks(name: str, module: nn.Module) -> Iterator[Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            note(name, INPUT, (args, kwargs))
+
+        yield module.register_forward_pre_hook(before, with_kwargs=True)
+        yield module.register_forward_hook(lambda module, args, output: note(name, OUTPUT, output))
+        yield module.register_full_backward_pre_hook(lambda module, grads: note(name, OUTPUT_GRADIENT, grads))
+        yield module.register_full_backward_hook(lambda module, grads, _: note(name, INPUT_GRADIENT, grads))
+
+    handles = [handle for name, module in modules.items() for handle in hooks(name, module)]
+    try:
+        with warnings.catch_warnings():  # of modules whose inputs have no gradient, as tokens
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            yield tape
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors([*values.values()])
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
