@@ -38,6 +38,8 @@ def examine_nodes() -> list[Finding]:
     try:
         store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=_LIMIT_S)))
         findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
+        # NCCL gives up a collective that hangs; else it would end this process, and with it all that is found.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         start_ranks(local_device(), _LIMIT_S)
         findings += measure_links(store, rank, size, _LIMIT_S)
         if size > 1:

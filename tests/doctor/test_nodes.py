@@ -199,13 +199,16 @@ def test_a_group_that_failed_is_left_as_it_is(
     calls = list[str]()
     monkeypatch.setattr(nodes, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
     monkeypatch.setattr(nodes, "compare_ranks", lambda *_: [])
-    monkeypatch.setattr(nodes, "start_ranks", lambda *_: None)
+    handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv(handling, "")  # so that it comes back as it was
+    monkeypatch.delenv(handling)
+    monkeypatch.setattr(nodes, "start_ranks", lambda *_: calls.append(f"by {handling}={os.environ[handling]}"))
     monkeypatch.setattr(nodes, "measure_links", fails)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(os, "_exit", lambda status: calls.append(f"ended at once with {status}"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor", "--nodes"]) == 1
-    assert calls == ["ended at once with 1"]
+    assert calls == [f"by {handling}=2", "ended at once with 1"]  # hangs are errors, not the process's end
     assert capsys.readouterr().out.startswith("BROKEN reached         NCCL error: unhandled system error")
 
 
