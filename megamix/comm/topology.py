@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -269,8 +268,6 @@ def leave_ranks(*, alike: bool) -> None:
         sys.excepthook = partial(_end_at_once, sys.excepthook)
 
 
-def _end_at_once(
-    tell: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    tell(kind, error, trace)
+def _end_at_once(tell: Callable[..., object], *error: object) -> None:
+    tell(*error)
     os._exit(1)
