@@ -169,20 +169,17 @@ def machine_code(path: Path) -> dict[str, Any]:
     (config,) = tuner.configs
     cubin = path.with_suffix(".cubin")
     cubin.write_bytes(tuner._precompile_config(config).kernel.asm["cubin"])
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    usage, sass = (
-        subprocess.run([tools / tool, option, cubin], capture_output=True, text=True, check=True).stdout
-        for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-    )
-    (registers,) = re.findall(r"REG:(\d+)", usage)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    done = subprocess.run([tool, "-res-usage", "-sass", cubin], capture_output=True, text=True, check=True)
+    (registers,) = re.findall(r"REG:(\d+)", done.stdout)
     widths = Counter(
         next((bits for bits in ("128", "64", "16", "8") if re.search(rf"\.[US]?{bits}\b", suffixes)), "32")
-        for suffixes in re.findall(r"\b(?:LDG|STG)\.E((?:\.\w+)*)", sass)
+        for suffixes in re.findall(r"\b(?:LDG|STG)\.E((?:\.\w+)*)", done.stdout)
     )
     return {
         "block": config.kwargs["XBLOCK"], "threads": 32 * config.num_warps, "registers": int(registers),
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
-        "doubles": len(re.findall(r"\bD(?:ADD|MUL|FMA|SETP)\b", sass)), "widths": widths,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", done.stdout)),
+        "doubles": len(re.findall(r"\bD(?:ADD|MUL|FMA|SETP)\b", done.stdout)), "widths": widths,
     }  # fmt: skip
 
 
