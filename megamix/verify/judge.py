@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
-from megamix.train.build import DTYPES, build_optimizer
+from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import AskedStep, AskedUpdate
 from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
@@ -100,9 +100,10 @@ class _Judged:
         self.found_inf = bool(self.of["found_inf"])
         by_rank = [[*batches(config, number, rank)] for rank in range(config.parallelism.dp_size or 1)]
         self.batches = [batch for mine in by_rank for batch in mine]
-        self.divisor = self.of["loss_scale"] * len(self.batches)
+        weight = sum(batch.weight for batch in self.batches)
+        self.divisor = self.of["loss_scale"] * weight
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
-        each = 1 / len(self.batches)
+        each = 1 / weight
         self.shares = [each] * len(self.batches)
         self.asked = AskedStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
@@ -168,20 +169,25 @@ class _Judged:
 
     def update(self, verdict: Verdict) -> None:
         """Check masters and states by the optimizer's equation, of the gathered gradient and of those before."""
+        table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
         clip, norm = self.config.optimizer.clip_grad, self.norm_scaled / self.divisor
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        lr, count = self.of["lr"], int(self.of["applied_updates"])
+        count = int(self.of["applied_updates"])
+        lr = table[min(count, len(table)) - 1]
+        told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
+        verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         rule = partial(exact_update, self.optimizer)
         for name, scaled in self.after.of(GRADIENT).items():
             grad = scaled.double() * (coefficient / self.divisor)
             group = self.optimizer.group_of(name, tuple(grad.shape))
             dtypes = {MASTER: torch.float32, **dict(group.states)}
             before = {state: self.before.tensors[state, name] for state in dtypes}
+            others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
             asked = AskedUpdate(
                 rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor,
                 weight_decay=group.weight_decay, update=count, attempts=self.number + 1, coefficient=coefficient,
-                loss_scale=self.of["loss_scale"], lrs={"the lr without its factor": lr},
+                loss_scale=self.of["loss_scale"], lrs=others | {"the lr without its factor": lr},
                 decays={"another group's weight decay": self.optimizer.weight_decay},
             )  # fmt: skip
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
-from megamix.data.loader import Batch
+from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
-from megamix.data.source import MarkovSource
+from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.step import StepResult
@@ -76,8 +76,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
-        micro_batches = batches(config, attempt, topology.data.rank)
-        loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in micro_batches)
+        loaded = batches(config, attempt, topology.data.rank)
         with recorded(model, wanted=bisect, but=divided) as tape:
             passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
         result = engine.step()
@@ -114,18 +113,34 @@ class Poison:
         return grad
 
 
-def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the micro-batches of one rank: tokens and targets, INT64 (micro_batch_size, seq_len)."""
-    model, batch_size = config.model, config.training.global_batch_size
-    branching = min(model.vocab_size, _BRANCHING)
-    source = MarkovSource(
-        vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=config.training.seed
-    )
+def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
+    """Yield the micro-batches of one rank, read as a job reads them; packed where the job packs documents."""
+    batch_size = config.training.global_batch_size
+    source = _Documents(config) if config.data.packing == "documents" else _chain(config)
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
-    for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
-        rows = torch.from_numpy(source.read(part).tokens)
-        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    with BatchLoader(source, torch.device("cpu")) as loader:
+        for (part,) in cut_batch(samples, micro_batch_size=size, dp_rank=dp_rank, dp_size=ranks):
+            yield loader.get(part)
+
+
+def _chain(config: Config) -> MarkovSource:
+    model, branching = config.model, min(config.model.vocab_size, _BRANCHING)
+    return MarkovSource(
+        vocab_size=model.vocab_size, seq_len=model.seq_len, branching=branching, seed=config.training.seed
+    )
+
+
+class _Documents:
+    """The same tokens, cut into documents of unequal lengths, some of one token."""
+
+    def __init__(self, config: Config):
+        self.seq_len, self._tokens = config.model.seq_len, _chain(config)
+
+    def read(self, samples: Numbers) -> Rows:
+        column = np.arange(self.seq_len + 1)
+        begins = (31 * np.asarray(samples)[:, None] + column * column) % 7 < 2
+        return Rows(self._tokens.read(samples).tokens, column - np.maximum.accumulate(begins * column, 1))
 
 
 def _scalars(engine: ShardedEngine, result: StepResult) -> dict[str, float]:

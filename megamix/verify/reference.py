@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamix.config import Config
+from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
 from megamix.verify.verdict import Tensors
@@ -57,11 +58,12 @@ class Reference:
         family = family_of(plain)
         native, exact = family(plain).to(device), family(plain, ExactOps(wide=False)).to(device).double()
 
-        def exact_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            tokens, targets = batch
-            return F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
+        def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
+            logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)
+            total = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            return total / batch.targets.numel()
 
-        return cls(native, exact, lambda model, batch: model(*batch), exact_loss)
+        return cls(native, exact, lambda model, batch: model(*batch.inputs), exact_loss)
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: what each micro-batch's mean counts in the loss."""

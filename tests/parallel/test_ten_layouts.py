@@ -18,7 +18,6 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
-from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.replicas import check_replicas
 from megamix.parallel.build import build_model, drawn
@@ -61,8 +60,7 @@ def _build(config: Config) -> Passes:
 
 def _step(config: Config, passes: Passes, number: int) -> tuple[float, bool]:
     """(loss, whether it was skipped)."""
-    mine = batches(config, number, passes.engine.topology.dp.rank)
-    loaded = (Batch(tokens, targets, None, targets.numel()) for tokens, targets in mine)
+    loaded = batches(config, number, passes.engine.topology.dp.rank)
     passes.backward(MicroBatch(batch.to(rank_device())) for batch in loaded)
     result = passes.engine.step()
     return float(result.loss), bool(result.found_inf)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
+from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.param_gather import ParamGather
@@ -37,6 +38,7 @@ def make_config(
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
     loss_scale: float | None = None,
+    packing: str = "none",
     **optimizer: object,
 ) -> Config:
     """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
@@ -54,7 +56,7 @@ def make_config(
             "tie_embeddings": tied,
             **FAMILIES[family],
         },
-        "data": {"train": "none"},
+        "data": {"train": "none", "packing": packing},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
         "precision": {"dtype": dtype, "loss_scale": scale},
         "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
@@ -160,3 +162,25 @@ BUGS: dict[str, Callable[[], object]] = {
         tied_table_not_summed,
     )
 }
+
+
+@contextmanager
+def schedule_one_update_late() -> Iterator[None]:
+    """Every update has the lr of the one before it."""
+    right = engine_module.lr_of
+
+    def late(lr_table: Tensor, update: Tensor) -> Tensor:
+        return right(lr_table, (update - 1).clamp(min=1))
+
+    with mock.patch.object(engine_module, "lr_of", late):
+        yield
+
+
+@contextmanager
+def documents_seen_across() -> Iterator[None]:
+    """Attention crosses from one document into the next: the model is not told where they begin."""
+    with mock.patch.object(Batch, "inputs", property(lambda batch: (batch.tokens, batch.targets, None, 0))):
+        yield
+
+
+BUGS |= {"schedule_one_update_late": schedule_one_update_late, "documents_seen_across": documents_seen_across}

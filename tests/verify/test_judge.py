@@ -57,6 +57,23 @@ def test_a_planted_bug_is_caught_and_named(run_ranks, layout: str, bug: str, che
     assert (first.attempt, first.check) == (0, check)
 
 
+def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:
+    config = make_config("dp2", packing="documents", loss_scale=4.0)
+    assert _judge(config, run_ranks(observe_case, 2, config), OVERFLOW_AT).differences == []
+    first = _judge(config, run_ranks(observe_bug, 2, config, "documents_seen_across"), None).differences[0]
+    assert (first.attempt, first.check) == (0, "gradient")
+
+
+def test_a_schedule_that_is_late_is_named_with_the_update_whose_lr_it_is(run_ranks) -> None:
+    config = make_config("dp1", loss_scale=4.0)
+    config = config.model_copy(update={"lr_schedule": config.lr_schedule.model_copy(update={"warmup_steps": 4})})
+    assert _judge(config, run_ranks(observe_case, 1, config), OVERFLOW_AT).differences == []
+    verdict = _judge(config, run_ranks(observe_bug, 1, config, "schedule_one_update_late"), None)
+    first = verdict.differences[0]
+    assert first.check == "lr"
+    assert "where the schedule has 0.005 for update 2" in first.looks_like
+
+
 def test_a_tied_table_that_is_not_summed_over_the_ends_is_named(run_ranks) -> None:
     config = make_config("pp2", loss_scale=4.0)
     verdict = _judge(config, run_ranks(observe_bug, 2, config, "tied_table_not_summed"), None)
