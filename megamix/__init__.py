@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megamix.auditing.audit import audit
     from megamix.checkpoint.checkpoints import Checkpoints
     from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.headroom import HeadroomLossScale
@@ -26,11 +27,12 @@ if TYPE_CHECKING:
 
 _STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "records")
 _HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "checkpoint.checkpoints", "verify.trainer")
+_HOMES += ("auditing.audit",)
 
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
 __all__ += ["HeadroomLossScale", "LossScale"]
 __all__ += ["MegatronLossScale", "Optimizer", "ParamGroup", "Precision", "ShardedEngine", "Sharding", "StaticLossScale"]
-__all__ += ["StepResult", "TorchLossScale", "record"]
+__all__ += ["StepResult", "TorchLossScale", "audit", "record"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
+from megamix.auditing.command import add_audit
 from megamix.checkpoint.folder import checkpoints_at, folder_of
 from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
@@ -85,6 +86,7 @@ def _parser() -> Parser:
     plan.add_argument("--json", action="store_true", help="every number, in bytes")
 
     add_verify(verbs)
+    add_audit(verbs)
 
     texts = "--input my_texts/ --output runs/data/mine"
     _add_prepare(add_verb(verbs, "prepare", lines_told(_prepare), "make tokenizer and token files from text", texts))

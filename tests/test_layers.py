@@ -34,6 +34,7 @@ LAYER = {
     "plan": 7,
     "bench": 7,
     "verify": 7,
+    "auditing": 8,
     "hub": 7,
     "doctor": 8,
     "cli": 9,

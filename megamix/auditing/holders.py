@@ -1,0 +1,116 @@
+"""Who holds the truth of a parameter, and what wrappers say of the dtypes on the way."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from megamix.auditing.facts import NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
+from megamix.auditing.watch import Watch
+
+_INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
+_HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
+
+
+def innermost(optimizer: object) -> torch.optim.Optimizer:
+    """Return the optimizer whose step updates, inside `ZeroRedundancyOptimizer`, accelerate's and others' wrappers.
+
+    Raises: TypeError for what is none.
+    """
+    inner = (getattr(optimizer, name, None) for name in _INSIDE)
+    if (found := next((one for one in inner if isinstance(one, torch.optim.Optimizer)), None)) is not None:
+        return innermost(found)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"audit takes a torch.optim.Optimizer or a megamix.ShardedEngine, got {type(optimizer).__name__}; give the "
+            "optimizer whose step() your loop calls"
+        )
+    return optimizer
+
+
+def find_truths(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], facts: Mapping[str, ParamFacts]
+) -> dict[Tensor, ParamFacts]:
+    """Return whose truth each tensor of the optimizer is: the parameter itself, or a copy that rounds to it."""
+    held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
+    truths: dict[Tensor, ParamFacts] = {param: facts[names[param]] for param in held if param in names}
+    missing = [param for param in names if param.requires_grad and param not in truths]
+    copies: dict[Tensor, ParamFacts] = {}
+    for copy in (tensor for tensor in held if tensor not in truths):
+        for param in missing:
+            if copy.shape == param.shape and torch.equal(local(copy).to(param.dtype), local(param)):
+                copies[copy] = facts[names[param]]
+                missing.remove(param)
+                break
+    state = tree_leaves(optimizer.state_dict()) if copies else []
+    saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
+    for copy, one in copies.items():
+        one.count(lost_at_resume=local(copy).data_ptr() not in saved)
+    for truth, one in (truths | copies).items():
+        one.dtypes["master"] = dtype_name(truth.dtype)
+        one.count(held=1)
+    return truths | copies
+
+
+class Gathered(NamedTuple):
+    """A parameter that FSDP2 shards. `param._unsharded_param`: where its whole value comes to be."""
+
+    param: Any
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def fully_sharded(
+    model: nn.Module, names: Mapping[nn.Parameter, str]
+) -> Iterator[tuple[nn.Module, dict[str, Gathered]]]:
+    """Yield each module that `fully_shard` was called on, with the parameters it gathers and what its policy says."""
+    if "torch.distributed.fsdp" not in sys.modules:  # to import it takes a second
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            gathered = {}
+            for group in state._fsdp_param_groups:
+                for param in (one for one in group.fsdp_params if one.sharded_param in names):
+                    compute = group.mp_policy.param_dtype or param.sharded_param.dtype
+                    reduce = group.mp_policy.reduce_dtype or compute
+                    gathered[names[param.sharded_param]] = Gathered(param, compute, reduce)
+            yield module, gathered
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has this module: a hook inside it would have it compiled anew."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def note_wires(model: nn.Module, names: Mapping[nn.Parameter, str], facts: Mapping[str, ParamFacts]) -> None:
+    """Note what DDP and FSDP2 say that they send; UNKNOWN where a hook that is not torch's does."""
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            hook = getattr(ddp._comm_hooks[0][0], "__qualname__", "") if ddp._comm_hooks else "allreduce_hook"
+            for param in (one for one in ddp.module.parameters() if one in names and one.requires_grad):
+                sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
+                facts[names[param]].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
+    for _, gathered in fully_sharded(model, names):
+        for name, param in gathered.items():
+            facts[name].dtypes["wire"] = dtype_name(param.reduce)
+
+
+def settle_wires(facts: Mapping[str, ParamFacts], watch: Watch) -> None:
+    """Fill in what no wrapper has told from what was seen, where that can be one thing only; then the sum's dtype."""
+    seen = " and ".join(sorted(map(dtype_name, watch.reduced)))
+    for name, one in facts.items():
+        wire = one.dtypes["wire"]
+        if name in watch.sent or (wire == UNKNOWN and len(watch.reduced) == 1):
+            wire = dtype_name(watch.sent[name]) if name in watch.sent else seen
+        elif wire == UNKNOWN or (wire == NOWHERE and seen and one.trains):
+            wire = f"{UNKNOWN} the ranks summed {seen or 'nothing that was seen'}, and nothing says what of it"
+        one.dtypes |= {"wire": wire, "sum": one.dtypes["sum"] if wire == NOWHERE else wire}

@@ -1,0 +1,139 @@
+"""What one update changes of the truth, before and after, and what its dtype has lost of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamix.auditing.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
+from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.optimizers import MASTER
+
+# The states whose next value moves a weight though the gradient is zero. Others only divide.
+_MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
+_TRAINED = 3  # updates after which no master is as it was loaded, whatever the warm-up began with
+_FEWEST = 64  # elements: fewer may all be round by chance
+
+
+class Update:
+    """Copies of a truth and its states, taken before an update. `updates`: made before it."""
+
+    def __init__(
+        self, facts: ParamFacts, truth: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
+        betas: Sequence[float],
+    ):  # fmt: skip
+        self.facts, self._truth, self._lr, self._before = facts, truth, lr, truth.detach().clone()
+        # An FP32 state moves whenever it should; a copy of it would be memory for nothing.
+        self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
+        facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
+        if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
+            facts.count(masters=1, round_masters=only_half_values(truth))
+
+    def after(self, grad: Tensor, states: Mapping[str, Tensor], decays: bool) -> None:
+        """Count what has become of it. `grad`: as the update used it, up to a factor."""
+        facts, before, truth = self.facts, self._before, self._truth.detach()
+        moments = {name: state for name, state in states.items() if state.shape == truth.shape}
+        facts.moments |= {name: dtype_name(state.dtype) for name, state in moments.items()}
+        facts.dtypes["master"] = dtype_name(truth.dtype)
+        due = grad != 0
+        for name, state in self._half_states.items():
+            facts.count(**{f"due {name}": due.sum(), f"stuck {name}": (due & (moments[name] == state)).sum()})
+        for name in moments.keys() & _MOVES:
+            due = due | (moments[name] != 0)
+        if decays:
+            due = due | (before != 0)
+        facts.count(updates=1)
+        if self._lr:
+            moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (truth.float() - before, before))
+            facts.count(due=due.sum(), lost=(due & (truth == before)).sum())
+            facts.count(update_squares=moved**2, weight_squares=weight**2)
+
+
+def only_half_values(values: Tensor) -> bool:
+    """Return whether an FP32 tensor has nothing that BF16, or FP16, would not hold, though it is not one number."""
+    whole = any(torch.equal(values.to(half).float(), values) for half in (torch.bfloat16, torch.float16))
+    return whole and bool((values != values.flatten()[0]).any())
+
+
+class OptimizerUpdates:
+    """Updates of a torch optimizer, between the hooks of its step. `truths`: by what it holds, whose truth that is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts]):
+        self.steps, self.overflowed, self._truths = 0, False, truths
+        self.loss_scale: float | None = None
+        self._under_way: list[tuple[Update, Tensor, bool]] = []
+        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self.handles = [pre(self._before), post(self._after)]
+
+    @torch.no_grad()
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # A GradScaler leaves its scale and its finding to a fused update.
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        self.loss_scale = self.loss_scale if scale is None else float(scale)
+        self.overflowed, self._under_way = found_inf is not None and bool(found_inf), []
+        for group in [] if self.overflowed else optimizer.param_groups:
+            for param in (one for one in group["params"] if one in self._truths and one.grad is not None):
+                facts, state = self._truths[param], optimizer.state.get(param, {})
+                if facts.dtypes["sum"] == NOWHERE:
+                    facts.dtypes["sum"] = dtype_name(param.grad.dtype)
+                updates, lr, betas = int(state.get("step", 0)), float(group["lr"]), group.get("betas", ())
+                update = Update(facts, local(param), _states(state), updates, lr, betas)
+                self._under_way.append((update, param, bool(group.get("weight_decay"))))
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += not self.overflowed
+        for update, param, decays in self._under_way:
+            assert param.grad is not None
+            update.after(local(param.grad), _states(optimizer.state[param]), decays)
+
+    def finish(self) -> None:
+        """Everything was counted in the step."""
+
+
+def _states(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: local(value) for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+
+
+class EngineUpdates:
+    """What one `step()` of an engine changes of what this rank owns."""
+
+    def __init__(self, engine: ShardedEngine, facts: Mapping[str, ParamFacts]):
+        self._engine, self.overflowed, self.steps = engine, False, 0
+        self.handles: list[Any] = []
+        self._applied, self._skipped = int(engine.applied_updates), int(engine.skipped_steps)
+        self.loss_scale = float(engine.loss_scale.loss_scale)
+        table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
+        self._updates: list[tuple[Update, bool]] = []
+        for owned in engine.owned_ranges():
+            group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
+            lr, states = table[min(self._applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
+            update = Update(facts[owned.spec.name], states.pop(MASTER), states, self._applied, lr, betas)
+            self._updates.append((update, bool(group.weight_decay)))
+        shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
+        for number, (bucket, sent, summed) in enumerate(shards):
+            alone = engine.bucket_collectives[number].axis.size == 1
+            for one in (facts[slot.spec.name] for slot in bucket.slots):
+                one.count(held=1)
+                wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
+                one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
+
+    def finish(self) -> None:
+        """Count what has become of it. The sums stay where the step has read them until the next backward.
+
+        Raises: RuntimeError if there were several, for the first one's sums are gone.
+        """
+        engine = self._engine
+        self.steps = int(engine.applied_updates) - self._applied
+        self.overflowed = int(engine.skipped_steps) > self._skipped
+        if self.steps > 1:
+            raise RuntimeError(f"audit: the engine made {self.steps} updates inside the block; take one step")
+        if self.steps == 1:
+            pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
+            grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
+            for (update, decays), owned, grad in zip(self._updates, engine.owned_ranges(), grads, strict=True):
+                update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER}, decays)
+                update.facts.note_largest(gradient=grad.abs().amax())

@@ -1,0 +1,158 @@
+"""What a step computes, sends and makes of each gradient: seen operation by operation, below autocast."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from megamix.auditing.facts import DTYPES, ParamFacts, dtype_name, joined, local
+
+EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements; of `looked_at` ones
+
+_COPIES = {"_to_copy", "clone"}
+# What a parameter passes through without being computed with: views are told by torch.
+_NOT_COMPUTED = {
+    "detach", "alias", "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "copy_", "set_",
+    "resize_", "_foreach_copy_", "record_stream", "split_with_sizes_copy", "cat", "isfinite", "equal",
+}  # fmt: skip
+_TRAFFIC = {"c10d", "_c10d_functional", "fsdp"}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+T = TypeVar("T")
+_Weak: Any = StorageWeakRef  # torch has no types for it
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes, while it is entered, in which dtypes the parameters given to `follow` are computed with, what becomes of
+    their gradients, what ranks sum, and what a GradScaler finds. Every operation runs as it is; what is compiled runs
+    compiled, unseen.
+    """
+
+    def __init__(self, facts: Mapping[str, ParamFacts]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # no types
+        self._facts = facts
+        self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
+        self.reduced: set[torch.dtype] = set()  # of what ranks summed behind the forward
+        self.sent: dict[str, torch.dtype] = {}  # by parameter: gradients that were summed one by one
+        self.loss_scale: float | None = None  # of a GradScaler
+        self.overflowed = False
+        self.inside_forward = False  # of the whole model
+        self.handles: list[RemovableHandle] = []
+        self._followed: dict[str, Tensor] = {}
+        self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
+        self._sources: dict[int, tuple[_Weak, torch.dtype]] = {}  # of casts in backward
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch would run eagerly what is compiled, and round otherwise
+
+    def follow(self, name: str, param: nn.Parameter) -> None:
+        """Watch for the use of this parameter, its views and its casts, and look at each gradient that backward makes
+        for it, before it is added to anything.
+        """
+        if self._followed.get(name) is not param and param.requires_grad:
+            self.handles.append(param.register_hook(lambda grad: self._look(self._facts[name], grad)))  # type: ignore[no-untyped-call]  # no types
+        self._followed[name] = param
+        self._place(name, local(param))
+
+    def _place(self, name: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        starts = _alive(self._places, storage._cdata)
+        if starts is None:
+            self._places[storage._cdata] = (_Weak(storage), starts := [])
+        if (place := (_start(tensor), name)) not in starts:
+            starts.append(place)
+            starts.sort()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        room, _, name = func._schema.name.partition("::")
+        if name == _UNSCALE and (scale := 1 / float(args[2])) != 1:  # 1: of an optimizer that unscales by itself
+            self.loss_scale = scale
+        out = func(*args, **(kwargs or {}))
+        if name == _UNSCALE:
+            self.overflowed |= bool(args[1])
+        elif room in _TRAFFIC:
+            if "reduce" in name or "to_all" in name or "toall" in name:
+                self._note_sum(args[:1])
+        elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
+            storage = local(out).untyped_storage()
+            self._sources[storage._cdata] = (_Weak(storage), args[0].dtype)
+        elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
+            for tensor in _tensors(args):  # else an update, or an average of the weights
+                param = self._name_of(tensor)
+                if param is not None and name in _COPIES:
+                    self._place(param, local(out))
+                elif param is not None:
+                    self.computed[param].add(tensor.dtype)
+        return out
+
+    def _note_sum(self, args: Sequence[Any]) -> None:
+        for tensor in _tensors(args):
+            if tensor.is_floating_point() and tensor.numel() > 1 and not self.inside_forward:  # 1: a loss, or a norm
+                self.reduced.add(tensor.dtype)
+                grads = ((name, param.grad) for name, param in self._followed.items() if param.grad is not None)
+                mine = (name for name, grad in grads if local(grad).data_ptr() == tensor.data_ptr())
+                self.sent |= dict.fromkeys(mine, tensor.dtype)
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        if tensor.layout != torch.strided or not tensor.is_floating_point():
+            return None
+        starts = _alive(self._places, tensor.untyped_storage()._cdata)
+        return starts[max(0, bisect_right(starts, (_start(tensor), "\uffff")) - 1)][1] if starts else None
+
+    @torch.no_grad()
+    def _look(self, facts: ParamFacts, grad: Tensor) -> None:
+        grad = local(grad)
+        if grad.layout != torch.strided or not grad.numel():
+            return
+        # Before the cast with which autocast's backward ends.
+        made = _alive(self._sources, grad.untyped_storage()._cdata) or grad.dtype
+        sent = DTYPES.get(facts.dtypes["wire"], made)
+        facts.dtypes["gradient"] = joined(facts.dtypes["gradient"], dtype_name(made))
+        facts.note_largest(gradient=grad.abs().amax())
+        if torch.finfo(sent).smallest_normal > torch.finfo(made).smallest_normal:
+            facts.count(**{EXACT: ((grad != 0) & (grad.to(sent) == 0)).sum()}, looked_at=grad.numel())
+        else:
+            facts.count(**{ESTIMATED: zeros_among_subnormals(grad, made)}, looked_at=grad.numel())
+
+
+def zeros_among_subnormals(grad: Tensor, made: torch.dtype) -> int:
+    """Return how many elements look as if they had underflowed: zeros in rows and columns that are not all zero, where
+    the tensor reaches down to the subnormal numbers of the dtype it was made in. Others are zero for another reason,
+    such as a token that did not occur.
+
+    Shapes: grad (rows, ...).
+    """
+    there = grad != 0
+    if grad.dim() < 2 or there.all() or not (there & (grad.abs() < torch.finfo(made).smallest_normal)).any():
+        return 0
+    there = there.flatten(1)
+    return int((~there & there.any(1, keepdim=True) & there.any(0, keepdim=True)).sum())
+
+
+def _start(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _alive(by_storage: Mapping[int, tuple[_Weak, T]], storage: int) -> T | None:
+    """Return what is known of a storage. While a weak reference lives its address is nobody else's."""
+    ref, known = by_storage.get(storage, (None, None))
+    return None if ref is None or ref.expired() else known
+
+
+def _tensors(args: Any) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield local(arg)
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
