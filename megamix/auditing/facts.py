@@ -54,6 +54,12 @@ class ParamFacts:
         """Return the name without its numbers, which parameters of like modules share."""
         return _NUMBER.sub("*", self.name)
 
+    def kept(self, columns: Sequence[str]) -> tuple[str, ...]:
+        """Return these cells; of moments one for each, or one for all where they are alike."""
+        each = [*self.moments.values()]
+        moments = "/".join(dict.fromkeys(each) if len({*each}) == 1 else each) or NOWHERE
+        return tuple(moments if column == "moments" else self.dtypes[column] for column in columns)
+
     def count(self, **more: Tensor | float) -> None:
         """Add to the counts."""
         self.counts |= {name: self.counts.get(name, 0.0) + float(value) for name, value in more.items()}

@@ -51,7 +51,7 @@ def find_truths(
     state = tree_leaves(optimizer.state_dict()) if copies else []
     saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
     for copy, one in copies.items():
-        one.count(lost_at_resume=local(copy).data_ptr() not in saved)
+        one.count(unsaved=local(copy).data_ptr() not in saved)
     for truth, one in (truths | copies).items():
         one.dtypes["master"] = dtype_name(truth.dtype)
         one.count(held=1)
@@ -107,10 +107,10 @@ def note_wires(model: nn.Module, names: Mapping[nn.Parameter, str], facts: Mappi
 def settle_wires(facts: Mapping[str, ParamFacts], watch: Watch) -> None:
     """Fill in what no wrapper has told from what was seen, where that can be one thing only; then the sum's dtype."""
     seen = " and ".join(sorted(map(dtype_name, watch.reduced)))
-    for name, one in facts.items():
+    for one in facts.values():
         wire = one.dtypes["wire"]
-        if name in watch.sent or (wire == UNKNOWN and len(watch.reduced) == 1):
-            wire = dtype_name(watch.sent[name]) if name in watch.sent else seen
+        if wire == UNKNOWN and len(watch.reduced) == 1:
+            wire = seen
         elif wire == UNKNOWN or (wire == NOWHERE and seen and one.trains):
             wire = f"{UNKNOWN} the ranks summed {seen or 'nothing that was seen'}, and nothing says what of it"
         one.dtypes |= {"wire": wire, "sum": one.dtypes["sum"] if wire == NOWHERE else wire}

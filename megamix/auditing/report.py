@@ -37,19 +37,21 @@ class Row:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Return them by column; of moments one for each, or one for all where they are alike."""
-        each = [*self.first.moments.values()]
-        return {**self.first.dtypes, "moments": "/".join(dict.fromkeys(each) if len({*each}) == 1 else each) or NOWHERE}
-
-    def total(self, count: str) -> float:
-        return sum(one.counts.get(count, 0.0) for one in self.members)
-
-    def largest(self, name: str) -> float:
-        return max(one.largest.get(name, 0.0) for one in self.members)
+        return dict(zip(COLUMNS, self.first.kept(COLUMNS), strict=True))
 
     def share(self, part: str, of: str) -> float | None:
         """Return one count as a share of another over all members; None where nothing was counted."""
-        return self.total(part) / self.total(of) if self.total(of) else None
+        some, all = (sum(one.counts.get(count, 0.0) for one in self.members) for count in (part, of))
+        return some / all if all else None
+
+    @property
+    def lr(self) -> float:
+        return max(one.largest.get("lr", 0.0) for one in self.members)
+
+    @property
+    def stuck(self) -> float:
+        """Return the share of a half moment's elements that an update left as they were; of several the largest."""
+        return max((self.share(f"stuck {name}", f"due {name}") or 0.0 for name in self.first.moments), default=0.0)
 
     @property
     def lost(self) -> float | None:
@@ -69,7 +71,8 @@ class Row:
     def headroom(self) -> float | None:
         """Return how many times the largest gradient element could double before its dtype, or the wire's, ends."""
         kinds = [DTYPES.get(part) for column in ("gradient", "wire") for part in self.dtypes[column].split("/")]
-        ends, largest = [torch.finfo(kind).max for kind in kinds if kind is not None], self.largest("gradient")
+        ends = [torch.finfo(kind).max for kind in kinds if kind is not None]
+        largest = max(one.largest.get("gradient", 0.0) for one in self.members)
         return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
 
     @property
@@ -89,9 +92,9 @@ class Row:
 
     def as_dict(self) -> dict[str, object]:
         """Return what `to_json` has of it."""
-        told = ("name", "lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight")
-        own = {"parameters": [one.name for one in self.members], "dtypes": self.dtypes, "moments": self.first.moments}
-        return {name: getattr(self, name) for name in told} | own | {"lr": self.largest("lr")}
+        told = ("name", "dtypes", "lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")
+        own = {"parameters": [one.name for one in self.members], "moments": self.first.moments}
+        return {name: getattr(self, name) for name in told} | own
 
 
 def make_rows(facts: Sequence[ParamFacts]) -> list[Row]:
@@ -123,7 +126,7 @@ class AuditReport:
     def fill(self, facts: Sequence[ParamFacts], loss_scale: float | None, *, skipped: bool) -> None:
         """Take what all ranks know of one step."""
         self.rows, self.loss_scale = make_rows(facts), None if loss_scale == 1 else loss_scale
-        self.warnings = warnings_of(self.rows, Topology.current().world.size, self.loss_scale, skipped)
+        self.warnings = warnings_of(self.rows, Topology.current().world.size, self.loss_scale is not None, skipped)
 
     def lines(self) -> Iterator[str]:
         """Yield the page, at most 120 characters wide but for names and warnings."""

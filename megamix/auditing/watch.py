@@ -41,7 +41,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self._facts = facts
         self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         self.reduced: set[torch.dtype] = set()  # of what ranks summed behind the forward
-        self.sent: dict[str, torch.dtype] = {}  # by parameter: gradients that were summed one by one
         self.loss_scale: float | None = None  # of a GradScaler
         self.overflowed = False
         self.inside_forward = False  # of the whole model
@@ -83,7 +82,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             self.overflowed |= bool(args[1])
         elif room in _TRAFFIC:
             if "reduce" in name or "to_all" in name or "toall" in name:
-                self._note_sum(args[:1])
+                floats = [one for one in _tensors(args[:1]) if one.is_floating_point() and not self.inside_forward]
+                self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # 1: a loss, or a norm
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), args[0].dtype)
@@ -95,14 +95,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                 elif param is not None:
                     self.computed[param].add(tensor.dtype)
         return out
-
-    def _note_sum(self, args: Sequence[Any]) -> None:
-        for tensor in _tensors(args):
-            if tensor.is_floating_point() and tensor.numel() > 1 and not self.inside_forward:  # 1: a loss, or a norm
-                self.reduced.add(tensor.dtype)
-                grads = ((name, param.grad) for name, param in self._followed.items() if param.grad is not None)
-                mine = (name for name, grad in grads if local(grad).data_ptr() == tensor.data_ptr())
-                self.sent |= dict.fromkeys(mine, tensor.dtype)
 
     def _name_of(self, tensor: Tensor) -> str | None:
         if tensor.layout != torch.strided or not tensor.is_floating_point():
