@@ -5,7 +5,7 @@ if it explains the numbers within the bound that the right ones have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.optimizers import MASTER
-from megamix.verify.reference import Reference
-from megamix.verify.verdict import Tensors
+from megamix.verify.reference import MicroBatches, Reference
+from megamix.verify.verdict import UNIT, Tensors
 
 Candidates = Iterator[tuple[str, Tensor]]
-Rule = Callable[..., Tensors]  # of an optimizer: (name, grad, before, lr=, weight_decay=, update=) -> master and states
 HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
@@ -35,7 +33,20 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
     return kind
 
 
-def _factor(found: Tensor, right: Tensor) -> float:
+def _flat(by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+    return [one for mine in by_rank for one in mine]
+
+
+def _targets_moved(batch: Any, by: int) -> Any:
+    """Return a micro-batch whose last tensor of whole numbers, its targets, is turned by some positions."""
+    if isinstance(batch, Mapping):
+        return dict(zip(batch, _targets_moved([*batch.values()], by), strict=True))
+    if not isinstance(batch, tuple | list) or not isinstance(batch[-1], Tensor) or batch[-1].is_floating_point():
+        return batch
+    return [*batch[:-1], batch[-1].roll(by)]
+
+
+def factor_of(found: Tensor, right: Tensor) -> float:
     """Return what `right` must be multiplied by to come nearest to `found`, in the sum of squares."""
     return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
 
@@ -51,6 +62,7 @@ class AskedStep:
     loss_scale: float = 1.0
     coefficient: float = 1.0  # of clipping: of the gradient that was found
     clip: float = 0.0
+    groups: Mapping[str, int] = field(default_factory=dict)  # of the optimizer: which one a parameter is in
     earlier: AskedStep | None = field(default=None, repr=False)
 
     @cached_property
@@ -59,7 +71,7 @@ class AskedStep:
         return [[self._of([batch], [share]) for batch, share in zip(*both, strict=True)]
                 for both in zip(self.by_rank, self.shares, strict=True)]  # fmt: skip
 
-    def _of(self, batches: Sequence[Any], shares: Sequence[float]) -> Tensors:
+    def _of(self, batches: MicroBatches, shares: Sequence[float]) -> Tensors:
         return self.reference.exact_step(self.weights, batches, shares).grads
 
     @cached_property
@@ -75,17 +87,40 @@ class AskedStep:
     def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
         """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
-        if kind := self._clipping(name, off, bound):
+        if kind := self._clipping(name, off, bound) or self._shards(name, off, bound):
             return kind
-        factors = ((text, grad * self.coefficient) for text, grad in self._factors(name))
-        kinds = (*self._sums(name), *self._steps(name), *self._places(name, off))
+        factors = ((text, want * factor) for factor, text in self._meanings())
+        kinds = chain(self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
-        others = ((text, grad * (_factor(off, grad) if self.clip else 1.0)) for text, grad in kinds)
-        kind = nearest(off, want, bound, chain(factors, others))
-        return kind or self._decay(off - want, self.weights[name], bound) or self._times(name, off, bound)
+        others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
+        kept = factors, self._times(name, off), others, self._added(name, off - want)
+        return next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
 
-    def _factors(self, name: str) -> Candidates:
-        ranks, numbers, scale = len(self.parts), len(self.parts[0]), self.loss_scale
+    def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
+        """Say what kind of mistake the loss looks like. `told`: by each rank; `losses`: of each micro-batch in FP64."""
+        shares = [sum(mine) for mine in self.shares]
+        found = sum(one * share for one, share in zip(told, shares, strict=True))
+        left = iter(losses)
+        parts = [[next(left) * share for share in mine] for mine in self.shares]
+        whole = sum(map(sum, parts))
+        kinds = [(text, whole * factor) for factor, text in self._meanings()]
+        kinds += [("a mean of micro-batches' means", sum(losses) / len(losses))]
+        kinds += [(f"rank {rank}'s own", sum(mine) / shares[rank]) for rank, mine in enumerate(parts)]
+        last = [mine[-1] / share[-1] for mine, share in zip(parts, self.shares, strict=True)]
+        kinds += [("that of the last micro-batch alone", sum(map(float.__mul__, last, shares))),
+                  ("that of rank 0's last micro-batch alone", last[0])]  # fmt: skip
+        candidates = ((text, torch.tensor(value)) for text, value in kinds)
+        if kind := nearest(torch.tensor(found), torch.tensor(whole), bound, candidates):
+            return kind
+        for dtype, text in HALVES.items():
+            kept = all(float(torch.tensor(one).to(dtype)) == one for one in told)
+            if kept and abs(found / whole - 1) < 4 * UNIT[dtype]:
+                return f"computed or kept in {text}"
+        return "another forward or other samples: these weights give another loss in one process"
+
+    def _meanings(self) -> Iterator[tuple[float, str]]:
+        """Yield every factor that is easily in a gradient, and what each may mean."""
+        ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
         meanings: dict[float, list[str]] = {}
         for factor, meaning in (
             (2.0, "counted twice"), (0.5, "halved"),
@@ -100,7 +135,7 @@ class AskedStep:
             if factor != 1:
                 meanings.setdefault(factor, []).append(meaning)
         for factor, texts in meanings.items():
-            yield f"{factor:g} times the right one ({', or '.join(texts)})", self.whole[name] * factor
+            yield factor, f"{factor:g} times the right one ({', or '.join(texts)})"
 
     def _sums(self, name: str) -> Candidates:
         """Parts that are missing, or counted as they should not be."""
@@ -120,6 +155,13 @@ class AskedStep:
             yield f"micro-batch {number} alone, over the number of micro-batches", part
             yield f"micro-batch {number} alone", part * numbers
             yield f"micro-batch {number} counts twice", whole + part
+        for number in range(numbers if ranks > 1 else 0):
+            own = [part[name] * ranks for part in self.parts[0]]
+            rest = self._sum(name, number=number)
+            yield f"micro-batch {number} is not reduced over the ranks", whole - rest + own[number]
+            if numbers > 2:
+                text = f"micro-batch {number} alone is reduced over the ranks"
+                yield text, rest + torch.stack(own).sum(0) - own[number]
         if len({share for mine in self.shares for share in mine}) > 1:
             means = [[part[name] / share for part, share in zip(*both, strict=True)]
                      for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
@@ -130,18 +172,37 @@ class AskedStep:
             yield text, torch.stack(by_rank).mean(0)
 
     def _steps(self, name: str) -> Candidates:
-        if (earlier := self.earlier) is None:
-            return
-        here = self.whole[name]
-        shares = [share for mine in self.shares for share in mine]
-        batches = [batch for mine in self.by_rank for batch in mine]
-        old = self.reference.exact_step(earlier.weights, batches, shares)
-        yield "that of the weights before the last update: stale weights", old.grads[name]
-        before = [batch for mine in earlier.by_rank for batch in mine]
-        kept = [share for mine in earlier.shares for share in mine]
-        yield "that of the last step's samples", self.reference.exact_step(self.weights, before, kept).grads[name]
-        yield "the last step's gradient still in it: not set to zero", here + earlier.whole[name]
-        yield "the last step's gradient", earlier.whole[name]
+        for text, grads in self._other_steps.items():
+            yield text, grads[name]
+        if self.earlier is not None:
+            kept = self.earlier.whole[name]
+            left = kept * self.earlier.coefficient  # clipping writes into it
+            yield "the last step's gradient still in it: not set to zero", self.whole[name] + left
+            yield "the last step's gradient", kept
+
+    @cached_property
+    def _other_steps(self) -> dict[str, Tensors]:
+        """What other weights, samples or targets would have given."""
+        shares, batches = _flat(self.shares), _flat(self.by_rank)
+        steps = {}
+        for by in (1, -1):
+            moved = [_targets_moved(batch, by) for batch in batches]
+            steps[f"that of targets moved by {by} position"] = self._of(moved, shares)
+        if earlier := self.earlier:
+            text = "that of the weights before the last update: stale weights"
+            steps[text] = self.reference.exact_step(earlier.weights, batches, shares).grads
+            steps["that of the last step's samples"] = self._of(_flat(earlier.by_rank), _flat(earlier.shares))
+        return steps
+
+    def _uses(self, name: str) -> Candidates:
+        """What a parameter that several modules use gets from each of them."""
+        for use, grads in self._by_use.get(name, {}).items():
+            yield f"the gradient through {use} is missing: the table is tied", self.whole[name] - grads
+            yield f"the gradient through {use} counts twice: the table is tied", self.whole[name] + grads
+
+    @cached_property
+    def _by_use(self) -> dict[str, Tensors]:
+        return self.reference.grads_by_use(self.weights, _flat(self.by_rank), _flat(self.shares))
 
     def _places(self, name: str, found: Tensor) -> Candidates:
         """The right numbers in wrong places."""
@@ -154,31 +215,47 @@ class AskedStep:
         moved[found.flatten().argsort()] = whole.flatten().sort().values
         yield "the right numbers in other places", moved.view(whole.shape)
 
-    def _times(self, name: str, found: Tensor, bound: float) -> str:
-        factor = _factor(found, self.whole[name])
-        if float((found - factor * self.whole[name]).abs().max()) > bound:
-            return ""
-        return f"{factor / self.coefficient:.4g} times the right one"
+    def _times(self, name: str, found: Tensor) -> Candidates:
+        factor = factor_of(found, self.whole[name])
+        yield f"{factor / self.coefficient:.4g} times the right one", factor * self.whole[name]
+
+    def _added(self, name: str, error: Tensor) -> Candidates:
+        weight = self.weights[name].double()
+        rate = factor_of(error, weight)
+        text = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
+        yield text, self.whole[name] * self.coefficient + rate * weight
 
     def _clipping(self, name: str, found: Tensor, bound: float) -> str:
         """Explain a gradient that is off by one factor: by the norm with which it was clipped."""
-        factor = _factor(found, self.whole[name])
-        if not self.clip or factor <= 0 or float((found - factor * self.whole[name]).abs().max()) > bound:
+        factor = factor_of(found, self.whole[name])
+        # Clipping makes nothing larger.
+        if not self.clip or not 0 < factor < 1.001 or self._off(name, found, factor) > bound:
             return ""
-        squares = {other: float(grad.square().sum()) for other, grad in self.whole.items()}
-        norm, used = math.sqrt(sum(squares.values())), self.clip / factor
-        told = f"clipped by a norm of {used:.4g}, where that of all gradients is {norm:.4g}"
-
-        def near(other: float) -> bool:
-            return abs(used / other - 1) < 1e-3
-
         if abs(factor - 1) < 1e-3:
             return "not clipped"
+        kind = self.explain_norm(self.clip / factor, name)
+        return kind and f"clipped by a norm of {self.clip / factor:.4g}, where {kind}"
+
+    def explain_norm(self, used: float, name: str = "") -> str:
+        """Say which norm, in place of that of all gradients, this one looks like; "" for no known one."""
+        squares = {other: float(grad.square().sum()) for other, grad in self.whole.items()}
+        norm = math.sqrt(sum(squares.values()))
+        told = f"that of all gradients is {norm:.4g}"
+
+        def near(other: float) -> bool:
+            return abs(used / max(other, 1e-300) - 1) < 1e-3
+
         if self.loss_scale != 1 and near(norm * self.loss_scale):
             return f"{told}: of the gradient with the loss scale in it"
-        if len(squares) > 1 and near(math.sqrt(squares[name])):
+        if len(squares) > 1 and name and near(math.sqrt(squares[name])):
             return f"{told}: its own"
-        for times in {len(self.parts), len(self.parts[0])} - {1}:
+        for group in sorted(set(self.groups.values())):
+            if near(math.sqrt(sum(square for other, square in squares.items() if self.groups.get(other) == group))):
+                return f"{told}: that of group {group} alone"
+        for rank, shards in enumerate(self._shard_norms if len(self.by_rank) > 1 else []):
+            if near(shards):
+                return f"{told}: that of the shards of rank {rank} alone"
+        for times in {len(self.by_rank), len(self.by_rank[0])} - {1}:
             for text, by in (("", float(times)), ("the root of ", math.sqrt(times))):
                 if near(norm * by) or near(norm / by):
                     return f"{told}: {'times' if used > norm else 'over'} {text}{times}, the ranks or micro-batches"
@@ -188,75 +265,24 @@ class AskedStep:
                     return f"{told}: it {verb} {other}"
         return ""
 
-    def _decay(self, error: Tensor, weight: Tensor, bound: float) -> str:
-        weight = weight.double()
-        rate = _factor(error, weight)
-        if float((error - rate * weight).abs().max()) <= bound:
-            return f"{rate:.4g} times the weights added to it: weight decay in the gradient"
-        return ""
+    def _shards(self, name: str, found: Tensor, bound: float) -> str:
+        """Explain a gradient whose shards, the rows that ranks divide, each have a factor of their own."""
+        ranks = len(self.by_rank)
+        pairs = [*zip(found.chunk(ranks), self.whole[name].chunk(ranks), strict=True)] if found.dim() else []
+        if not self.clip or ranks == 1 or len(pairs) < ranks:
+            return ""
+        for (mine, right), norm in zip(pairs, self._shard_norms, strict=True):
+            coefficient = min(1.0, self.clip / (norm + 1e-6))
+            if float((mine - coefficient * right).abs().max()) > bound:
+                return ""
+        return "clipped on each rank by the norm of its own shards"
 
+    @cached_property
+    def _shard_norms(self) -> list[float]:
+        ranks = len(self.by_rank)
+        pieces = [grad.chunk(ranks) for grad in self.whole.values() if grad.dim()]
+        return [math.sqrt(sum(float(mine[rank].square().sum()) for mine in pieces if rank < len(mine)))
+                for rank in range(ranks)]  # fmt: skip
 
-@dataclass(frozen=True, kw_only=True)
-class AskedUpdate:
-    """One parameter's update as it should have been."""
-
-    rule: Rule
-    name: str
-    grad: Tensor  # FP64, as the update uses it: unscaled, clipped
-    before: Tensors  # master and states
-    lr: float
-    weight_decay: float
-    update: int  # its number
-    attempts: int  # updates and skipped steps so far, with this one
-    lrs: Mapping[str, float] = field(default_factory=dict)  # other learning rates, by whose they are
-    decays: Mapping[str, float] = field(default_factory=dict)
-    coefficient: float = 1.0  # of clipping, in the gradient
-    loss_scale: float = 1.0
-
-    def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
-        at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
-        return self.rule(self.name, grad, self.before if before is None else before, **at)
-
-    def explain(self, state: str, after: Tensor, bound: float) -> str:
-        """Say what kind of mistake `after`, which is master or a state, looks like; "" for no known one."""
-        want, found = self.updated(self.grad)[state], after.double()
-        for dtype, text in HALVES.items():
-            if bool((found.to(dtype).double() == found).all()) and bool((want.to(dtype).double() != want).any()):
-                lost = float(((found == self.before[state].double()) & (want != found)).double().mean())
-                which = "no FP32 master" if state == MASTER else "no FP32 state"
-                return f"kept in {text}: {which}; {lost:.0%} of its elements' updates round to nothing"
-        return nearest(found, want, bound, ((text, one[state]) for text, one in self._kinds()))
-
-    def _kinds(self) -> Iterator[tuple[str, Tensors]]:
-        grad, before, once = self.grad, self.before, self.updated(self.grad)
-        moments = [state for state in before if state != MASTER]
-        yield "never updated", before
-        yield "updated twice", self.updated(grad, once, update=self.update + 1)
-        yield "updated twice with one number", self.updated(grad, once)
-        for text, lr in self.lrs.items():
-            yield f"updated with {text}, {lr:.4g}, not {self.lr:.4g}", self.updated(grad, lr=lr)
-        for text, decay in {"no weight decay": 0.0, **self.decays}.items():
-            yield f"{text}, {decay:.4g}, not {self.weight_decay:.4g}", self.updated(grad, weight_decay=decay)
-        decayed = grad + self.weight_decay * before[MASTER].double()
-        yield "weight decay added to the gradient, not to the weights", self.updated(decayed, weight_decay=0.0)
-        for count in {self.update - 1, self.update + 1, self.attempts} - {self.update, 0}:
-            text = "the skipped steps are counted" if count == self.attempts else f"that of update {count}"
-            yield f"bias correction: {text}, where this is update {self.update}", self.updated(grad, update=count)
-        yield "no bias correction", self.updated(grad, update=10**9)
-        if moments:
-            empty = {state: before[state] if state == MASTER else torch.zeros_like(before[state]) for state in before}
-            yield "states lost: this update began with zeros", self.updated(grad, empty)
-            yield "states and their count lost: updated as if it were the first", self.updated(grad, empty, update=1)
-        for dtype, text in HALVES.items():
-            rounded = before | {MASTER: before[MASTER].to(dtype).to(before[MASTER].dtype)}
-            yield f"masters made from the {text} copy before this update", self.updated(grad, rounded)
-            states = {state: before[state].to(dtype).to(before[state].dtype) for state in moments}
-            yield f"states rounded to {text} before this update", self.updated(grad, before | states)
-        for text, factor in (
-            ("the gradient was not clipped", 1 / self.coefficient), ("the loss scale is left in", self.loss_scale),
-            ("the gradient was divided by the loss scale twice", 1 / self.loss_scale),
-            ("the gradient was clipped twice", self.coefficient), ("its sign is turned", -1.0),
-            ("the gradient is zeros", 0.0),
-        ):  # fmt: skip
-            if factor != 1:
-                yield text, self.updated(grad * factor)
+    def _off(self, name: str, found: Tensor, factor: float) -> float:
+        return float((found - factor * self.whole[name]).abs().max())

@@ -19,9 +19,10 @@ from megamix.config import Config
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
-from megamix.verify.hypotheses import AskedStep, AskedUpdate
+from megamix.verify.hypotheses import AskedStep
 from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import Reference, Step
+from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
 
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.bisect import culprit
-from megamix.verify.hypotheses import HALVES, AskedStep, AskedUpdate
-from megamix.verify.reference import Reference, Step, moved
+from megamix.verify.hypotheses import HALVES, AskedStep, factor_of
+from megamix.verify.judge_buffers import check_buffers
+from megamix.verify.plain_optimizer import lr_table, options_of, torch_update
+from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.verify.trainer import ForeignTrainer
+from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
-from megamix.verify.watch import OPTIONS, SeenStep
+from megamix.verify.watch import SeenStep
 
 
 def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
@@ -49,19 +53,23 @@ class _Judge:
 
         self.reference = Reference(native, exact, trainer.loss, exact_loss)
         self.plain = trainer.optimizer(exact)
-        self.lrs = _lr_table(trainer, exact, updates)
-        names = {param: name for name, param in exact.named_parameters()}
+        self.lrs = lr_table(trainer, exact, updates)
+        names = {param: name for name, param in exact.named_parameters() if param.requires_grad}
         self.groups = {
-            names[param]: number for number, group in enumerate(self.plain.param_groups) for param in group["params"]
-        }
+            names[param]: number
+            for number, group in enumerate(self.plain.param_groups) for param in group["params"] if param in names
+        }  # fmt: skip
         self.updates = 0
+        self.counts: Counter[str] = Counter()  # of each parameter's updates: torch has none for one without a gradient
         self.earlier: AskedStep | None = None
 
     def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
         first = seen[0]
-        for name in self.initial.keys() ^ first.weights.keys():
+        for name in (*self.initial, *first.weights):
+            if name in self.initial and name in first.weights:
+                continue
             verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only one of the models has")
-        for name in self.initial.keys() & first.weights.keys():
+        for name in filter(first.weights.__contains__, self.initial):
             kept = first.weights[name].dtype
             if name not in self.frozen and kept != self.trainer.truth:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
@@ -79,54 +87,95 @@ class _Judge:
             verdict.note(number, "copies", "the optimizer", apart, 0.0, text)
             mine = {("weight", name): weight for name, weight in first.weights.items()} | first.states
             theirs = {("weight", name): weight for name, weight in other.weights.items()} | other.states
-            for key in mine.keys() & theirs.keys():
+            for key in filter(theirs.__contains__, mine):
                 where = f"{key[1]} on rank {rank}"
                 verdict.equal(number, f"copies ({key[0]})", where, theirs[key], mine[key], _DRIFT)
 
     def step(self, verdict: Verdict, number: int, before: SeenStep, seen: Sequence[SeenStep]) -> SeenStep:
         after = replace(seen[0], states={key: state for one in reversed(seen) for key, state in one.states.items()})
         by_rank = [[*self.trainer.batches(number, rank, self.ranks)] for rank in range(self.ranks)]
+        self._samples(verdict, number, by_rank)
         counts = [[self.trainer.targets(batch) for batch in mine] for mine in by_rank]
         total = sum(count for mine in counts for count in mine)
         shares = [[count / total for count in mine] for mine in counts]
         weights = {
             name: weight.to(after.dtypes[name][0] if name in after.dtypes else weight.dtype)
             for name, weight in before.weights.items()
-        }  # fmt: skip
+        } | before.buffers  # fmt: skip
         asked = AskedStep(
             self.reference, weights, by_rank, shares,
-            loss_scale=after.loss_scale, clip=self.trainer.clip_grad, earlier=self.earlier,
+            loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.groups,
+            earlier=self.earlier,
         )  # fmt: skip
         batches = [batch for mine in by_rank for batch in mine]
         flat = [share for mine in shares for share in mine]
         exact = self.reference.exact_step(weights, batches, flat)
         scale = after.loss_scale * self.ranks * max(flat)  # what a rank multiplies the largest of its losses by
-        native = self.reference.native_step(weights, batches, flat, scale)
-        self._told(verdict, number, [one.told for one in seen], exact, native, [sum(mine) for mine in shares])
+        # Where dtypes are mixed, wrappers cast at their borders, and the plain model cannot: the coarsest bounds all.
+        dtype = max((weights[name].dtype for name in before.weights), key=UNIT.__getitem__)
+        coarse = {name: weights[name].to(dtype) for name in before.weights} | before.buffers
+        native = self.reference.native_step(coarse, batches, flat, scale)
         if after.updates == 0:
             verdict.skipped += 1
             self._skipped(verdict, number, before, after, native)
         else:
             self.updates += 1
-            verdict.note(number, "updates", "the optimizer", float(after.updates != 1), 0.0)
-            asked = self._gradients(verdict, number, asked, after, exact, native)
-            self._update(verdict, number, asked, before, after)
+            text = f"{after.updates} updates in one step, which has {len(by_rank[0])} micro-batches"
+            verdict.note(number, "updates", "the optimizer", float(after.updates != 1), 0.0, text)
+            if not finite(native):
+                # Ranks round in another order, and may stay just below FP16's end where one process does not.
+                native, used = self.reference.finite_step(coarse, batches, flat, scale)
+                text = "a step that had to be skipped was applied, or has another loss scale than it tells"
+                verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
+            off, bound, kind = self._loss([one.told for one in seen], asked, exact, native)
+            right = "a wrong backward or reduction: the loss is right" if bound else ""
+            hint = kind if off > bound else lambda: right
+            norm, rounded = _norm(exact.grads), _norm(native.grads)
+            slack = NOISE * abs(rounded - norm) / norm + 64 * U32 if norm else 0.0  # relative
+            clip = self.trainer.clip_grad
+            asked = replace(asked, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
+            unseen = self._gradients(verdict, number, asked, after, exact, native, slack, hint)
+            verdict.note(number, "loss", "the global batch", off, bound, kind)
+            if "grad_norm" in after.told:
+                told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
+                bound = max(slack, 64 * U32 * roundings) * norm
+                explain = partial(asked.explain_norm, told)
+                verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
+            self._update(verdict, number, asked, before, after, unseen)
+        check_buffers(verdict, number, asked, before, after)
         self._copies(verdict, number, seen)
         for name in self.frozen:
             verdict.equal(number, "frozen weight", name, after.weights[name], before.weights[name])
         self.earlier = replace(asked, earlier=None)
         return after
 
-    def _told(
-        self, verdict: Verdict, number: int, told: Sequence[Mapping[str, float]], exact: Step, native: Step,
-        by_rank: Sequence[float],
-    ) -> None:  # fmt: skip
-        """Check the loss: that of all ranks where they report the same, else each rank's own part of it."""
-        if losses := [one["loss"] for one in told if "loss" in one]:
-            noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
-            bound = NOISE * noise + 64 * U32 * abs(exact.loss)
-            loss = sum(one * share for one, share in zip(losses, by_rank, strict=True))
-            verdict.note(number, "loss", "the global batch", abs(loss - exact.loss), bound)
+    def _samples(self, verdict: Verdict, number: int, by_rank: Sequence[MicroBatches]) -> None:
+        """Check that no micro-batch of a step is there twice."""
+        held: list[tuple[str, list[Any]]] = []
+        for rank, mine in enumerate(by_rank):
+            for at, batch in enumerate(mine):
+                where, parts = f"micro-batch {at} of rank {rank}", tree_leaves(moved(batch, torch.device("cpu")))
+                for other, theirs in held:
+                    twice = len(parts) == len(theirs) and all(
+                        isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
+                        for one, two in zip(parts, theirs, strict=True)
+                    )  # fmt: skip
+                    verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
+                held.append((where, parts))
+
+    def _loss(
+        self, told: Sequence[Mapping[str, float]], asked: AskedStep, exact: Step, native: Step
+    ) -> tuple[float, float, Callable[[], str]]:
+        """Return how far off the loss is, its bound, and its kind: that of all ranks where they report the same, else
+        each rank's own part of it. Zeros where none is reported.
+        """
+        losses = [one["loss"] for one in told if "loss" in one]
+        if len(losses) != len(told):
+            return 0.0, 0.0, lambda: ""
+        noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        bound = NOISE * noise + 64 * U32 * abs(exact.loss)
+        loss = sum(one * sum(mine) for one, mine in zip(losses, asked.shares, strict=True))
+        return abs(loss - exact.loss), bound, partial(asked.explain_loss, losses, exact.losses, bound)
 
     def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
         """Check that nothing changed, and that there was an overflow."""
@@ -138,38 +187,64 @@ class _Judge:
             verdict.equal(number, f"{key[0]} after a skipped step", key[1], after.states[key], state)
 
     def _gradients(
-        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step
-    ) -> AskedStep:
-        """Check the gradients that the update used, and the norm. Return the step with its clipping."""
-        norm, rounded = _norm(exact.grads), _norm(native.grads)
-        slack = NOISE * abs(rounded - norm) / norm + 64 * U32 if norm else 0.0  # relative
-        clip = self.trainer.clip_grad
-        coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        asked = replace(asked, coefficient=coefficient)
+        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, slack: float,
+        hint: Callable[[], str],
+    ) -> dict[str, float]:  # fmt: skip
+        """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
+
+        slack: relative, of the norm with which they are clipped.
+        """
+        coefficient, clip = asked.coefficient, self.trainer.clip_grad
         roundings = sum(len(mine) for mine in asked.by_rank) + 1
-        found = {name: after.gradients[name].double() for name in exact.grads if name in after.gradients}
+        bounds = {}
         for name, want in exact.grads.items():
             sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
             noise = float((native.grads[name] - want).abs().max())
             divisor = after.loss_scale / max(max(mine) for mine in asked.shares) if _halves(asked, name) else None
             bound = gradient_bound(noise, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
-            bound += slack * coefficient * float(want.abs().max()) * bool(clip)
-            grad = found.get(name, torch.zeros_like(want))
-            explain = partial(asked.explain, name, found | {name: grad}, bound)
-            verdict.note(number, "gradient", name, float((grad - coefficient * want).abs().max()), bound, explain)
-        if "grad_norm" in after.told:
-            bound = max(slack * norm, math.sqrt(sum(grad.numel() for grad in exact.grads.values())) * 64 * U32 * norm)
-            verdict.note(number, "norm", "all gradients", abs(after.told["grad_norm"] - norm), bound)
-        return asked
+            bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
+        if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
+            after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}
+            return bounds
+        found = {name: after.gradients[name].double() if name in after.gradients else torch.zeros_like(want)
+                 for name, want in exact.grads.items()}  # fmt: skip
+        # One wrong gradient changes the norm with which all are clipped: it is named before those.
+        factors = {name: factor_of(found[name], want) for name, want in exact.grads.items() if bool(want.any())}
+        common = median(factors.values()) if clip and factors else coefficient
+        apart = {name: float((found[name] - common * want).abs().max()) > bounds[name]
+                 for name, want in exact.grads.items()}  # fmt: skip
+        if not 0 < common < 1.001 or all(apart.values()):
+            common, apart = coefficient, dict.fromkeys(apart, True)
+        for name in sorted(apart, key=apart.__getitem__, reverse=True):
+            off = float((found[name] - coefficient * exact.grads[name]).abs().max())
+            step = replace(asked, coefficient=common) if apart[name] else asked
 
-    def _update(self, verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep) -> None:
+            def explain(name: str = name, step: AskedStep = step) -> str:
+                return step.explain(name, found, bounds[name]) or hint()
+
+            verdict.note(number, "gradient", name, off, bounds[name], explain)
+        return {}
+
+    def _update(
+        self, verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep,
+        unseen: Mapping[str, float],
+    ) -> None:  # fmt: skip
         """Check the options of every parameter, then weights and states by the plain optimizer in FP64."""
         for name, number_of_group in self.groups.items():
             table = [lrs[number_of_group] for lrs in self.lrs]
             group = self.plain.param_groups[number_of_group] | {"lr": table[self.updates - 1]}
             self._options(verdict, number, name, group, table, after)
-            if name not in after.gradients or not after.gradients[name].isfinite().all():
+            if name not in after.options:
                 continue
+            if name not in after.gradients:
+                text = "moved by weight decay or momentum alone"
+                verdict.equal(
+                    number, "weight without a gradient", name, after.weights[name], before.weights[name], text
+                )
+                continue
+            if not after.gradients[name].isfinite().all():
+                continue
+            self.counts[name] += 1
             states = [state for state, of in after.states if of == name]
             empty = torch.zeros_like(before.weights[name])
             was = {MASTER: before.weights[name]} | {state: before.states.get((state, name), empty) for state in states}
@@ -179,7 +254,7 @@ class _Judge:
             lrs |= {f"the lr of group {at}": other for at, other in enumerate(self.lrs[self.updates - 1])}
             update = AskedUpdate(
                 rule=partial(torch_update, self.plain, group), name=name, grad=grad, before=was, lr=lr,
-                weight_decay=decay, update=self.updates, attempts=number + 1, coefficient=asked.coefficient,
+                weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=asked.coefficient,
                 loss_scale=after.loss_scale, lrs={text: other for text, other in lrs.items() if other != lr},
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, one in enumerate(self.plain.param_groups) if "weight_decay" in one},
@@ -189,35 +264,29 @@ class _Judge:
                 return update.explain(state, became[state], bound)
 
             dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.trainer.truth}
-            note_update(verdict, number, name, update.updated, grad, was, became, dtypes, lr, explain)
+            note_update(
+                verdict, number, name, update.updated, grad, was, became, dtypes, lr, explain, unseen.get(name, 0.0)
+            )
 
     def _options(
         self, verdict: Verdict, number: int, name: str, group: Mapping[str, Any], lrs: Sequence[float], after: SeenStep
     ) -> None:
-        """Check lr and weight decay of one parameter."""
+        """Check lr, weight decay and what else both optimizers have of one parameter."""
         here = after.options.get(name)
-        for key in OPTIONS:
-            want = float(group.get(key, 0.0))
-            got = math.nan if here is None else here.get(key, 0.0)
-            text = f"{got:.4g}, where the plain optimizer has {want:.4g}" if here else "not in the optimizer"
+        if here is None:
+            verdict.note(number, "optimizer", name, math.inf, 0.0, "not among the optimizer's parameters")
+            return
+        for key, want in options_of(group).items():
+            got = here.get(key, want)
+            text = f"{got:.4g}, where the plain optimizer has {want:.4g}"
             if key == "lr" and got in lrs:
                 text += f" and {got:.4g} is the lr of update {lrs.index(got) + 1}, not {self.updates}"
+            elif want and self.ranks > 1 and math.isclose(got, want * self.ranks):
+                text += f": times {self.ranks}, the number of ranks"
             verdict.note(number, key, name, abs(got - want), 1e-6 * abs(want), text)
 
 
 _DRIFT = "a rank that draws, reduces or updates by itself"
-
-
-def _lr_table(trainer: ForeignTrainer, model: nn.Module, updates: int) -> list[list[float]]:
-    """Return the lr of every group in every update, and in one more."""
-    optimizer = trainer.optimizer(model)
-    schedule, table = trainer.scheduler(optimizer), []
-    for _ in range(updates + 1):
-        table.append([float(group["lr"]) for group in optimizer.param_groups])
-        optimizer.step()  # of nothing: torch warns of a schedule that is ahead of its optimizer
-        if schedule is not None:
-            schedule.step()
-    return table
 
 
 def _halves(asked: AskedStep, name: str) -> bool:
@@ -226,26 +295,3 @@ def _halves(asked: AskedStep, name: str) -> bool:
 
 def _norm(grads: Tensors) -> float:
     return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
-
-
-def torch_update(
-    optimizer: Optimizer, group: Mapping[str, Any], _: str, grad: Tensor, before: Mapping[str, Tensor], *, lr: float,
-    weight_decay: float, update: int,
-) -> Tensors:  # fmt: skip
-    """Return master and states after one step of a torch optimizer on this parameter alone, in FP64.
-
-    `group`: the parameter's own. `update`: the step's number, 1 for the first, which begins without states.
-    Shapes: grad FP64 and each of `before` like the parameter.
-    """
-    alone = copy.copy(optimizer)
-    param = nn.Parameter(before[MASTER].double())
-    param.grad = grad.clone()
-    plain = dict.fromkeys({"foreach", "fused", "capturable"} & group.keys(), False)
-    alone.param_groups = [{**group, **plain, "params": [param], "lr": lr, "weight_decay": weight_decay}]
-    alone.state = defaultdict(dict)
-    if update > 1:
-        states = {state: tensor.double() for state, tensor in before.items() if state != MASTER}
-        alone.state[param] = {"step": torch.tensor(float(update - 1)), **states}
-    alone.step()
-    left = alone.state[param]
-    return {MASTER: param.detach()} | {state: left[state].detach() for state in before if state != MASTER}

@@ -70,11 +70,43 @@ class Reference:
         wide = {name: weight.double() for name, weight in weights.items()}
         return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
 
+    def grads_by_use(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]
+    ) -> dict[str, Tensors]:
+        """Return, for each parameter that several modules use, the gradient of each use alone, by the use's name."""
+        uses: dict[nn.Parameter, list[tuple[str, dict[str, nn.Parameter | None], str]]] = {}
+        for prefix, module in self.exact.named_modules():
+            for key, param in module._parameters.items():
+                if param is not None and param.requires_grad:
+                    uses.setdefault(param, []).append((f"{prefix}.{key}".lstrip("."), module._parameters, key))
+        shared = {param: places for param, places in uses.items() if len(places) > 1}
+        apart = dict(weights)
+        for places in shared.values():
+            for name, held, key in places[1:]:
+                held[key], apart[name] = nn.Parameter(weights[places[0][0]].double()), weights[places[0][0]]
+        try:
+            grads = self.exact_step(apart, batches, shares).grads if shared else {}
+        finally:
+            for param, places in shared.items():
+                for _, held, key in places:
+                    held[key] = param
+        return {places[0][0]: {name: grads[name] for name, *_ in places} for places in shared.values()}
+
     def native_step(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
     ) -> Step:
         """Take the step with these weights, in the dtypes that they have, as any rank computes it."""
         return _step(self.native, self.native_loss, weights, batches, shares, loss_scale)
+
+    def finite_step(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
+    ) -> tuple[Step, float]:
+        """Return `native_step` at the largest half, quarter and so on of the scale that does not overflow, and it."""
+        step = self.native_step(weights, batches, shares, loss_scale)
+        while not finite(step) and loss_scale > 1:
+            loss_scale /= 2
+            step = self.native_step(weights, batches, shares, loss_scale)
+        return step, loss_scale
 
 
 def _step(
@@ -84,6 +116,9 @@ def _step(
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     for name, param in model.named_parameters():
         param.data = weights[name].to(param.device)
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
     device = next(iter(params.values())).device
     losses = []
     grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
@@ -100,6 +135,10 @@ def _step(
     largest = {name: float(total.max()) for name, total in magnitudes.items()}
     mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
     return Step(mean, losses, grads, largest)
+
+
+def finite(step: Step) -> bool:
+    return all(bool(grad.isfinite().all()) for grad in step.grads.values())
 
 
 def moved(batch: Any, *to: torch.device | torch.dtype) -> Any:

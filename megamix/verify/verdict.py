@@ -55,7 +55,7 @@ class Verdict:
     ) -> None:
         """Add a comparison. `explain`: what kind of mistake it looks like, asked of the first ones only."""
         share = 0.0 if error == 0 else error / bound if bound else math.inf
-        if not math.isfinite(error):
+        if not (math.isfinite(error) and math.isfinite(bound)):  # what overflows, here or there, proves nothing
             share = math.inf
         self.worst[check] = max(self.worst.get(check, 0.0), share)
         if share > 1:
@@ -87,15 +87,17 @@ def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, 
 def note_update(
     verdict: Verdict, attempt: int, name: str, updated: Callable[[Tensor], Tensors], grad: Tensor, before: Tensors,
     after: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], lr: float,
-    explain: Callable[[str, float], str],
+    explain: Callable[[str, float], str], unseen: float = 0.0,
 ) -> None:  # fmt: skip
     """Compare master and states with the optimizer's equation in FP64, `updated`, of this gradient.
 
     Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
     unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most about
     4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG. A half state is rounded once more,
-    in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide.
-    Shapes: grad FP64, each of `before` and `after` like the parameter. `explain`: of a state's name and bound.
+    in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide. `unseen`: how far
+    the gradient may be from the one that the update used; the update may be off by what that moves it, looked at in
+    four places. Shapes: grad FP64, each of `before` and `after` like the parameter. `explain`: of a state's name and
+    bound.
     """
     for state, new in updated(grad).items():
         error = (after[state].double() - new).abs()
@@ -103,8 +105,10 @@ def note_update(
         if dtypes[state] != torch.float32:
             bound += UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25  # FP16's subnormals
         if error.max() > bound:
-            for nearly in (1 - 64 * U32, 1 + 64 * U32):
-                error = error - (updated(grad * nearly)[state] - new).abs()
+            others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
+            others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
+            spread = sum(((updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
+            error, bound = error - spread, bound + float(spread.max()) * bool(unseen)
         check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
         if not torch.isfinite(after[state]).all():
             worst = math.inf

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from megamix.verify.plain_optimizer import options_of
 from megamix.verify.tape import Tape, plain_name, recorded
 from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, named_parameters, whole
 from megamix.verify.verdict import Tensors
-
-OPTIONS = ("lr", "weight_decay")  # of a parameter's group, compared with the plain optimizer's
 
 
 @dataclass(slots=True)
@@ -43,6 +42,11 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
     made: Any = trainer.setup(trainer.model())
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{type(trainer).__name__}.setup returned {type(made).__name__}, must be (module, optimizer)")
+    if not isinstance(made[1], Optimizer):
+        raise ValueError(
+            f"{type(trainer).__name__}.setup returned an optimizer of type {type(made[1]).__name__}, must be a "
+            "torch.optim.Optimizer; return the one that it wraps, or make your class a subclass"
+        )
     witness = _Witness(trainer, *made)
     seen = [witness.read({}, {})]
     for number in range(steps):
@@ -58,7 +62,9 @@ class _Witness:
         self.dtypes = computes_in(module)
         self.names = {param: name for name, param in named_parameters(module)}
         self._forget()
+        self.inside = 0  # an optimizer's step may be its base's with something around it
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        optimizer.register_step_post_hook(lambda *_: self._after_update())
 
     def _forget(self) -> None:
         self.updates = 0
@@ -66,7 +72,13 @@ class _Witness:
         self.options: dict[str, dict[str, float]] = {}
         self.loss_scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
 
+    def _after_update(self) -> None:
+        self.inside -= 1
+
     def _before_update(self) -> None:
+        self.inside += 1
+        if self.inside > 1:
+            return
         found_inf = getattr(self.optimizer, "found_inf", None)  # GradScaler leaves the skip to a fused optimizer
         if found_inf is not None and found_inf.item():
             return
@@ -75,7 +87,7 @@ class _Witness:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param in self.names:
-                    self.options[self.names[param]] = {key: float(group[key]) for key in OPTIONS if key in group}
+                    self.options[self.names[param]] = options_of(group)
 
     def read(self, told: Mapping[str, float], tape: Tape) -> SeenStep:
         weights = self.trainer.weights(self.module, self.optimizer)

@@ -1,0 +1,47 @@
+"""An entry of the catalogue, and the table of all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T", bound=type)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bug:
+    """One bug: where it is planted, and the first difference that `verify` has to tell."""
+
+    name: str
+    sentence: str
+    met_in: str
+    file: str  # of its class; "" for one in our engine
+    ranks: int
+    check: str
+    where: str = ""  # in the place of the difference: a parameter, or what else was compared
+    kind: str = ""  # words of what it looks like
+    missing: str = ""  # why the kind is not named, or the bug not found
+    layout: str = ""  # of our engine
+    fast: bool = False  # always in CI
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(
+    met_in: str, check: str, where: str = "", kind: str = "", *, ranks: int = 1, **other: object
+) -> Callable[[T], T]:
+    """Enter a trainer's class: its docstring is the bug in a sentence."""
+
+    def enter(made: T) -> T:
+        sentence = " ".join((made.__doc__ or "").split())
+        file = inspect.getfile(made)
+        BUGS[made.__name__] = Bug(
+            name=made.__name__, sentence=sentence, met_in=met_in, file=file, ranks=ranks, check=check, where=where,
+            kind=kind, **other,
+        )  # fmt: skip
+        return made
+
+    return enter

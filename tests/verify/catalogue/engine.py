@@ -1,0 +1,59 @@
+"""Bugs in our own engine: tests/verify/jobs.py plants them."""
+
+from tests.verify.catalogue.bugs import BUGS, Bug
+
+
+def _enter(
+    name: str, met_in: str, layout: str, check: str, where: str = "", kind: str = "", **other: object
+) -> None:  # fmt: skip
+    key = f"{name} ({layout})"
+    BUGS[key] = Bug(
+        name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=2, check=check, where=where, kind=kind,
+        layout=layout, **other,
+    )  # fmt: skip
+
+
+SENTENCES = {
+    "gradients_not_reduced": "One bucket's reduction is left out: every rank keeps its own gradient.",
+    "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
+    "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
+    "scale_applied_twice": "The loss scale is in the loss twice.",
+    "stale_gather": "The other ranks' parts of one bucket never arrive.",
+    "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
+}
+
+_enter(
+    "gradients_not_reduced",
+    "NeMo-RL #3716, Megatron #1446",
+    "tp2sp",
+    "gradient",
+    "norm.weight",
+    missing="tensor-parallel ranks are none of the hypotheses",
+)
+_enter(
+    "gradients_not_reduced",
+    "several",
+    "dp2",
+    "gradient",
+    "",
+    missing="one bucket of ours holds parts of some parameters",
+)
+_enter(
+    "norm_counted_per_rank",
+    "Megatron #5916, #7452",
+    "tp2",
+    "norm",
+    "all gradients",
+    missing="the judge of our layouts has no kinds of norms",
+)
+_enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
+_enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
+_enter("stale_gather", "Megatron #950, #663", "dp2", "half copy", "", missing="the check says it: a copy that is stale")
+_enter(
+    "tied_table_not_summed",
+    "several",
+    "pp2",
+    "copies (gradient",
+    "embedding.weight",
+    missing="the check says it: two copies differ",
+)
