@@ -146,8 +146,8 @@ class RankPool:
                 self._show_stacks(silent)
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:
-                    kind, value, made_groups = self._pipes[rank].recv()
-                    self._needs_world |= made_groups and self._actor is None
+                    kind, value, other_groups = self._pipes[rank].recv()
+                    self._needs_world |= other_groups and self._actor is None
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(1.0)
                     kind, value = "raised", f"died with exit code {self._processes[rank].exitcode}"
@@ -202,7 +202,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             answer = ("returned", value)
         except Exception:
             answer = ("raised", traceback.format_exc())
-        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map) > 1))
+        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map) != 1))  # made, or the world left, as a job does
         if not held:  # else it would take time from whoever is measured next
             gc.collect()
     if dist.is_initialized():

@@ -49,17 +49,17 @@ from megamix.train.resume import Start, find_start, load_start
 from megamix.train.same_job import known_data
 from megamix.train.same_run import no_step_left
 from megamix.train.trackers import start_trackers
-from megamix.train.trainer import MemoryLine, Trainer
+from megamix.train.trainer import MakeTrainer, MemoryLine, Trainer
 
 # Until which a rank that has written its share waits for the slowest one, if that gets on; else the watchdog ends it.
 SAVE_TIMEOUT_S = 6 * 3600.0
 
 
-def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | None:
+def run_job(config: Config, memory_line: MemoryLine | None = None, make: MakeTrainer = Trainer) -> float | None:
     """Train by `config` on the ranks that torchrun started, or alone. Every rank must call it; the first one writes.
 
-    `memory_line`: what the log says of memory after the second update; None: nothing. Returns the last validation loss
-    (nats per token).
+    `memory_line`: what the log says of memory after the second update; None: nothing. `make`: the trainer
+    of Trainer's arguments, one that watches, say. Returns the last validation loss (nats per token).
     Raises: EndedEarlyError, with what was trained saved, if the run gave up or was asked to leave, and with nothing
     saved if the data were changed under it; ConfigError if another job holds the run's folder, or the ranks were not
     started alike.
@@ -69,7 +69,7 @@ def run_job(config: Config, memory_line: MemoryLine | None = None) -> float | No
         with _supervised(job):
             valid_loss, early = None, None
             with ExitStack() as files:
-                trainer = _build_trainer(job, files, memory_line)
+                trainer = _build_trainer(job, files, memory_line, make)
                 try:
                     valid_loss = trainer.train(job.leave)
                 except EndedEarlyError as error:
@@ -212,7 +212,7 @@ def _supervised(job: Job) -> Iterator[None]:
         raise
 
 
-def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -> Trainer:
+def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None, make: MakeTrainer) -> Trainer:
     """Model, engine, data and logs; what is open is closed at the end of `files`. From here on the folder is ours."""
     config, device, topology = job.config, job.device, job.topology
     # Half products summed in half, torch's default on GPUs, would contradict that all sums here are FP32.
@@ -265,7 +265,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None) -
             trackers=start_trackers(config),
         )
         files.enter_context(writer)
-    job.trainer = Trainer(
+    job.trainer = make(
         config,
         build_passes(config, engine, model, stages),
         loader,

@@ -32,6 +32,7 @@ from megamix.train.saved_run import Progress
 MEMORY_AT_UPDATE = 2  # all that lives from step to step is there by then
 
 MemoryLine = Callable[[Config, ShardedEngine], str]
+MakeTrainer = Callable[..., "Trainer"]  # of the arguments of its constructor
 
 
 class Trainer:

@@ -6,4 +6,6 @@ observe      on every rank of a layout: take steps and write down all that can b
 reference    the same step on one rank: in FP64, and in the layout's own precision to know its rounding
 judge        every comparison, each within a bound that is derived beside it
 command      the verb `verify`: ranks for each layout, and a table
+watched_run  on every rank: a real job, from `run_job` on, and what each attempt read and left behind
+runs         jobs that are interrupted against one that never stopped; the same job in two programs
 """

@@ -8,7 +8,7 @@ right.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from megamix.config import Config
+from megamix.data.loader import Batch
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import AskedStep
 from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
-from megamix.verify.reference import Reference, Step
+from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
+
+BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
 
 
 def judge(
@@ -34,28 +37,45 @@ def judge(
     `config` of the layout; `ranks`: what each rank observed, in rank order; `updates`: how many steps had to be
     applied; `overflow_at`: the attempt in which one rank's gradient was made infinite.
     """
+    reference = Reference.of_config(config, device)
+    initial = {name: param.detach() for name, param in reference.native.named_parameters()}
+    verdict = judge_attempts(config, reference, ranks, initial, [overflow_at], partial(batches, config))
+    # A step that overflows has nothing to compare: where all of them do, every check above has passed.
+    applied = verdict.attempts - verdict.skipped
+    missing = float(max(0, updates - applied))
+    verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)
+    return verdict
+
+
+def judge_attempts(
+    config: Config, reference: Reference, ranks: Sequence[list[ObservedStep]], initial: Tensors,
+    planted: Container[int | None], batches_of: BatchesOf,
+) -> Verdict:  # fmt: skip
+    """Compare attempts, and what there was before them, with one rank's. `initial`: the masters to begin with;
+    `planted`: the attempts in which a gradient was made infinite.
+    """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    reference = Reference.of_config(config, device)
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
     before = assemble([rank.owned for rank in start])
     earlier: AskedStep | None = None
     _ownership(verdict, -1, before)
-    for name, initial in reference.native.named_parameters():
-        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], initial.detach().cpu())
+    for name, weight in initial.items():
+        verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
     _copies(verdict, -1, [rank.copies for rank in start], before, dtype)
     for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
         scalars = [attempt.scalars for attempt in seen]
-        step = _Judged(config, reference, optimizer, number, before, after, scalars, earlier)
+        by_rank = [[*batches_of(number, rank)] for rank in range(config.parallelism.dp_size or 1)]
+        step = _Judged(config, reference, optimizer, number, by_rank, before, after, scalars, earlier)
         step.scalars(verdict)
-        if number == overflow_at:
+        if number in planted:
             verdict.note(number, "overflow flag", "the planted overflow", float(not step.found_inf), 0.0)
         if step.found_inf:
             verdict.skipped += 1
             step.nothing_changed(verdict)
-            if number != overflow_at:
+            if number not in planted:
                 step.overflow(verdict)
         else:
             step.gradients(verdict)
@@ -65,10 +85,6 @@ def judge(
         if verdict.differences and not verdict.culprit and seen[0].tape:
             verdict.culprit = culprit(step.asked, [(attempt.dp_rank, attempt.tape) for attempt in seen])
         before, earlier = after, replace(step.asked, earlier=None)
-    # A step that overflows has nothing to compare: where all of them do, every check above has passed.
-    applied = verdict.attempts - verdict.skipped
-    missing = float(max(0, updates - applied))
-    verdict.note(verdict.attempts, "applied updates", f"the run, {applied} of {updates},", missing, 0.0)
     return verdict
 
 
@@ -92,14 +108,14 @@ class _Judged:
     """One attempt."""
 
     def __init__(
-        self, config: Config, reference: Reference, optimizer: Optimizer, number: int, before: Whole, after: Whole,
-        scalars: Sequence[dict[str, float]], earlier: AskedStep | None,
+        self, config: Config, reference: Reference, optimizer: Optimizer, number: int,
+        by_rank: Sequence[MicroBatches], before: Whole, after: Whole, scalars: Sequence[dict[str, float]],
+        earlier: AskedStep | None,
     ):  # fmt: skip
         self.config, self.reference, self.optimizer, self.number = config, reference, optimizer, number
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
-        by_rank = [[*batches(config, number, rank)] for rank in range(config.parallelism.dp_size or 1)]
         self.batches = [batch for mine in by_rank for batch in mine]
         weight = sum(batch.weight for batch in self.batches)
         self.divisor = self.of["loss_scale"] * weight

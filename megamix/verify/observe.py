@@ -73,19 +73,22 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     poison = Poison(engine)
     specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
-    run = [ObservedStep(scalars={}, owned=list(_states(engine)), copies=list(_copies(engine)))]
+    run = [observed(engine, None)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         loaded = batches(config, attempt, topology.data.rank)
         with recorded(model, wanted=bisect, but=divided) as tape:
             passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
-        result = engine.step()
-        owned, copies = [*_gradients(engine), *_states(engine)], [*_copies(engine)]
-        dp_rank = topology.data.rank
-        run.append(
-            ObservedStep(scalars=_scalars(engine, result), owned=owned, copies=copies, tape=tape, dp_rank=dp_rank)
-        )
+        run.append(observed(engine, engine.step(), tape))
     return run
+
+
+def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None) -> ObservedStep:
+    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
+    scalars, gradients = ({}, []) if result is None else (_scalars(engine, result), [*_gradients(engine)])
+    owned, copies = [*gradients, *_states(engine)], [*_copies(engine)]
+    dp_rank = engine.topology.data.rank
+    return ObservedStep(scalars=scalars, owned=owned, copies=copies, tape=tape or {}, dp_rank=dp_rank)
 
 
 def rank_device() -> torch.device:
@@ -198,7 +201,7 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
             if key not in whole.tensors:
                 whole.tensors[key] = torch.zeros(part.spec.full_shape)
                 held[key] = torch.zeros(part.spec.full_shape, dtype=torch.bool)
-            where = _elements(part)
+            where = elements(part)
             values, full, known = torch.from_numpy(part.values), whole.tensors[key].view(-1), held[key].view(-1)
             again = known[where]
             if not equal_bits(full[where][again], values[again]):
@@ -212,7 +215,7 @@ def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     return whole
 
 
-def _elements(part: Fragment) -> Tensor:
+def elements(part: Fragment) -> Tensor:
     """Return the places of a fragment's values in the flattened full parameter: INT64 (n,)."""
     places = torch.arange(math.prod(part.spec.full_shape)).view(part.spec.full_shape)
     return places[part.spec.block].reshape(-1)[part.start : part.start + len(part.values)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megamix.arguments import add_config, add_verb, check_plugins, print_lines
-from megamix.config import load_config
-from megamix.verify.layouts import at_own_size, parse_layouts
+from megamix.config import Config, load_config
+from megamix.verify.layouts import Layout, at_own_size, parse_layouts
+
+MOST_PARTS = 3  # of a job that is interrupted twice
 
 
 def add_verify(verbs: Any) -> None:
@@ -16,7 +19,12 @@ def add_verify(verbs: Any) -> None:
     add_config(verify, "TOML file; its data are not read", nargs="?")
     verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
     verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
-    verify.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
+    kind = verify.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--runs", action="store_true", help="a job that is interrupted twice, on one layout after the other"
+    )
+    kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
+    kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
     verify.add_argument("--ranks", metavar="N", type=_worlds, default=[1, 2], help="of a trainer, as 1,2,4 (1,2)")
     verify.add_argument("--steps", metavar="N", type=int, default=4, help="of a trainer (4)")
 
@@ -46,6 +54,17 @@ def _verify(arguments: argparse.Namespace) -> int:
     check_plugins(arguments, config)
     config = at_own_size(config, arguments.overrides)
     layouts = parse_layouts(config, arguments.layouts.split(","))
+    if arguments.runs and len(layouts) > MOST_PARTS:
+        problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
+        arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
+    return 0 if print_lines(_lines(arguments, config, layouts)) else 1
+
+
+def _lines(arguments: argparse.Namespace, config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
+    if arguments.runs or arguments.twice:
+        from megamix.verify.command_runs import runs_lines, twice_lines
+
+        return (runs_lines if arguments.runs else twice_lines)(config, layouts)
     from megamix.verify.command import verify_lines
 
-    return 0 if print_lines(verify_lines(config, layouts, arguments.bisect)) else 1
+    return verify_lines(config, layouts, arguments.bisect)

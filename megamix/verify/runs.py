@@ -1,0 +1,269 @@
+"""Runs instead of steps: a job that is interrupted twice, with other ranks at each resume, against one that never
+stopped; and the same job in two programs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamix.config import Config
+from megamix.data.loader import Batch, BatchLoader
+from megamix.data.sampler import micro_batches
+from megamix.train.build import DTYPES, lr_table
+from megamix.train.build_data import training_source
+from megamix.train.run_folder import METRICS
+from megamix.verify.data_order import DataOrder, Read
+from megamix.verify.judge import judge_attempts
+from megamix.verify.layouts import Layout
+from megamix.verify.observe import assemble, elements, equal_bits
+from megamix.verify.reference import Reference
+from megamix.verify.small_job import run_config, write_data
+from megamix.verify.watched_run import BORDERS, STEPS, JobPart, Seen, watch_job
+
+Call = Callable[..., list[Any]]  # (number of ranks, function, part): what the function returns on each rank
+Program = Callable[..., list[Any]]  # (function, part): on the ranks of one program
+PARTS = len(BORDERS) + 1
+WHEN = ("", "after the first resume", "after the second resume")
+_LOGGED = ("train/", "valid/", "optim/")  # what of metrics.jsonl depends on no clock
+_LAYOUT_FREE = ("step", "train/tokens", "optim/lr", "optim/skipped_steps", "optim/loss_scale")
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """What the ranks of a job saw, part by part."""
+
+    name: str
+    configs: Sequence[Config]  # of each part
+    parts: Sequence[list[list[Seen]]]  # each rank's, in rank order
+
+    @cached_property
+    def attempts(self) -> list[list[Seen]]:
+        """Each rank's of every attempt."""
+        return [[*seen] for part in self.parts for seen in [*zip(*part, strict=True)][1:]]
+
+    @property
+    def skipped(self) -> int:
+        return sum(ranks[0].found_inf for ranks in self.attempts)
+
+    def reads(self, order: DataOrder) -> list[Read]:
+        return [
+            order.read(self.name, when, [*ranks])
+            for when, part in zip(WHEN, self.parts, strict=False)
+            for ranks in [*zip(*part, strict=True)][1:]
+        ]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of its metrics, what depends on no clock."""
+        text = (Path(self.configs[0].checkpoint.folder) / METRICS).read_text(encoding="utf-8")
+        rows = map(json.loads, text.splitlines())
+        return [{tag: row[tag] for tag in row if tag == "step" or tag.startswith(_LOGGED)} for row in rows]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A job that never stops, and two that are interrupted: on the first of the layouts, and on one after the other."""
+
+    config: Config
+    layouts: Sequence[Layout]
+    folder: Path
+    call: Call
+    device: torch.device  # of the ranks
+
+    def results(self) -> Iterator[tuple[WatchedRun, list[str], float]]:
+        """Yield each run, what is wrong with it, and the largest share of a bound that a step of it took."""
+        first = run_config(self.config, self.layouts, self.layouts[0], self.folder, "straight")
+        order = write_data(first, first.training.global_batch_size, self.folder)
+        straight = self._run("never stopped", "straight", self.layouts[:1])
+        planned = [read.planned for read in straight.reads(order)]
+        yield straight, [*problems_alone(straight, order, planned)], 0.0
+        same = self._run("resumed twice", "same", [self.layouts[0]] * PARTS)
+        problems = [*problems_alone(same, order, planned), *first_difference(straight, same)]
+        yield same, [*problems, *log_problems(straight, same, None)], 0.0
+        changed = self._run("resumed twice", "changed", [self.layouts[n % len(self.layouts)] for n in range(PARTS)])
+        problems = [*problems_alone(changed, order, planned), *log_problems(straight, changed, _LAYOUT_FREE)]
+        steps, share = _judged(changed, self.device) if not problems else ([], 0.0)  # else the cause is known
+        yield changed, [*problems, *steps], share
+
+    def _run(self, name: str, folder: str, layouts: Sequence[Layout]) -> WatchedRun:
+        configs = [run_config(self.config, self.layouts, layout, self.folder, folder) for layout in layouts]
+        judged = folder == "changed"
+        if judged:  # one rank in FP64 drops no units
+            configs = [it.model_copy(update={"model": it.model.model_copy(update={"dropout": 0.0})}) for it in configs]
+        ends = [*BORDERS, None][-len(layouts) :]
+        parts = [
+            self.call(layout.world_size, watch_job, JobPart(config, end, judged))
+            for layout, config, end in zip(layouts, configs, ends, strict=True)
+        ]
+        return WatchedRun(f"{name} on {', '.join(dict.fromkeys(one.name for one in layouts))}", configs, parts)
+
+
+def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[np.int64]]) -> Iterator[str]:
+    """Yield what is wrong with a run's data, resumes, learning rates and logged losses. `planned`: the samples that
+    each attempt of the run that never stopped has tried.
+    """
+    config = run.configs[0]
+    yield from order.problems(run.reads(order), planned, lost=config.precision.on_overflow == "skip")
+    for when, (earlier, later) in zip(WHEN[1:], pairwise(run.parts), strict=False):
+        yield from _border_problems(run, when, earlier, later)
+    yield from _lr_problems(run)
+    losses = [ranks[0].numbers["loss"] for ranks in run.attempts if not ranks[0].found_inf]
+    logged = [row["train/loss"] for row in run.rows if "train/loss" in row]
+    if losses != logged:
+        yield f"{run.name}: {METRICS} has the losses {logged}, the steps' were {losses}"
+
+
+def _border_problems(run: WatchedRun, when: str, earlier: list[list[Seen]], later: list[list[Seen]]) -> Iterator[str]:
+    """Yield what a part does not begin with as the one before it has left it, bit for bit."""
+    last, first = [rank[-1] for rank in earlier], [rank[0] for rank in later]
+    fresh = run.parts[0][0][0].numbers
+    for name, value in first[0].numbers.items():
+        if (want := last[0].numbers[name]) != value:
+            kind = "; it looks like a run's first one" if value == fresh[name] else ""
+            yield f"{run.name}: {name} is {value} {when}, it was {want}{kind}"
+    saved = assemble([seen.observed.owned for seen in last if seen.observed])
+    dtype = DTYPES[run.configs[0].precision.dtype]
+    for rank, seen in enumerate(first):
+        for part in seen.observed.owned if seen.observed else ():
+            whole = saved.tensors[part.state, part.spec.name]
+            got, want = torch.from_numpy(part.values), whole.view(-1)[elements(part)]
+            if not equal_bits(got, want):
+                off = float((got - want).abs().max())
+                kind = _kind_of_state(got, want, dtype, last, part.state)
+                text = f"{part.state} of {part.spec.name} on rank {rank} is off by {off:.3g} {when}"
+                yield f"{run.name}: {text}" + (f"; it looks like {kind}" if kind else "")
+
+
+def _kind_of_state(got: Tensor, want: Tensor, dtype: torch.dtype, last: Sequence[Seen], state: str) -> str:
+    """Return what mistake leaves just that; "" for none that is known."""
+    if not got.any():
+        return "it was not loaded, and is zero"
+    for half in dict.fromkeys((dtype, torch.float16, torch.bfloat16)):
+        if half != torch.float32 and equal_bits(got, want.to(half).float()):
+            return f"its copy in {str(half).removeprefix('torch.')}"
+    for rank, seen in enumerate(last):
+        held = [part.values for part in seen.observed.owned if part.state == state] if seen.observed else []
+        if held and np.isin(got.numpy(), np.concatenate(held)).all():
+            return f"a part of what rank {rank} has saved"
+    return ""
+
+
+def _lr_problems(run: WatchedRun) -> Iterator[str]:
+    config = run.configs[0]
+    table = torch.tensor(lr_table(config.optimizer, config.lr_schedule, STEPS), dtype=torch.float32).tolist()
+    for seen, *_ in run.attempts:
+        want, got = table[seen.update - 1], seen.numbers["lr"]
+        if got != want:
+            kind = f"; it looks like update {table.index(got) + 1}'s" if got in table else ""
+            yield f"{run.name}: update {seen.update} has lr {got:.6g}, the schedule's is {want:.6g}{kind}"
+            return
+
+
+def log_problems(straight: WatchedRun, run: WatchedRun, tags: Sequence[str] | None) -> Iterator[str]:
+    """Yield the first row that differs from the one of the run that never stopped. `tags`: None for all."""
+    for row, want in zip(run.rows, straight.rows, strict=False):
+        for tag in {**want, **row}:
+            missing = (tag in row) != (tag in want)
+            if missing or ((tags is None or tag in tags) and row[tag] != want[tag]):
+                step = f"{METRICS}, step {want['step']}"
+                yield f"{run.name}: {step}: {tag} is {row.get(tag)}, of the run that never stopped {want.get(tag)}"
+                return
+    if len(run.rows) != len(straight.rows):
+        yield f"{run.name}: {METRICS} has {len(run.rows)} rows, of the run that never stopped {len(straight.rows)}"
+
+
+def first_difference(one: WatchedRun, other: WatchedRun) -> Iterator[str]:
+    """Yield the first attempt after which two runs of one layout are not the same, bit for bit, and what differs."""
+    begins = [(next(zip(*run.parts[0], strict=True)), *run.attempts) for run in (one, other)]
+    for want, got in zip(*begins, strict=False):
+        for rank, (right, seen) in enumerate(zip(want, got, strict=True)):
+            pairs = {name: (digest, seen.digests.get(name)) for name, digest in right.digests.items()}
+            pairs |= {name: (repr(value), repr(seen.numbers.get(name))) for name, value in right.numbers.items()}
+            if differing := [name for name, (wanted, found) in pairs.items() if wanted != found]:
+                when = f"attempt {seen.number} (update {seen.update})" if seen.planned else "the start"
+                rest = f", and {len(differing) - 1} more" if len(differing) > 1 else ""
+                yield f"{other.name}: after {when}, {differing[0]} of rank {rank} differs from {one.name}{rest}"
+                return
+    if len(one.attempts) != len(other.attempts):
+        yield f"{other.name}: {len(other.attempts)} attempts, {one.name} {len(one.attempts)}"
+
+
+def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
+    """Judge each step by itself, as `verify --layouts` does. Return what differs, and the largest share of a bound."""
+    problems, worst = list[str](), 0.0
+    reference = Reference.of_config(run.configs[0], device)
+    initial = {name: param.detach() for name, param in reference.native.named_parameters()}
+    for config, part in zip(run.configs, run.parts, strict=True):
+        attempts = part[0][1:]
+
+        def batches_of(
+            number: int, rank: int, config: Config = config, attempts: Sequence[Seen] = attempts
+        ) -> Iterator[Batch]:
+            size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
+            with BatchLoader(training_source(config), torch.device("cpu")) as loader:
+                samples = attempts[number].planned
+                for part in micro_batches(samples, micro_batch_size=size, dp_rank=rank, dp_size=ranks):
+                    yield loader.load(part)
+
+        planted = [number for number, seen in enumerate(attempts) if seen.planted]
+        ranks = [[seen.observed for seen in rank if seen.observed] for rank in part]
+        verdict = judge_attempts(config, reference, ranks, initial, planted, batches_of)
+        initial = {}  # of a later part the border was judged
+        worst = max([worst, *verdict.worst.values()])
+        first = attempts[0].number
+        problems += [f"{run.name}: {replace(one, attempt=first + one.attempt)}" for one in verdict.differences]
+    return problems, worst
+
+
+@dataclass(frozen=True)
+class Twice:
+    """One job in two programs."""
+
+    config: Config
+    layout: Layout
+    folder: Path
+    programs: Sequence[Program]
+
+    def problems(self) -> list[str]:
+        """Return the first difference, and what torch knows of its operations; nothing if there is none."""
+        configs = [run_config(self.config, [self.layout], self.layout, self.folder, name) for name in ("1", "2", "3")]
+        write_data(configs[0], configs[0].training.global_batch_size, self.folder)
+        names = ("the first program", "the second program")
+        runs = [
+            WatchedRun(name, [config], [program(watch_job, JobPart(config))])
+            for name, config, program in zip(names, configs, self.programs, strict=False)
+        ]
+        problems = [*first_difference(*runs)]
+        if problems:
+            asked = configs[2].model_copy(
+                update={"training": configs[2].training.model_copy(update={"deterministic": False})}
+            )
+            found = sorted({name for rank in self.programs[1](undetermined, JobPart(asked)) for name in rank})
+            known = ", ".join(found) or "none of the operations"
+            problems.append(f"not deterministic, by what torch knows: {known}")
+        return problems
+
+
+def undetermined(part: JobPart) -> list[str]:
+    """Return the operations of a job that torch says may differ from call to call. Every rank must call it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watch_job(part)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    told = [str(warning.message).partition(" does not have a deterministic") for warning in caught]
+    return sorted({name for name, known, _ in told if known})

@@ -1,0 +1,138 @@
+"""On every rank: a part of a real job, from `run_job` to its end or to where it is asked to leave. What each attempt
+read and left behind is written down.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megamix.config import Config
+from megamix.mixed_precision.step import StepResult
+from megamix.parallel.passes import MicroBatch
+from megamix.supervise.status import LeaveRequest, PreemptedError
+from megamix.train.batch_plan import Attempt, GlobalBatch
+from megamix.train.job import run_job
+from megamix.train.report import Readout
+from megamix.train.trainer import Trainer
+from megamix.verify.observe import ObservedStep, Poison, observed, rank_device
+
+BORDERS = (3, 6)  # the updates after which a run is interrupted
+STEPS = 9
+# The first attempts at these overflow: the last ones before a save, and the first ones after it.
+OVERFLOWS = frozenset(update for border in BORDERS for update in (border, border + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class JobPart:
+    """Some updates of a job, between two starts."""
+
+    config: Config
+    until: int | None = None  # the update after which the ranks are asked to leave; None: to the end
+    judged: bool = False  # whether each attempt is kept whole; else what the first one began with and the last one left
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """One attempt of one rank, or what there was before the first one of a part."""
+
+    number: int = -1  # in the whole run
+    planted: bool = False  # an overflow
+    dp_rank: int = 0
+    planned: tuple[range, ...] = ()  # the samples of the global batch
+    rows: NDArray[np.int64] = field(
+        default_factory=lambda: np.empty((0, 0), np.int64)
+    )  # tokens read: (samples, seq_len)
+    numbers: dict[str, Any]  # losses, counters, the loss scale and its state, afterwards
+    digests: dict[str, str]  # of all that the rank owns or holds afterwards
+    observed: ObservedStep | None
+
+    @property
+    def found_inf(self) -> bool:
+        return bool(self.numbers["found_inf"])
+
+    @property
+    def update(self) -> int:
+        """Return the number of the update that it was, or was tried for; from 1 on."""
+        return int(self.numbers["applied_updates"]) + self.found_inf
+
+
+def watch_job(part: JobPart) -> list[Seen]:
+    """Train a part of a job. Every rank of its layout must call it."""
+    if rank_device().type == "cuda":
+        os.environ["LOCAL_RANK"] = str(dist.get_rank())  # as the launcher does
+    seen: list[Seen] = []
+    with redirect_stdout(io.StringIO()), suppress(PreemptedError):
+        run_job(part.config, make=partial(_WatchedTrainer, part, seen))
+    return seen
+
+
+class _WatchedTrainer(Trainer):
+    """Writes down what comes in and out of each attempt, plants overflows, and leaves in time."""
+
+    def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
+        super().__init__(*built)
+        self._part, self._seen, self._poison = part, seen, Poison(self.engine)
+        self._to_overflow = set(OVERFLOWS)
+        self._rows: list[Tensor] = []
+        self.readout = self._noted = _NotedReadout(self.device, len(self.engine.piece_stats.pieces), self.plan.lag)
+
+    def train(self, leave: LeaveRequest) -> float | None:
+        self._note()
+        return super().train(leave)
+
+    def _try(self, attempt: Attempt) -> None:
+        update = self.plan.launched - self.overflows.count  # if all in flight are applied
+        self._poison.active = planted = update in self._to_overflow
+        self._to_overflow.discard(update)
+        if update == self._part.until and not planted:
+            self.engine.stop_request.fill_(signal.SIGTERM)  # this step carries it to the others
+        self._rows.clear()
+        super()._try(attempt)
+        if not self._part.judged and len(self._seen) > 1:
+            self._seen[-1].observed = None
+        self._note(
+            self._noted.latest, number=attempt.number, planted=planted, planned=attempt.batch.samples,
+            dp_rank=self.engine.topology.data.rank, rows=torch.cat(self._rows).cpu().numpy(),
+        )  # fmt: skip
+
+    def _load(self, global_batch: GlobalBatch) -> Iterator[MicroBatch]:
+        for micro_batch in super()._load(global_batch):
+            self._rows.append(micro_batch.batch.tokens)
+            yield micro_batch
+
+    def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
+        whole = observed(self.engine, result)
+        tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
+        buffers = dict(self.engine.module.named_buffers())
+        tensors |= {f"buffer {name}": buffer.cpu().double().numpy() for name, buffer in buffers.items()}
+        scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}
+        counted = {
+            "applied_updates": float(self.engine.applied_updates), "skipped_steps": float(self.engine.skipped_steps)
+        }  # fmt: skip
+        digests = {
+            name: hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest() for name, values in tensors.items()
+        }
+        numbers = whole.scalars | counted | scale
+        self._seen.append(Seen(numbers=numbers, digests=digests, observed=whole, **attempt))
+
+
+class _NotedReadout(Readout):
+    latest: StepResult
+
+    def write(self, attempt: int, result: StepResult) -> None:
+        self.latest = result
+        super().write(attempt, result)
