@@ -97,5 +97,5 @@ def _settle_compute(
         seen = watch.computed[name] or {policies[name]} if name in policies else watch.computed[name]
         unseen = f"{UNKNOWN} torch.compile runs it unseen" if compiled else NOWHERE
         one.dtypes["compute"] = "/".join(sorted(map(dtype_name, seen))) or unseen
-        if one.dtypes["gradient"] == NOWHERE and one.counts.get("updates"):
-            one.dtypes["gradient"] = f"{UNKNOWN} no hook of the parameter has seen it"
+        if one.dtypes["compute"][0] == UNKNOWN and one.trains:
+            one.dtypes["gradient"] = f"{UNKNOWN} torch.compile ends it with casts unseen"

@@ -40,14 +40,14 @@ def find_truths(
     """Return whose truth each tensor of the optimizer is: the parameter itself, or a copy that rounds to it."""
     held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
     truths: dict[Tensor, ParamFacts] = {param: facts[names[param]] for param in held if param in names}
-    missing = [param for param in names if param.requires_grad and param not in truths]
+    missing = dict.fromkeys(param for param in names if param.requires_grad and param not in truths)
     copies: dict[Tensor, ParamFacts] = {}
     for copy in (tensor for tensor in held if tensor not in truths):
-        for param in missing:
-            if copy.shape == param.shape and torch.equal(local(copy).to(param.dtype), local(param)):
-                copies[copy] = facts[names[param]]
-                missing.remove(param)
-                break
+        alike = (param for param in missing if copy.shape == param.shape)
+        param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)
+        if param is not None:
+            copies[copy] = facts[names[param]]
+            del missing[param]
     state = tree_leaves(optimizer.state_dict()) if copies else []
     saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
     for copy, one in copies.items():

@@ -140,8 +140,8 @@ class AuditReport:
         moments = dict.fromkeys(name for row in self.rows for name in row.first.moments)
         scale = [] if self.loss_scale is None else [f"loss scale: {self.loss_scale:g}"]
         yield "; ".join([_LEGEND, *([f"moments: {', '.join(moments)}"] if moments else []), *scale])
-        for row in self.rows:
-            yield from (f"{row.name}: {name} {why}" for name, why in row.dtypes.items() if why.startswith(UNKNOWN))
+        unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
+        yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())
         yield from (f"{'WRONG' if one.harms else 'look'}: {one}" for one in self.warnings)
         yield "numbers are lost: see WRONG" if self.harms else "no number is lost that should be kept"
 

@@ -23,16 +23,17 @@ class Update:
 
     def __init__(
         self, facts: ParamFacts, truth: Tensor, states: Mapping[str, Tensor], updates: int, lr: float,
-        betas: Sequence[float],
+        betas: Sequence[float], decays: bool,
     ):  # fmt: skip
-        self.facts, self._truth, self._lr, self._before = facts, truth, lr, truth.detach().clone()
+        self.facts, self._truth, self._lr, self._decays = facts, truth, lr, decays
+        self._before = truth.detach().clone()
         # An FP32 state moves whenever it should; a copy of it would be memory for nothing.
         self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
         facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
         if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
             facts.count(masters=1, round_masters=only_half_values(truth))
 
-    def after(self, grad: Tensor, states: Mapping[str, Tensor], decays: bool) -> None:
+    def after(self, grad: Tensor, states: Mapping[str, Tensor]) -> None:
         """Count what has become of it. `grad`: as the update used it, up to a factor."""
         facts, before, truth = self.facts, self._before, self._truth.detach()
         moments = {name: state for name, state in states.items() if state.shape == truth.shape}
@@ -43,7 +44,7 @@ class Update:
             facts.count(**{f"due {name}": due.sum(), f"stuck {name}": (due & (moments[name] == state)).sum()})
         for name in moments.keys() & _MOVES:
             due = due | (moments[name] != 0)
-        if decays:
+        if self._decays:
             due = due | (before != 0)
         facts.count(updates=1)
         if self._lr:
@@ -64,7 +65,7 @@ class OptimizerUpdates:
     def __init__(self, optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts]):
         self.steps, self.overflowed, self._truths = 0, False, truths
         self.loss_scale: float | None = None
-        self._under_way: list[tuple[Update, Tensor, bool]] = []
+        self._under_way: dict[Tensor, Update] = {}
         pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self.handles = [pre(self._before), post(self._after)]
 
@@ -73,22 +74,22 @@ class OptimizerUpdates:
         # A GradScaler leaves its scale and its finding to a fused update.
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         self.loss_scale = self.loss_scale if scale is None else float(scale)
-        self.overflowed, self._under_way = found_inf is not None and bool(found_inf), []
+        self.overflowed, self._under_way = found_inf is not None and bool(found_inf), {}
         for group in [] if self.overflowed else optimizer.param_groups:
             for param in (one for one in group["params"] if one in self._truths and one.grad is not None):
                 facts, state = self._truths[param], optimizer.state.get(param, {})
                 if facts.dtypes["sum"] == NOWHERE:
                     facts.dtypes["sum"] = dtype_name(param.grad.dtype)
-                updates, lr, betas = int(state.get("step", 0)), float(group["lr"]), group.get("betas", ())
-                update = Update(facts, local(param), _states(state), updates, lr, betas)
-                self._under_way.append((update, param, bool(group.get("weight_decay"))))
+                made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))
+                update = Update(facts, local(param), _states(state), made, lr, group.get("betas", ()), decays)
+                self._under_way[param] = update
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += not self.overflowed
-        for update, param, decays in self._under_way:
+        for param, update in self._under_way.items():
             assert param.grad is not None
-            update.after(local(param.grad), _states(optimizer.state[param]), decays)
+            update.after(local(param.grad), _states(optimizer.state[param]))
 
     def finish(self) -> None:
         """Everything was counted in the step."""
@@ -107,12 +108,12 @@ class EngineUpdates:
         self._applied, self._skipped = int(engine.applied_updates), int(engine.skipped_steps)
         self.loss_scale = float(engine.loss_scale.loss_scale)
         table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
-        self._updates: list[tuple[Update, bool]] = []
+        self._updates: list[Update] = []
         for owned in engine.owned_ranges():
             group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
             lr, states = table[min(self._applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
-            update = Update(facts[owned.spec.name], states.pop(MASTER), states, self._applied, lr, betas)
-            self._updates.append((update, bool(group.weight_decay)))
+            one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
+            self._updates.append(Update(one, master, states, self._applied, lr, betas, decays))
         shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
         for number, (bucket, sent, summed) in enumerate(shards):
             alone = engine.bucket_collectives[number].axis.size == 1
@@ -134,6 +135,6 @@ class EngineUpdates:
         if self.steps == 1:
             pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
             grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
-            for (update, decays), owned, grad in zip(self._updates, engine.owned_ranges(), grads, strict=True):
-                update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER}, decays)
+            for update, owned, grad in zip(self._updates, engine.owned_ranges(), grads, strict=True):
+                update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER})
                 update.facts.note_largest(gradient=grad.abs().amax())

@@ -1,8 +1,9 @@
-"""`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost: alone, on ranks that divide
-the model, and on those that torchrun started.
+"""`megamix audit` prints the page of a job, or JSON, and ends with 1 if numbers are lost: alone, and on ranks that
+divide the model. What docs/verify.md shows of it runs.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,15 @@ def test_harm_is_exit_status_1(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_number_of_updates_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(CONFIG), "--updates", "0"]) == 2
     assert "--updates: got 0, must be at least 1" in capsys.readouterr().err
+
+
+def test_what_the_page_shows_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CONFIG.parents[1] / "docs/verify.md").read_text(encoding="utf-8")
+    section = page.split("\n## audit\n")[1].partition("\n## ")[0]
+    commands = re.findall(r"^megamix (.*)$", section, flags=re.MULTILINE)
+    assert commands == ["audit configs/quickstart.toml"]  # run above, small
+    (block,) = re.findall(r"^```python\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
+    exec(block, {})
+    (shown,) = re.findall(r"^WRONG: .*no FP32 master;.*$", section, flags=re.MULTILINE)
+    said = capsys.readouterr().out
+    assert re.search(re.sub(r"\d+%", r"\\d+%", re.escape(shown)), said)
