@@ -112,7 +112,7 @@ class RankPool:
         folder = self._folder = tempfile.TemporaryDirectory(prefix="megamix-ranks-")
         self._worlds = 0  # so far
         self._needs_world = self._actor is None or self.world_size > 1
-        with _set(self._environment or {}):
+        with environment(self._environment or {}):
             for rank in range(self.world_size):
                 mine, theirs = context.Pipe()
                 new_interpreter = self._environment is not None
@@ -215,13 +215,13 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 @contextlib.contextmanager
-def _set(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let processes that are started inside the block have these settings beside the parent's."""
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Have these settings beside the others inside the block, and in processes that are started there."""
     before = dict(os.environ)
-    os.environ.update(environment)
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name in environment:
+        for name in settings:
             os.environ.pop(name)
             os.environ.update({name: before[name]} if name in before else {})

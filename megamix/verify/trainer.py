@@ -76,6 +76,12 @@ class ForeignTrainer:
         grads = {name: param.grad for name, param in named_parameters(module) if param.grad is not None}
         return {name: whole(grad) if by_scale is None else whole(grad) / by_scale for name, grad in grads.items()}
 
+    def groups(self, module: nn.Module, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
+        """Return the optimizer's group of each parameter, by name."""
+        names = {param: name for name, param in named_parameters(module)}
+        of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        return {name: of[param] for param, name in names.items() if param in of}
+
     def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
         """Return the optimizer's states of a parameter's shape, whole, by state and name."""
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds those of this rank in there

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from megamix.ranks import environment
 from megamix.verify.plain_optimizer import options_of
 from megamix.verify.tape import Tape, plain_name, recorded
-from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, named_parameters, whole
+from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, whole
 from megamix.verify.verdict import Tensors
 
 
@@ -38,19 +39,27 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
 
     `bisect`: record what passes through each module.
     """
-    trainer = load_trainer(where, dist.get_rank(), dist.get_world_size())
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 0}
+    # As torchrun sets them: accelerate and DeepSpeed ask for no more, as the process group is there already.
+    with environment({name: str(value) for name, value in ours.items()} | {"MASTER_ADDR": "127.0.0.1"}):
+        return _watch(load_trainer(where, rank, world), steps, bisect)
+
+
+def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
     made: Any = trainer.setup(trainer.model())
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise ValueError(f"{type(trainer).__name__}.setup returned {type(made).__name__}, must be (module, optimizer)")
-    if not isinstance(made[1], Optimizer):
+    module, optimizer = made[0], getattr(made[1], "optimizer", made[1])  # accelerate wraps one that has no hooks
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"{type(trainer).__name__}.setup returned an optimizer of type {type(made[1]).__name__}, must be a "
+            f"{type(trainer).__name__}.setup returned an optimizer of type {type(optimizer).__name__}, must be a "
             "torch.optim.Optimizer; return the one that it wraps, or make your class a subclass"
         )
-    witness = _Witness(trainer, *made)
+    witness = _Witness(trainer, module, optimizer)
     seen = [witness.read({}, {})]
     for number in range(steps):
-        with recorded(made[0], wanted=bisect) as tape:
+        with recorded(module, wanted=bisect) as tape:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
         seen.append(witness.read({name: float(value) for name, value in (told or {}).items()}, tape))
     return seen
@@ -60,7 +69,6 @@ class _Witness:
     def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizer: Optimizer):
         self.trainer, self.module, self.optimizer = trainer, module, optimizer
         self.dtypes = computes_in(module)
-        self.names = {param: name for name, param in named_parameters(module)}
         self._forget()
         self.inside = 0  # an optimizer's step may be its base's with something around it
         optimizer.register_step_pre_hook(lambda *_: self._before_update())
@@ -84,10 +92,8 @@ class _Witness:
             return
         self.updates += 1
         self.gradients = self.trainer.gradients(self.module, self.optimizer)
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param in self.names:
-                    self.options[self.names[param]] = options_of(group)
+        groups = self.trainer.groups(self.module, self.optimizer)
+        self.options = {name: options_of(group) for name, group in groups.items()}
 
     def read(self, told: Mapping[str, float], tape: Tape) -> SeenStep:
         weights = self.trainer.weights(self.module, self.optimizer)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megamix.cli import main
+from megamix.verify.command import verify_trainer
 from megamix.verify.judge_trainer import judge_trainer
 from megamix.verify.trainer import load_trainer
 from megamix.verify.verdict import Verdict
@@ -71,3 +72,13 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
         main(["verify", *arguments])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [("accelerate", "Accelerated"), ("deepspeed", "DeepSpeed"), ("deepspeed", "DeepSpeed2")]
+)
+def test_a_training_by_a_package_passes(package: str, name: str) -> None:
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    verdict = verify_trainer(f"{Path(__file__).parent / 'packages.py'}:{name}", 2, STEPS)  # ranks of its own
+    assert verdict.differences == []
+    assert verdict.skipped == 0
