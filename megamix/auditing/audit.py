@@ -69,13 +69,10 @@ def _follow(model: nn.Module, names: Mapping[nn.Parameter, str], watch: Watch) -
         if name not in gathered:
             watch.follow(name, param)
 
-    def set_inside(inside: bool) -> None:
-        watch.inside_forward = inside
-
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     if model not in compiled:
-        yield model.register_forward_pre_hook(lambda *_: set_inside(True))
-        yield model.register_forward_hook(lambda *_: set_inside(False), always_call=True)
+        yield model.register_forward_pre_hook(lambda *_: setattr(watch, "inside_forward", True))
+        yield model.register_forward_hook(lambda *_: setattr(watch, "inside_forward", False), always_call=True)
     for module, params in sharded:
         if module not in compiled:
 

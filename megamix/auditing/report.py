@@ -69,8 +69,8 @@ class Row:
 
     @property
     def headroom(self) -> float | None:
-        """Return how many times the largest gradient element could double before its dtype, or the wire's, ends."""
-        kinds = [DTYPES.get(part) for column in ("gradient", "wire") for part in self.dtypes[column].split("/")]
+        """Return how many times the largest gradient element could double before its dtype, or the sum's, ends."""
+        kinds = [DTYPES.get(part) for column in ("gradient", "wire", "sum") for part in self.dtypes[column].split("/")]
         ends = [torch.finfo(kind).max for kind in kinds if kind is not None]
         largest = max(one.largest.get("gradient", 0.0) for one in self.members)
         return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
@@ -138,8 +138,8 @@ class AuditReport:
             line = "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
             yield f"{name:<{room}}{line}" if len(name) <= room else f"{name}\n{'':<{room}}{line}"
         moments = dict.fromkeys(name for row in self.rows for name in row.first.moments)
-        scale = [] if self.loss_scale is None else [f"loss scale: {self.loss_scale:g}"]
-        yield "; ".join([_LEGEND, *([f"moments: {', '.join(moments)}"] if moments else []), *scale])
+        yield _LEGEND
+        yield f"moments: {', '.join(moments) or 'none'}; loss scale: {self.loss_scale or 'none seen'}"
         unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())
         yield from (f"{'WRONG' if one.harms else 'look'}: {one}" for one in self.warnings)

@@ -47,7 +47,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         self.handles: list[RemovableHandle] = []
         self._followed: dict[str, Tensor] = {}
         self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
-        self._sources: dict[int, tuple[_Weak, torch.dtype]] = {}  # of casts in backward
+        # Of casts in backward: from which dtype, and how many elements became zero.
+        self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -86,7 +87,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                 self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # 1: a loss, or a norm
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
             storage = local(out).untyped_storage()
-            self._sources[storage._cdata] = (_Weak(storage), args[0].dtype)
+            self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
         elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
             for tensor in _tensors(args):  # else an update, or an average of the weights
                 param = self._name_of(tensor)
@@ -108,14 +109,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         if grad.layout != torch.strided or not grad.numel():
             return
         # Before the cast with which autocast's backward ends.
-        made = _alive(self._sources, grad.untyped_storage()._cdata) or grad.dtype
-        sent = DTYPES.get(facts.dtypes["wire"], made)
+        made, lost = _alive(self._sources, grad.untyped_storage()._cdata) or (grad.dtype, None)
+        kept = DTYPES.get(facts.dtypes["wire"]) or DTYPES.get(facts.dtypes["sum"]) or grad.dtype
+        lost = flushed(grad, kept) if lost is None else lost
         facts.dtypes["gradient"] = joined(facts.dtypes["gradient"], dtype_name(made))
         facts.note_largest(gradient=grad.abs().amax())
-        if torch.finfo(sent).smallest_normal > torch.finfo(made).smallest_normal:
-            facts.count(**{EXACT: ((grad != 0) & (grad.to(sent) == 0)).sum()}, looked_at=grad.numel())
-        else:
-            facts.count(**{ESTIMATED: zeros_among_subnormals(grad, made)}, looked_at=grad.numel())
+        counted = {ESTIMATED: zeros_among_subnormals(grad, made)} if lost is None else {EXACT: lost}
+        facts.count(**counted, looked_at=grad.numel())
+
+
+def flushed(values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return how many elements become zero in that dtype, INT64 (); None if it reaches as far down as their own."""
+    if not (values.is_floating_point() and dtype.is_floating_point):
+        return None
+    narrower = torch.finfo(dtype).smallest_normal > torch.finfo(values.dtype).smallest_normal
+    return ((values != 0) & (values.to(dtype) == 0)).sum() if narrower else None
 
 
 def zeros_among_subnormals(grad: Tensor, made: torch.dtype) -> int:

@@ -290,6 +290,30 @@ def test_the_estimate_counts_what_a_cast_has_flushed_and_no_other_zero() -> None
     assert zeros_among_subnormals(torch.eye(8), FP16) == 0
 
 
+class Gain(nn.Module):
+    """Half weights that are computed with in FP32, so that backward ends with a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(64, 32, dtype=FP16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.gain.float()).sum()
+
+
+def test_what_a_cast_flushes_is_counted_exactly() -> None:
+    model, x = Gain(), torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 2.0**-25
+    x[0] = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with megamix.audit(model, optimizer) as report:
+        model(x).backward()
+        optimizer.step()
+    (row,) = report.rows
+    assert row.zeroed_is_exact
+    assert row.zeroed == int(((x != 0) & (x.half() == 0)).sum()) / x.numel()
+    assert dtypes(report, "gain") == "fp16 fp32 fp32 - fp16 fp16 - fp16"
+
+
 def test_a_step_that_the_scaler_skips_is_told_and_harms_nothing() -> None:
     loop = scaled(seed=1)
     loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
