@@ -127,14 +127,16 @@ class _Judge:
                 native, used = self.reference.finite_step(coarse, batches, flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
-            off, bound, kind = self._loss([one.told for one in seen], asked, exact, native)
+            norm = _norm(exact.grads)
+            # Of all elements at once: that of one number, such as the norm, may be zero by chance.
+            noise = _norm({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
+            off, bound, kind = self._loss([one.told for one in seen], asked, exact, native, noise)
             right = "a wrong backward or reduction: the loss is right" if bound else ""
             hint = kind if off > bound else lambda: right
-            norm, rounded = _norm(exact.grads), _norm(native.grads)
-            slack = NOISE * abs(rounded - norm) / norm + 64 * U32 if norm else 0.0  # relative
+            slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
             asked = replace(asked, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
-            unseen = self._gradients(verdict, number, asked, after, exact, native, slack, hint)
+            unseen = self._gradients(verdict, number, asked, after, exact, native, noise, slack, hint)
             verdict.note(number, "loss", "the global batch", off, bound, kind)
             if "grad_norm" in after.told:
                 told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
@@ -164,7 +166,7 @@ class _Judge:
                 held.append((where, parts))
 
     def _loss(
-        self, told: Sequence[Mapping[str, float]], asked: AskedStep, exact: Step, native: Step
+        self, told: Sequence[Mapping[str, float]], asked: AskedStep, exact: Step, native: Step, noise: float
     ) -> tuple[float, float, Callable[[], str]]:
         """Return how far off the loss is, its bound, and its kind: that of all ranks where they report the same, else
         each rank's own part of it. Zeros where none is reported.
@@ -172,8 +174,8 @@ class _Judge:
         losses = [one["loss"] for one in told if "loss" in one]
         if len(losses) != len(told):
             return 0.0, 0.0, lambda: ""
-        noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
-        bound = NOISE * noise + 64 * U32 * abs(exact.loss)
+        rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
+        bound = NOISE * rounded + (noise + 64 * U32) * abs(exact.loss)
         loss = sum(one * sum(mine) for one, mine in zip(losses, asked.shares, strict=True))
         return abs(loss - exact.loss), bound, partial(asked.explain_loss, losses, exact.losses, bound)
 
@@ -187,21 +189,21 @@ class _Judge:
             verdict.equal(number, f"{key[0]} after a skipped step", key[1], after.states[key], state)
 
     def _gradients(
-        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, slack: float,
-        hint: Callable[[], str],
+        self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, noise: float,
+        slack: float, hint: Callable[[], str],
     ) -> dict[str, float]:  # fmt: skip
         """Check the gradients that the update used. Return how far they may be from FP64's, if the trainer shows none.
 
-        slack: relative, of the norm with which they are clipped.
+        noise: of the native precision, relative, over all gradients; slack: that of the norm by which they are clipped.
         """
         coefficient, clip = asked.coefficient, self.trainer.clip_grad
         roundings = sum(len(mine) for mine in asked.by_rank) + 1
         bounds = {}
         for name, want in exact.grads.items():
             sums = after.dtypes[name][1] if name in after.dtypes else torch.float32
-            noise = float((native.grads[name] - want).abs().max())
+            rounded = max(float((native.grads[name] - want).abs().max()), noise * float(want.abs().max()))
             divisor = after.loss_scale / max(max(mine) for mine in asked.shares) if _halves(asked, name) else None
-            bound = gradient_bound(noise, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
+            bound = gradient_bound(rounded, exact.magnitudes[name], roundings, UNIT[sums], divisor) * coefficient
             bounds[name] = bound + slack * coefficient * float(want.abs().max()) * bool(clip)
         if not after.gradients and type(self.trainer).gradients is not ForeignTrainer.gradients:
             after.gradients |= {name: grad * coefficient for name, grad in exact.grads.items()}

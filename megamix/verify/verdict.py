@@ -108,7 +108,7 @@ def note_update(
             others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
             others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
             spread = sum(((updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
-            error, bound = error - spread, bound + float(spread.max()) * bool(unseen)
+            error = error - spread
         check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
         if not torch.isfinite(after[state]).all():
             worst = math.inf

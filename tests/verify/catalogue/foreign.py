@@ -49,7 +49,7 @@ class ByHand(ForeignTrainer):
         drawn = torch.Generator().manual_seed(1000 * step + rank)
         return [tuple(torch.randint(VOCAB, (2, 16), generator=drawn)) for _ in range(self.accumulation)]
 
-    def groups(self, model):
+    def grouped(self, model):
         """Matrices decay."""
         params = [*model.parameters()]
         matrices = [param for param in params if param.dim() > 1]
@@ -58,7 +58,7 @@ class ByHand(ForeignTrainer):
         return [decayed, {"params": others, "weight_decay": 0.0}]
 
     def optimizer(self, model):
-        return torch.optim.AdamW(self.groups(model), lr=self.lr)
+        return torch.optim.AdamW(self.grouped(model), lr=self.lr)
 
     def wrap(self, model):
         return model

@@ -110,7 +110,7 @@ class BiasCorrectionOnSkipped(Half):
     """Bias correction advances in a step that was skipped."""
 
     def make(self, module):
-        return _CountsSteps(self.groups(module), lr=self.lr)
+        return _CountsSteps(self.grouped(module), lr=self.lr)
 
     def update(self):
         self.optim.iteration += 1

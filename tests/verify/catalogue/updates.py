@@ -44,7 +44,7 @@ class HalfStates(ByHand):
     """The states are BF16, because the parameters were when they were made."""
 
     def make(self, module):
-        return _HalfStates(self.groups(module), lr=self.lr)
+        return _HalfStates(self.grouped(module), lr=self.lr)
 
 
 @bug("OpenTau #182", "weight", "", "masters made from the BF16 copy before this update")
@@ -107,7 +107,7 @@ class LrTimesRanks(ByHand):
     """The lr is multiplied by the number of ranks, and nobody asked for it."""
 
     def make(self, module):
-        return torch.optim.AdamW(self.groups(module), lr=self.lr * self.ranks)
+        return torch.optim.AdamW(self.grouped(module), lr=self.lr * self.ranks)
 
 
 @bug("WeatherGenerator #1601, cosmos-rl #511", "eps", "", "1e-05, where the plain optimizer has 1e-08")
@@ -115,7 +115,7 @@ class EpsIgnored(ByHand):
     """The configuration's eps never reaches the optimizer."""
 
     def make(self, module):
-        return torch.optim.AdamW(self.groups(module), lr=self.lr, eps=1e-5)
+        return torch.optim.AdamW(self.grouped(module), lr=self.lr, eps=1e-5)
 
 
 @bug("grokking-at-the-edge #11, PWC-Net #23", "betas[1]", "", "0.95, where the plain optimizer has 0.999")
@@ -123,7 +123,7 @@ class BetasIgnored(ByHand):
     """The configuration's betas never reach the optimizer."""
 
     def make(self, module):
-        return torch.optim.AdamW(self.groups(module), lr=self.lr, betas=(0.9, 0.95))
+        return torch.optim.AdamW(self.grouped(module), lr=self.lr, betas=(0.9, 0.95))
 
 
 @bug("nntrainer #3565", "weight", "", "weight decay added to the gradient, not to the weights")
@@ -131,7 +131,7 @@ class DecayCoupled(ByHand):
     """AdamW adds its decay to the gradient, as Adam does."""
 
     def make(self, module):
-        return _Coupled(self.groups(module), lr=self.lr)
+        return _Coupled(self.grouped(module), lr=self.lr)
 
 
 class _Coupled(torch.optim.AdamW):
@@ -167,7 +167,7 @@ class NoBiasCorrection(ByHand):
     """The count of steps is never incremented right: no bias is corrected."""
 
     def make(self, module):
-        return _NoCorrection(self.groups(module), lr=self.lr)
+        return _NoCorrection(self.grouped(module), lr=self.lr)
 
 
 @bug("accelerate #3209, #3256", "optimizer", "embed.weight", "not among the optimizer's parameters", ranks=2)
@@ -190,7 +190,7 @@ class ParameterLeftOut(ByHand):
     def make(self, module):
         groups = [
             {**group, "params": [param for param in group["params"] if param is not module.up.bias]}
-            for group in self.groups(module)
+            for group in self.grouped(module)
         ]
         return torch.optim.AdamW(groups, lr=self.lr)
 
@@ -231,7 +231,7 @@ class DecaysWithoutGradient(ByHand):
         return net
 
     def make(self, module):
-        return _DecaysAll(self.groups(module), lr=self.lr)
+        return _DecaysAll(self.grouped(module), lr=self.lr)
 
 
 @bug("DeepSpeed #195", "weight", "", "updated twice", fast=True)

@@ -1,0 +1,115 @@
+"""The FSDP2 script of docs/verify.md passes by the page's own command; a trainer whose gradients cannot be had is
+judged by its updates, one whose optimizer is none of torch's is told so, and what overflows is never within a bound.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamix.cli import main
+from megamix.ranks import RankFailure
+from megamix.verify import command
+from megamix.verify.judge_trainer import judge_trainer
+from megamix.verify.trainer import load_trainer
+from megamix.verify.verdict import Verdict
+from megamix.verify.watch import watch_trainer
+from tests.verify.catalogue.foreign import ByHand, Half
+
+PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text(encoding="utf-8")
+
+
+class Blind(ByHand):
+    """Its gradients cannot be had."""
+
+    def gradients(self, module, optimizer):
+        return {}
+
+
+class BlindAndSlow(Blind):
+    def make(self, module):
+        made = self.optimizer(module)
+        for group in made.param_groups:
+            group["lr"] *= 1 + 1e-7  # the option is right, what it does is not
+        made.register_step_pre_hook(lambda *_: [param.grad.mul_(-1) for param in module.parameters()] and None)
+        return made
+
+
+class _NoOptimizer:
+    def step(self):
+        pass
+
+
+class NotTorchs(ByHand):
+    def make(self, module):
+        return _NoOptimizer()
+
+
+class Unscaled(Half):
+    """It has a scaler, and never scales: one process overflows, and this training does not."""
+
+    start = 2.0**40
+
+    def micro(self, number, batch, batches):
+        return ByHand.micro(self, number, batch, batches)
+
+    def update(self):
+        self.optim.step()
+
+
+def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
+    where = f"{__file__}:{name}"
+    return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
+
+
+def test_the_page_s_script_passes_by_its_command(
+    run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = PAGE.split("## A training of your own\n")[1].partition("\n## ")[0]
+    (tmp_path / "my_trainer.py").write_text(re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)[0])
+    (line,) = re.findall(r"^megamix (verify --trainer .*)$", section, re.M)
+    monkeypatch.chdir(tmp_path)
+
+    def by_these_ranks(where: str, world: int, steps: int, bisect: bool) -> Verdict:
+        whole = str(tmp_path / where)
+        return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
+
+    monkeypatch.setattr(command, "verify_trainer", by_these_ranks)
+    assert main(shlex.split(line)) == 0
+    rows = capsys.readouterr().out.splitlines()[1:3]
+    assert [(row.split()[0], row.split()[-1]) for row in rows] == [("1", "passes"), ("2", "passes")]
+
+
+def test_without_gradients_updates_are_judged(run_ranks) -> None:
+    verdict = _verify(run_ranks, "Blind")
+    assert verdict.differences == []
+    assert "gradient" not in verdict.worst
+    assert 0 < verdict.worst["weight"] < 1
+    first = _verify(run_ranks, "BlindAndSlow").differences[0]
+    assert (first.attempt, first.check) == (0, "weight")
+    assert first.looks_like == "its sign is turned"
+
+
+def test_an_optimizer_that_is_none_of_torchs_is_refused(run_ranks) -> None:
+    with pytest.raises(
+        RankFailure, match="returned an optimizer of type _NoOptimizer, must be a torch.optim.Optimizer"
+    ):
+        _verify(run_ranks, "NotTorchs")
+
+
+def test_a_training_that_does_not_overflow_where_one_process_does_is_a_difference(run_ranks) -> None:
+    first = _verify(run_ranks, "Unscaled").differences[0]
+    assert (first.attempt, first.check) == (0, "overflow")
+
+
+def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
+    verdict = Verdict()
+    verdict.note(0, "gradient", "weight", 1.0, math.inf)
+    assert len(verdict.differences) == 1
+    verdict.equal(0, "weight", "bias", torch.ones(2), torch.ones(2))
+    assert len(verdict.differences) == 1
