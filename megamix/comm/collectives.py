@@ -122,10 +122,10 @@ class _ManyRanks(Collectives):
     def __init__(self, axis: Axis, *scratch: Tensor):
         super().__init__(axis)
         self.scratch = scratch  # gradient dtype, (largest padded_numel,) each; empty where nothing is exchanged
-        self._exchanges = deque((one, Pending()) for one in scratch)  # what last came into each, the oldest first
+        self._exchanges = deque([(one, Pending()) for one in scratch], len(scratch))  # the last of each, oldest first
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
-        scratch, earlier = self._exchanges.popleft()
+        scratch, earlier = self._exchanges[0]
         earlier.wait()  # its parts are summed before these come into their place
         parts = scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)

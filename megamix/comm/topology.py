@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -268,6 +269,10 @@ def leave_ranks(*, alike: bool) -> None:
         sys.excepthook = partial(_end_at_once, sys.excepthook)
 
 
-def _end_at_once(tell: Callable[..., object], *error: object) -> None:
-    tell(*error)
+def _end_at_once(tell: Callable[..., object], *error: Any) -> None:
+    try:
+        tell(*error)
+        sys.stdout.flush()
+    except Exception:  # of a hook of one's own, or of a pipe that nobody reads
+        sys.__excepthook__(*error)
     os._exit(1)

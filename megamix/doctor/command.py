@@ -95,7 +95,9 @@ def examine(folder: Path) -> Iterator[Finding]:
         "links": lambda: [cards.judge_links(cards.ask_driver("topo", "-m")[0], facts.get("apart", []))],
         "memory": lambda: [host.judge_memory(host.probe_memory(), len(seen) or 1)],
         "open files": lambda: [host.judge_limit("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[0])],
-        "processes": lambda: [host.judge_limit("processes", resource.getrlimit(resource.RLIMIT_NPROC)[0])],
+        "processes": lambda: [
+            host.judge_limit("processes", host.probe_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0]))
+        ],
         "hostname": lambda: [host.judge_hostname(*host.probe_hostname())],
         "ports": about_ports,
         "/dev/shm": lambda: [host.judge_shm(shutil.disk_usage("/dev/shm").free, gpus=bool(seen))],

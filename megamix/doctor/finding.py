@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megamix.machine import num_cores
 from megamix.supervise.console import say
 
 # Every verdict, and its mark on the page.
@@ -85,9 +84,9 @@ def run_check(check: str, run: Callable[[], Sequence[Finding]], limit_s: float) 
 
 def _unanswered(check: str, told: str, *, late: bool) -> Finding:
     """A check that fails or hangs is broken. One that is late is not judged where others slow it, whose load is more
-    than our ranks', which fill the cores.
+    than our ranks', which fill the cores. A load is the whole machine's, also in a container that has few of its cores.
     """
-    load, cores = os.getloadavg()[0], num_cores()
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if late and load > 1.5 * cores:
         busy = f"the machine is busy (load {load:.1f} on {cores} core(s))"
         return found("time", f"not judged: {told}; {busy}", True, of=check)

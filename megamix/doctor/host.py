@@ -10,20 +10,20 @@ import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megamix.doctor.finding import Finding, expected, found, not_here
+from megamix.durable import unwritable
 from megamix.machine import num_cores
 
 _MIB, _GIB = 2**20, 2**30
-# By a control group's controller, "" in version 2: its limit, its use, and the part of that in its memory.stat which is
-# of files.
+# By a control group's limit, of version 2 and of version 1: its use, and what of that its memory.stat counts for files.
 _GROUP_MEMORY = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "memory.max": ("memory.current", "inactive_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file"),
 }
 _WRITTEN = 64 * _MIB  # bytes, to judge a disk by
 
@@ -69,7 +69,7 @@ def probe_disk(folder: Path) -> tuple[Path, int, float, dict[str, str]]:
             refused.update({name: why for name, operation in operations.items() if (why := refusal(operation))})
             file.close()
 
-    if why := refusal(try_all):
+    if why := refusal(try_all) or unwritable(folder):
         refused["a new folder"] = why
     written = _WRITTEN / (time.perf_counter() - start_s)
     return existing, shutil.disk_usage(existing).free, written, refused
@@ -155,27 +155,41 @@ def judge_compiler(problem: str) -> Finding:
     return found("compiler", problem or "works", bool(problem))
 
 
-def probe_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return the cores' worth of time that this container may use; inf where there is no limit."""
-    limit, period = file.read_text().split() if file.is_file() else ("max", "1")
-    return float("inf") if limit == "max" else int(limit) / int(period)
+def _of_groups(root: Path, *names: str) -> Iterator[Path]:
+    """Yield the files of these names in every control group around this process. A container may see its own group as
+    the topmost one, and not the path to it.
+    """
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = root / "sys/fs/cgroup" / controllers / path[1:]
+        yield from (group / name for group in (own, *own.parents) for name in names if (group / name).is_file())
+
+
+def probe_quota(root: Path = Path("/")) -> float:
+    """Return the cores' worth of time that this process may use; inf where there is no limit."""
+    quotas = [float("inf")]
+    for file in _of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
+        limit, *period = file.read_text().split()
+        if limit not in ("max", "-1"):
+            quotas.append(int(limit) / int(*period or file.with_name("cpu.cfs_period_us").read_text().split()))
+    return min(quotas)
+
+
+def probe_processes(soft: int, root: Path = Path("/")) -> int:
+    """Return how many a user's limit `soft` and the control groups allow; -1: as many as there may be."""
+    limits = [str(soft), *(file.read_text().strip() for file in _of_groups(root, "pids.max"))]
+    return min((int(limit) for limit in limits if limit not in ("max", "-1")), default=-1)
 
 
 def probe_memory(root: Path = Path("/")) -> float:
     """Return the bytes that programs may still take, of this machine and of every control group around this process.
-
-    A container may see its own group as the topmost one, and not the path to it. Pages of files that nobody uses just
-    now are given back on demand.
+    Pages of files that nobody uses just now are given back on demand.
     """
     left = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controller, path = line.split(":", 2)
-        limit, used, cached = _GROUP_MEMORY.get(controller, ("", "", ""))
-        own = root / "sys/fs/cgroup" / controller / path[1:]
-        for group in (own, *own.parents):
-            if limit and (group / limit).is_file():
-                most, now = (float((group / file).read_text().replace("max", "inf")) for file in (limit, used))
-                left.append(most - now + _numbers(group / "memory.stat").get(cached, 0))
+    for limit in _of_groups(root, *_GROUP_MEMORY):
+        used, cached = _GROUP_MEMORY[limit.name]
+        most, now = (float(file.read_text().replace("max", "inf")) for file in (limit, limit.with_name(used)))
+        left.append(most - now + _numbers(limit.with_name("memory.stat")).get(cached, 0))
     return min(left)
 
 
@@ -189,6 +203,6 @@ def judge_memory(left: float, ranks: int) -> Finding:
 
 def judge_cores(quota: float, load: float) -> Finding:
     """Other processes' load makes every figure worse, and so does a quota into which threads run."""
-    cores = num_cores()
-    seen = f"{cores}{f', a quota of {quota:g}' if quota < cores else ''}, load {load:.1f}"
-    return found("cores", seen, quota < cores or load > cores / 2)
+    cores, machine = num_cores(), os.cpu_count() or 1  # a load is the whole machine's
+    of, less = f" of {machine}" if cores < machine else "", f", a quota of {quota:g}" if quota < cores else ""
+    return found("cores", f"{cores}{of}{less}, load {load:.1f}", quota < cores or load > machine / 2)

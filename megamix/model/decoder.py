@@ -221,6 +221,7 @@ class Decoder(nn.Module):
         given, without the last one the result is what these give, both (B, T, hidden_size) in the parameters' dtype;
         targets are to be given then, which tell T where ranks divide the positions of these.
         Shapes: tokens, targets and positions INT64 (B, T) -> (B, T, vocab_size), with cache (B, 1, vocab_size), or ().
+        Positions of (1, T) or (T,) are those of every sequence.
         Raises: ValueError if T exceeds seq_len.
         """
         layers = range(self.config.num_layers) if layers is None else layers
@@ -233,6 +234,8 @@ class Decoder(nn.Module):
         documents = None
         if cache is not None:
             positions, documents = cache.places(tokens), cache.seen(tokens)
+        elif positions is not None:
+            positions = positions.expand((tokens if targets is None else targets).shape)
         x = tokens if layers.start else self._embed(tokens, positions)
         if cache is None and positions is not None:
             if 0 < num_documents <= most_borders(positions) and takes_borders(x, self.head_dim()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,6 @@ COLUMNS = {
 
 def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
     """Yield what to print, as it becomes known. What begins is said on stderr."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the ranks end first, and leave nothing
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     yield f"at {size} (overrides take another size)"
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")

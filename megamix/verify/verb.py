@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megamix.arguments import add_config, add_verb, check_plugins, print_lines
@@ -36,6 +39,17 @@ def _worlds(text: str) -> list[int]:
     return worlds
 
 
+@contextmanager
+def _ranks_end_first() -> Iterator[None]:
+    """Until the end of the block, have a SIGTERM end the ranks, too, so that they leave nothing behind."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@_ranks_end_first()
 def _verify(arguments: argparse.Namespace) -> int:
     if arguments.trainer:
         from megamix.verify.command import trainer_lines  # and torch, which takes seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,6 +133,16 @@ def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_
     assert summed == [0, 1, 3, 2]
     places = [parts.data_ptr() for parts in _Sent.waited]
     assert places[0] == places[3] != places[1] == places[2]
+
+
+def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch) -> None:
+    failing = Mock(wait=Mock(side_effect=[RuntimeError("interrupted"), None]))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: failing)
+    ours, flat = GlooCollectives(Axis((0, 1)), torch.zeros(128)), torch.zeros(128)
+    ours.reduce_scatter(flat, ours.own_part(flat))
+    with pytest.raises(RuntimeError, match="interrupted"):
+        ours.reduce_scatter(flat, ours.own_part(flat))
+    ours.reduce_scatter(flat, ours.own_part(flat)).wait()
 
 
 def _all_gather() -> bool:

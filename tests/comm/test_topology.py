@@ -4,9 +4,11 @@ does a group that torch cannot make.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from unittest import mock
 from unittest.mock import Mock, call
 
@@ -132,3 +134,16 @@ def test_groups_are_left_where_all_ranks_leave_and_else_a_process_ends_with_its_
     sys.excepthook(ValueError, ValueError("of this rank"), None)
     assert capfd.readouterr().out == "a hook of one's own: of this rank\n"
     assert (left.call_count, ended.call_args) == ((1, None) if alike else (0, call(1)))
+
+
+@pytest.mark.parametrize("hook", [lambda *error: print("told"), Mock(side_effect=ZeroDivisionError)])
+def test_what_ends_at_once_has_written_all_and_told_its_error(monkeypatch, capfd, hook: Callable[..., None]) -> None:
+    out = io.TextIOWrapper(io.BytesIO())  # as a file or pipe, written when it is full
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended := Mock())
+    monkeypatch.setattr(sys, "excepthook", hook)
+    monkeypatch.setattr(sys, "stdout", out)
+    leave_ranks(alike=False)
+    sys.excepthook(ValueError, ValueError("of this rank"), None)
+    assert ended.call_args == call(1)
+    assert (out.buffer.getvalue() + capfd.readouterr().err.encode()) in (b"told\n", b"ValueError: of this rank\n")

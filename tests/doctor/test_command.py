@@ -121,6 +121,7 @@ def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
         raise LateRanks("rank 1: did not answer in time")
 
     cores = num_cores()
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setattr(os, "getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
     monkeypatch.setattr(host, "probe_disk", late)
     assert main(["doctor"]) == 0
@@ -134,6 +135,12 @@ def test_a_busy_machine_is_told_at_the_top_and_what_is_late_on_it_is_not_judged(
     monkeypatch.setattr(os, "getloadavg", lambda: (1.0 * cores, 0.0, 0.0))  # as many as our ranks are
     assert main(["doctor"]) == 1
     assert "BROKEN answer file system LateRanks: rank 1: did not answer in time" in capsys.readouterr().out
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * cores, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 32 * cores)  # in a container that has a few of a machine's
+    assert main(["doctor"]) == 1
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"ok     cores           {cores} of {32 * cores}, load {8.0 * cores:.1f} ")
+    assert [line for line in lines if line.startswith("BROKEN answer file system LateRanks: ")]
 
 
 def test_a_slow_check_is_named_and_then_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

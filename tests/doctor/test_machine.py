@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import resource
 import socket
@@ -185,8 +186,8 @@ def test_this_machine_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     )
     broken.chmod(0o755)
     assert host.probe_compiler(str(broken)) == f"{broken}: Python.h: No such file or directory"
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    assert host.probe_quota(tmp_path / "cpu.max") == 1.5
+    (tmp_path / "file").touch()
+    assert "Not a directory" in host.probe_disk(tmp_path / "file/runs")[-1]["a new folder"]
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert host.probe_hostname() == ("no-such-host.invalid", {})
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
@@ -270,6 +271,31 @@ def test_memory_is_what_the_control_groups_leave(tmp_path: Path, version: str) -
     own.write_text(told.replace("/job", "/seen/from/outside"))  # in a container
     bound(top, str(4000 << 10))
     assert host.probe_memory(tmp_path) == 2000 << 10
+
+
+@pytest.mark.parametrize("version", ["version 2", "version 1"])
+def test_cores_and_processes_are_what_the_control_groups_leave(tmp_path: Path, version: str) -> None:
+    new, own = version == "version 2", tmp_path / "proc/self/cgroup"
+    cores, processes = (tmp_path / "sys/fs/cgroup" / name for name in (("", "") if new else ("cpu,cpuacct", "pids")))
+    for folder in (cores / "job", processes / "job", own.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    own.write_text("0::/job\n" if new else "8:pids:/job\n1:cpu,cpuacct:/job\n0::/\n")
+    assert (host.probe_quota(tmp_path), host.probe_processes(-1, tmp_path)) == (math.inf, -1)
+
+    def bound(group: str, quota: int | None, most: str) -> None:
+        if new:
+            (cores / group / "cpu.max").write_text(f"{quota or 'max'} 100000\n")
+        else:
+            (cores / group / "cpu.cfs_quota_us").write_text(f"{quota or -1}\n")
+            (cores / group / "cpu.cfs_period_us").write_text("100000\n")
+        (processes / group / "pids.max").write_text(f"{most}\n")
+
+    bound("job", None, "max")
+    assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (math.inf, 500)
+    bound("", 150_000, "400")  # as a slice around a service
+    assert (host.probe_quota(tmp_path), host.probe_processes(500, tmp_path)) == (1.5, 400)
+    bound("job", 50_000, "64")
+    assert (host.probe_quota(tmp_path), host.probe_processes(-1, tmp_path)) == (0.5, 64)
 
 
 def test_a_check_that_raises_or_hangs_is_a_finding(

@@ -148,6 +148,16 @@ def test_recompute_changes_no_bit(recompute: str) -> None:
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.parametrize("by_borders", [True, False])
+def test_positions_of_one_row_are_those_of_every_sequence(monkeypatch: pytest.MonkeyPatch, by_borders: bool) -> None:
+    if not by_borders:
+        monkeypatch.setattr(decoder, "takes_borders", lambda x, head_dim: False)
+    model, rows = _model(), positions_of([[5, 20, 23]] * B)
+    want = model(TOKENS[:, :-1], TOKENS[:, 1:], rows, 3 * B)
+    for row in (rows[:1], rows[0], rows[0].expand(B, T)):
+        assert torch.equal(model(TOKENS[:, :-1], TOKENS[:, 1:], row, 3 * B), want)
+
+
 @pytest.mark.uncounted
 def test_one_graph_serves_every_packing_and_the_mask_is_left_to_those_of_too_many_documents() -> None:
     graphs = []

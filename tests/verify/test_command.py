@@ -113,6 +113,7 @@ def test_who_is_asked_to_end_ends_the_ranks_first(monkeypatch: pytest.MonkeyPatc
     try:
         with pytest.raises(SystemExit) as ended:
             main(["verify", CONFIG, *SMALL, "--layouts", "dp1"])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 128 + signal.SIGTERM
