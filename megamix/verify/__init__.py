@@ -7,5 +7,6 @@ reference    the same step on one rank: in FP64, and in the layout's own precisi
 judge        every comparison, each within a bound that is derived beside it
 command      the verb `verify`: ranks for each layout, and a table
 watched_run  on every rank: a real job, from `run_job` on, and what each attempt read and left behind
+data_order   which samples each update of a run read, on which rank
 runs         jobs that are interrupted against one that never stopped; the same job in two programs
 """

@@ -17,7 +17,7 @@ from megamix.config import Config
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
 from megamix.verify.layouts import Layout
-from megamix.verify.runs import Runs, Twice
+from megamix.verify.runs import run_results, twice_problems
 from megamix.verify.watched_run import BORDERS, STEPS, JobPart
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
 
         device = torch.device("cuda" if all(pool.on_gpus for pool in pools.values()) else "cpu")
         try:
-            for run, problems, share in Runs(config, layouts, _folder(stack), call, device).results():
+            for run, problems, share in run_results(config, layouts, _folder(stack), call, device):
                 yield f"{run.name:<48}{len(run.attempts):>10}{run.skipped:>10}  {'differs' if problems else 'passes'}"
                 yield from map(Failed, _first(problems))
                 if share:
@@ -57,7 +57,7 @@ def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
         with ExitStack() as stack:
             programs = [_pool(stack, layout.world_size, new=True).call for _ in range(2)]
             try:
-                problems = Twice(config, layout, _folder(stack), programs).problems()
+                problems = twice_problems(config, layout, _folder(stack), programs)
             except RankFailure as failure:
                 problems = [f"fails\n{failure}"]
         yield f"{layout.name:<14}{'differs' if problems else 'the same, bit for bit'}"

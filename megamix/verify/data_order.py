@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megamix.config import Config
 from megamix.data.sampler import windows_of_samples
-from megamix.verify.watched_run import Seen
+from megamix.data.token_file import TokenFileWriter
+from megamix.verify.watched_run import STEPS, Seen
 
 Numbers = NDArray[np.int64]
 
@@ -128,11 +131,20 @@ def _place(read: Read) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return them as 0..3, 7, shortened."""
-    runs: list[list[int]] = []
-    for number in sorted({int(number) for number in numbers}):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    sorted_once = np.unique([*numbers])
+    runs = np.split(sorted_once, np.flatnonzero(np.diff(sorted_once) > 1) + 1)
     told = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return ", ".join(told[:6]) + (", and others" if len(told) > 6 else "")
+
+
+def write_data(config: Config, folder: Path) -> DataOrder:
+    """Write tokens of which a run reads two epochs, the first one up to the middle of its fifth batch."""
+    length, vocab, seed = config.model.seq_len, config.model.vocab_size, config.training.seed
+    count = config.training.global_batch_size * STEPS // 2
+    for key, number in (("valid", seed + 1), ("train", seed)):
+        draw = np.random.default_rng(number)
+        tokens = draw.integers(0, vocab, count * length + 1)
+        with TokenFileWriter(folder / key, vocab) as writer:
+            for document in np.split(tokens, np.unique(draw.integers(1, len(tokens), count))):
+                writer.add(document)
+    return DataOrder(tokens[:-1].reshape(count, length).astype(np.int64), seed)

@@ -55,7 +55,7 @@ class ObservedStep:
 
 def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool = False) -> list[ObservedStep]:
     """Train until `updates` steps are applied. In attempt `overflow_at` one rank's gradient is made infinite. What is
-    returned begins with what there was before the first step: no scalars, and no gradient. `bisect`: record what
+    returned begins with what there was before the first step: no loss, and no gradient. `bisect`: record what
     passes through each module, of which none is compiled then.
 
     Every rank of the layout that `config` names must call it.
@@ -85,9 +85,9 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
 
 def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None) -> ObservedStep:
     """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
-    scalars, gradients = ({}, []) if result is None else (_scalars(engine, result), [*_gradients(engine)])
+    gradients = [] if result is None else _gradients(engine)
     owned, copies = [*gradients, *_states(engine)], [*_copies(engine)]
-    dp_rank = engine.topology.data.rank
+    scalars, dp_rank = _scalars(engine, result), engine.topology.data.rank
     return ObservedStep(scalars=scalars, owned=owned, copies=copies, tape=tape or {}, dp_rank=dp_rank)
 
 
@@ -146,8 +146,8 @@ class _Documents:
         return Rows(self._tokens.read(samples).tokens, column - np.maximum.accumulate(begins * column, 1))
 
 
-def _scalars(engine: ShardedEngine, result: StepResult) -> dict[str, float]:
-    told = ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
+def _scalars(engine: ShardedEngine, result: StepResult | None) -> dict[str, float]:
+    told = () if result is None else ("loss", "found_inf", "grad_norm", "max_abs", "loss_scale", "lr")
     return {name: float(getattr(result, name)) for name in told} | {
         "next_loss_scale": float(engine.loss_scale.loss_scale),
         "applied_updates": float(engine.applied_updates),

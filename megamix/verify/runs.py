@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from megamix.data.sampler import micro_batches
 from megamix.train.build import DTYPES, lr_table
 from megamix.train.build_data import training_source
 from megamix.train.run_folder import METRICS
-from megamix.verify.data_order import DataOrder, Read
+from megamix.verify.data_order import DataOrder, Read, write_data
 from megamix.verify.judge import judge_attempts
 from megamix.verify.layouts import Layout
 from megamix.verify.observe import assemble, elements, equal_bits
 from megamix.verify.reference import Reference
-from megamix.verify.small_job import run_config, write_data
-from megamix.verify.watched_run import BORDERS, STEPS, JobPart, Seen, watch_job
+from megamix.verify.watched_run import BORDERS, STEPS, JobPart, Seen, run_config, watch_job
 
 Call = Callable[..., list[Any]]  # (number of ranks, function, part): what the function returns on each rank
 Program = Callable[..., list[Any]]  # (function, part): on the ranks of one program
@@ -72,42 +71,35 @@ class WatchedRun:
         return [{tag: row[tag] for tag in row if tag == "step" or tag.startswith(_LOGGED)} for row in rows]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """A job that never stops, and two that are interrupted: on the first of the layouts, and on one after the other."""
+def run_results(
+    config: Config, layouts: Sequence[Layout], folder: Path, call: Call, device: torch.device
+) -> Iterator[tuple[WatchedRun, list[str], float]]:
+    """Train a job that never stops, and two that are interrupted: on the first of the layouts, and on one after the
+    other. Yield each, what is wrong with it, and the largest share of a bound that a step of it took. `device`: of the
+    ranks.
+    """
 
-    config: Config
-    layouts: Sequence[Layout]
-    folder: Path
-    call: Call
-    device: torch.device  # of the ranks
-
-    def results(self) -> Iterator[tuple[WatchedRun, list[str], float]]:
-        """Yield each run, what is wrong with it, and the largest share of a bound that a step of it took."""
-        first = run_config(self.config, self.layouts, self.layouts[0], self.folder, "straight")
-        order = write_data(first, first.training.global_batch_size, self.folder)
-        straight = self._run("never stopped", "straight", self.layouts[:1])
-        planned = [read.planned for read in straight.reads(order)]
-        yield straight, [*problems_alone(straight, order, planned)], 0.0
-        same = self._run("resumed twice", "same", [self.layouts[0]] * PARTS)
-        problems = [*problems_alone(same, order, planned), *first_difference(straight, same)]
-        yield same, [*problems, *log_problems(straight, same, None)], 0.0
-        changed = self._run("resumed twice", "changed", [self.layouts[n % len(self.layouts)] for n in range(PARTS)])
-        problems = [*problems_alone(changed, order, planned), *log_problems(straight, changed, _LAYOUT_FREE)]
-        steps, share = _judged(changed, self.device) if not problems else ([], 0.0)  # else the cause is known
-        yield changed, [*problems, *steps], share
-
-    def _run(self, name: str, folder: str, layouts: Sequence[Layout]) -> WatchedRun:
-        configs = [run_config(self.config, self.layouts, layout, self.folder, folder) for layout in layouts]
-        judged = folder == "changed"
-        if judged:  # one rank in FP64 drops no units
-            configs = [it.model_copy(update={"model": it.model.model_copy(update={"dropout": 0.0})}) for it in configs]
-        ends = [*BORDERS, None][-len(layouts) :]
+    def watched(kind: str, on: Sequence[Layout], job: Config, *, judged: bool = False) -> WatchedRun:
+        configs = [run_config(job, layouts, layout, folder, f"{kind}{judged}") for layout in on]
+        ends = [*BORDERS, None][-len(on) :]
         parts = [
-            self.call(layout.world_size, watch_job, JobPart(config, end, judged))
-            for layout, config, end in zip(layouts, configs, ends, strict=True)
+            call(layout.world_size, watch_job, JobPart(one, end, judged))
+            for layout, one, end in zip(on, configs, ends, strict=True)
         ]
-        return WatchedRun(f"{name} on {', '.join(dict.fromkeys(one.name for one in layouts))}", configs, parts)
+        return WatchedRun(f"{kind} on {', '.join(dict.fromkeys(one.name for one in on))}", configs, parts)
+
+    order = write_data(run_config(config, layouts, layouts[0], folder, ""), folder)
+    straight = watched("never stopped", layouts[:1], config)
+    planned = [read.planned for read in straight.reads(order)]
+    yield straight, [*problems_alone(straight, order, planned)], 0.0
+    same = watched("resumed twice", [layouts[0]] * PARTS, config)
+    problems = [*problems_alone(same, order, planned), *first_difference(straight, same)]
+    yield same, [*problems, *log_problems(straight, same, None)], 0.0
+    whole = config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})})  # as one rank in FP64
+    changed = watched("resumed twice", [layouts[n % len(layouts)] for n in range(PARTS)], whole, judged=True)
+    problems = [*problems_alone(changed, order, planned), *log_problems(straight, changed, _LAYOUT_FREE)]
+    steps, share = _judged(changed, device) if not problems else ([], 0.0)  # else the cause is known
+    yield changed, [*problems, *steps], share
 
 
 def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[np.int64]]) -> Iterator[str]:
@@ -208,14 +200,11 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
     for config, part in zip(run.configs, run.parts, strict=True):
         attempts = part[0][1:]
 
-        def batches_of(
-            number: int, rank: int, config: Config = config, attempts: Sequence[Seen] = attempts
-        ) -> Iterator[Batch]:
-            size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
+        def batches_of(number: int, rank: int, config: Config = config, attempts: list[Seen] = attempts) -> list[Batch]:
+            cut = partial(micro_batches, micro_batch_size=config.training.micro_batch_size, dp_rank=rank)
+            samples = cut(attempts[number].planned, dp_size=config.parallelism.dp_size or 1)
             with BatchLoader(training_source(config), torch.device("cpu")) as loader:
-                samples = attempts[number].planned
-                for part in micro_batches(samples, micro_batch_size=size, dp_rank=rank, dp_size=ranks):
-                    yield loader.load(part)
+                return [loader.load(part) for part in samples]
 
         planted = [number for number, seen in enumerate(attempts) if seen.planted]
         ranks = [[seen.observed for seen in rank if seen.observed] for rank in part]
@@ -227,33 +216,23 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
     return problems, worst
 
 
-@dataclass(frozen=True)
-class Twice:
-    """One job in two programs."""
-
-    config: Config
-    layout: Layout
-    folder: Path
-    programs: Sequence[Program]
-
-    def problems(self) -> list[str]:
-        """Return the first difference, and what torch knows of its operations; nothing if there is none."""
-        configs = [run_config(self.config, [self.layout], self.layout, self.folder, name) for name in ("1", "2", "3")]
-        write_data(configs[0], configs[0].training.global_batch_size, self.folder)
-        names = ("the first program", "the second program")
-        runs = [
-            WatchedRun(name, [config], [program(watch_job, JobPart(config))])
-            for name, config, program in zip(names, configs, self.programs, strict=False)
-        ]
-        problems = [*first_difference(*runs)]
-        if problems:
-            asked = configs[2].model_copy(
-                update={"training": configs[2].training.model_copy(update={"deterministic": False})}
-            )
-            found = sorted({name for rank in self.programs[1](undetermined, JobPart(asked)) for name in rank})
-            known = ", ".join(found) or "none of the operations"
-            problems.append(f"not deterministic, by what torch knows: {known}")
-        return problems
+def twice_problems(config: Config, layout: Layout, folder: Path, programs: Sequence[Program]) -> list[str]:
+    """Train one job in two programs. Return the first difference, and what torch knows of its operations; nothing if
+    there is none.
+    """
+    names = ("the first program", "the second program")
+    first, second, third = (run_config(config, [layout], layout, folder, name) for name in (*names, "third"))
+    write_data(first, folder)
+    runs = [
+        WatchedRun(name, [job], [program(watch_job, JobPart(job))])
+        for name, job, program in zip(names, (first, second), programs, strict=True)
+    ]
+    if not (problems := [*first_difference(*runs)]):
+        return []
+    asked = third.model_copy(update={"training": third.training.model_copy(update={"deterministic": False})})
+    found = {name for rank in programs[1](undetermined, JobPart(asked)) for name in rank}
+    known = ", ".join(sorted(found)) or "none of the operations"
+    return [*problems, f"not deterministic, by what torch knows: {known}"]
 
 
 def undetermined(part: JobPart) -> list[str]:

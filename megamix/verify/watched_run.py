@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megamix.config import Config
+from megamix.config import Config, data_source
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.passes import MicroBatch
 from megamix.supervise.status import LeaveRequest, PreemptedError
@@ -28,6 +30,7 @@ from megamix.train.batch_plan import Attempt, GlobalBatch
 from megamix.train.job import run_job
 from megamix.train.report import Readout
 from megamix.train.trainer import Trainer
+from megamix.verify.layouts import Layout
 from megamix.verify.observe import ObservedStep, Poison, observed, rank_device
 
 BORDERS = (3, 6)  # the updates after which a run is interrupted
@@ -53,9 +56,7 @@ class Seen:
     planted: bool = False  # an overflow
     dp_rank: int = 0
     planned: tuple[range, ...] = ()  # the samples of the global batch
-    rows: NDArray[np.int64] = field(
-        default_factory=lambda: np.empty((0, 0), np.int64)
-    )  # tokens read: (samples, seq_len)
+    rows: NDArray[np.int64] | tuple[()] = ()  # tokens read: (samples, seq_len)
     numbers: dict[str, Any]  # losses, counters, the loss scale and its state, afterwards
     digests: dict[str, str]  # of all that the rank owns or holds afterwards
     observed: ObservedStep | None
@@ -68,6 +69,32 @@ class Seen:
     def update(self) -> int:
         """Return the number of the update that it was, or was tried for; from 1 on."""
         return int(self.numbers["applied_updates"]) + self.found_inf
+
+
+def run_config(config: Config, layouts: Sequence[Layout], layout: Layout, folder: Path, name: str) -> Config:
+    """Return the user's training as a job of STEPS updates on the data in `folder`, small enough to watch: the same
+    global batch on all of the layouts, two epochs, and settings that only long runs would come to.
+    """
+    micro = config.training.micro_batch_size
+    batch = math.lcm(*(one.apply(config).training.global_batch_size for one in layouts))
+    here = layout.apply(config, batch // (micro * layout.size("dp")))
+    schedule, scale, metrics = here.lr_schedule, here.precision.loss_scale, here.metrics
+    warmup = min(schedule.warmup_steps, 2)
+    decay = None if schedule.decay_steps is None else min(schedule.decay_steps, STEPS - warmup)
+    short = {"init_scale": 2.0**10, "growth_interval": 2}
+    known = {key: min(value, getattr(scale, key)) for key, value in short.items() if hasattr(scale, key)}
+    sources = {key: (data_source({"path": str(folder / key)}),) for key in ("train", "valid")}
+    silent = {key: None for key, value in metrics if hasattr(value, "model_fields")}
+    updates: dict[str, dict[str, Any]] = {
+        "data": sources | {"stages": (), "split": None, "tokenizer": None},
+        "lr_schedule": {"warmup_steps": warmup, "decay_steps": decay},
+        "precision": {"loss_scale": scale.model_copy(update=known), "max_retries": 3},
+        "training": {"steps": STEPS, "eval_interval": 4, "eval_batches": 2},
+        "checkpoint": {"folder": str(folder / name), "save_interval": BORDERS[0], "resume": "auto"},
+        "metrics": silent | {"log_interval": 1, "tensorboard": False, "precision_interval": 0},
+        "profiling": {"num_steps": 0},
+    }
+    return here.model_copy(update={key: getattr(here, key).model_copy(update=new) for key, new in updates.items()})
 
 
 def watch_job(part: JobPart) -> list[Seen]:
@@ -117,16 +144,11 @@ class _WatchedTrainer(Trainer):
     def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
         whole = observed(self.engine, result)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
-        buffers = dict(self.engine.module.named_buffers())
-        tensors |= {f"buffer {name}": buffer.cpu().double().numpy() for name, buffer in buffers.items()}
+        for name, buffer in self.engine.module.named_buffers():
+            tensors[f"buffer {name}"] = buffer.cpu().double().numpy()
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}
-        counted = {
-            "applied_updates": float(self.engine.applied_updates), "skipped_steps": float(self.engine.skipped_steps)
-        }  # fmt: skip
-        digests = {
-            name: hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest() for name, values in tensors.items()
-        }
-        numbers = whole.scalars | counted | scale
+        digests = {name: hashlib.blake2b(values.tobytes()).hexdigest() for name, values in tensors.items()}
+        numbers = whole.scalars | scale
         self._seen.append(Seen(numbers=numbers, digests=digests, observed=whole, **attempt))
 
 

@@ -19,11 +19,10 @@ from megamix.cli import main
 from megamix.config import Config
 from megamix.ranks import RankFailure
 from megamix.verify import command_runs
-from megamix.verify.data_order import DataOrder, ranges
+from megamix.verify.data_order import DataOrder, ranges, write_data
 from megamix.verify.layouts import parse_layout
-from megamix.verify.runs import Runs, Twice, WatchedRun, first_difference, log_problems, problems_alone
-from megamix.verify.small_job import run_config, write_data
-from megamix.verify.watched_run import BORDERS, JobPart, watch_job
+from megamix.verify.runs import WatchedRun, first_difference, log_problems, problems_alone, run_results, twice_problems
+from megamix.verify.watched_run import BORDERS, JobPart, run_config, watch_job
 from tests.conftest import FULL
 from tests.verify.jobs import make_config
 from tests.verify.run_bugs import RUN_BUGS, RunBug, planted
@@ -71,8 +70,7 @@ def _drawn(seed: int) -> tuple[Config, str]:
 def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> None:
     config, layouts = _drawn(seed)
     parsed = [*map(parse_layout, layouts.split(","))]
-    runs = Runs(config, parsed, tmp_path, lambda size, *what: run_ranks(_work, size, "", *what), CPU)
-    found = [*runs.results()]
+    found = [*run_results(config, parsed, tmp_path, lambda size, *what: run_ranks(_work, size, "", *what), CPU)]
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
@@ -101,7 +99,7 @@ def right(run_ranks, tmp_path_factory: pytest.TempPathFactory) -> Straight:
     configs = {
         name: [run_config(config, layouts, one, folder, name) for one in these] for name, these in places.items()
     }
-    order = write_data(configs["same"][0], configs["same"][0].training.global_batch_size, folder)
+    order = write_data(configs["same"][0], folder)
     parts: dict[str, list[Any]] = {}
     for name, these in places.items():
         ends = ENDS if len(these) > 1 else (None,)
@@ -167,7 +165,7 @@ def test_the_same_job_twice(run_ranks, tmp_path: Path, bug: str, seed: int, word
 
     config = _dynamic(make_config("dp1"))
     programs = [partial(program, "", 1234), partial(program, bug, seed)]
-    problems = Twice(config, parse_layout("dp1"), tmp_path, programs).problems()
+    problems = twice_problems(config, parse_layout("dp1"), tmp_path, programs)
     assert len(problems) == len(words)
     assert all(some in problem for some, problem in zip(words, problems, strict=True)), problems
 
@@ -216,7 +214,7 @@ def test_the_command_names_what_differs_and_ends_with_1(
 ) -> None:
     problems = [f"problem {number}" for number in range(10)]
     monkeypatch.setattr(command_runs, "RankPool", Pool)
-    monkeypatch.setattr(Twice, "problems", lambda _: problems)
+    monkeypatch.setattr(command_runs, "twice_problems", lambda *_: problems)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     told = capsys.readouterr().out.splitlines()
     assert told[1:] == ["dp1           differs", *(f"  {problem}" for problem in problems[:8]), "  and 2 more"]
@@ -224,11 +222,17 @@ def test_the_command_names_what_differs_and_ends_with_1(
     def fails(*_: object) -> None:
         raise RankFailure("rank 1: no such thing")
 
-    monkeypatch.setattr(Twice, "problems", fails)
-    monkeypatch.setattr(Runs, "results", fails)
+    monkeypatch.setattr(command_runs, "twice_problems", fails)
+    monkeypatch.setattr(command_runs, "run_results", fails)
     assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 1
     assert main(["verify", CONFIG, *SMALL, "--runs"]) == 1
     assert capsys.readouterr().out.count("fails\nrank 1: no such thing") == 2
+
+
+def test_more_layouts_than_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", CONFIG, *SMALL, "--runs", "--layouts", "dp1,dp2,dp4,dp1"])
+    assert "--layouts: got 4 names, but a job with two resumes has 3 parts; write up to 3" in capsys.readouterr().err
 
 
 def test_samples_are_told_by_their_ranges() -> None:
