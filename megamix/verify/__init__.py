@@ -6,6 +6,8 @@ observe      on every rank of a layout: take steps and write down all that can b
 reference    the same step on one rank: in FP64, and in the layout's own precision to know its rounding
 judge        every comparison, each within a bound that is derived beside it
 command      the verb `verify`: ranks for each layout, and a table
+trainer      what is asked of somebody's own training; watch takes its steps on every rank, judge_trainer compares them
+hypotheses   which kind of mistake a gradient, a norm or a loss looks like; update_kinds, which kind an update
 watched_run  on every rank: a real job, from `run_job` on, and what each attempt read and left behind
 data_order   which samples each update of a run read, on which rank
 runs         jobs that are interrupted against one that never stopped; the same job in two programs
