@@ -134,11 +134,7 @@ class TokenFile:
             raise DataError(f"{prefix} is a folder; give the PREFIX of PREFIX.bin and PREFIX.idx in it")
         path = idx_path(prefix)
         if not path.is_file():
-            hint = (
-                f"run `megamix prepare`, or start where {path} is"
-                if not path.is_absolute()
-                else "run `megamix prepare`"
-            )
+            hint = "run `megamix prepare`" + ("" if path.is_absolute() else f", or start where {path} is")
             if prefix.suffix in (".bin", ".idx"):
                 hint = "give the prefix without its ending"
             elif held := sorted(prefix.glob("*.idx")):

@@ -64,8 +64,7 @@ def compare_ranks(store: Store, rank: int, size: int, own: Record, limit_s: floa
     board, told = Board(store, limit_s), [f"record {number}" for number in range(size)]
     board.put(told[rank], own)
     if rank == 0:
-        board.wait(told)
-        board.put("silent", [number for number, key in enumerate(told) if not board.has(key)])
+        board.put("silent", board.missing(told))
     start_s = time.time()
     if not board.wait(["silent"], Board.grace_s):
         raise RuntimeError("rank 0 does not answer")
@@ -102,8 +101,7 @@ def measure_links(store: Store, rank: int, size: int, limit_s: float) -> list[Fi
     board.put(keys[rank], (probe_hostname()[0], ranks.sums_off(), ranks.seconds_by_source(_SENT)))
     if rank > 0:
         return []
-    board.wait(keys)
-    if silent := [number for number, key in enumerate(keys) if not board.has(key)]:
+    if silent := board.missing(keys):
         raise RuntimeError(f"{names(silent)} of {size} measured nothing in {limit_s:.0f} s")
     hosts, sums, seconds = zip(*(board.read(key, _MEASURED) for key in keys), strict=True)
     reached = found("reached", f"{size} rank(s) on {len({*hosts})} machine(s)", False)

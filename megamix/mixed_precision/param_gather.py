@@ -126,10 +126,10 @@ class _Await:
         return _Await, ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Await:
-        kind, arguments = self.__reduce__()
+        self.__reduce__()  # raises, if it must
         if (gather := self._gather()) is not None:
             gather.note_copy()
-        return kind(*arguments)
+        return _Await()
 
 
 def _buckets_by_unit(

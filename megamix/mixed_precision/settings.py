@@ -167,11 +167,6 @@ def check_arguments(
                 f"{name} is on the meta device and has no values; call model.to_empty(device=...), fill it, then build "
                 "the engine"
             )
-    _check_settings(precision, clip_grad, grad_accum_steps)
-
-
-def _check_settings(precision: Precision, clip_grad: float, grad_accum_steps: int) -> None:
-    """Raises: ValueError naming the first setting that cannot be, and what it can be."""
     if precision.dtype == torch.float16 and precision.loss_scale is None:
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"

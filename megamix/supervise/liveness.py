@@ -175,6 +175,10 @@ class Board:
             return False
         return True
 
+    def missing(self, keys: Sequence[str]) -> list[int]:
+        """Return the places of those that have not come in time."""
+        return [] if self.wait(keys) else [place for place, key in enumerate(keys) if not self.has(key)]
+
     def read(self, key: str, form: TypeAdapter[_T]) -> _T:
         """Return what is there already."""
         return self._checked(key, self._store.get(key), form)

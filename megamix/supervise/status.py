@@ -30,20 +30,18 @@ STATUS = "status.json"
 State = Literal["running", "finished", "preempted", "failed", "gave_up"]
 
 # 75 is EX_TEMPFAIL of sysexits.h, "try again later"; 2 is taken by wrong input, which starts no run.
-EXIT_STATUS: dict[State, int | None] = {"running": None, "finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}
+EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "preempted": 75}  # none while it runs
 WRONG_INPUT: Literal[2] = 2  # also of a run that had begun, whose state is then `failed`
 
 
 class EndedEarlyError(Exception):
     """The run ended in good order, on all ranks alike, before all its updates; the message says why."""
 
-    state: State
+    state: State = "failed"
 
     @property
     def exit_status(self) -> int:
-        status = EXIT_STATUS[self.state]
-        assert status is not None
-        return status
+        return EXIT_STATUS[self.state]
 
 
 class PreemptedError(EndedEarlyError):
@@ -55,13 +53,9 @@ class PreemptedError(EndedEarlyError):
 class SaveFailedError(EndedEarlyError):
     """A checkpoint could not be written, and going on without one was not wanted or made no sense."""
 
-    state: State = "failed"
-
 
 class WrongDataError(EndedEarlyError):
     """The data turned out wrong, or were changed, while the run read them. No step has used them."""
-
-    state: State = "failed"
 
     @property
     def exit_status(self) -> int:
@@ -70,8 +64,6 @@ class WrongDataError(EndedEarlyError):
 
 class NoAnswerError(EndedEarlyError):
     """A rank died or hung before all had agreed, or the store holds what no rank has written."""
-
-    state: State = "failed"
 
 
 class StuckError(EndedEarlyError):
@@ -147,7 +139,7 @@ class RunStatus:
     def _store(self, state: State, reason: str, exit_status: int | None = None) -> None:
         values = {
             "state": state,
-            "exit_status": exit_status or EXIT_STATUS[state],
+            "exit_status": exit_status or EXIT_STATUS.get(state),
             "update": self._update,
             "steps": self._steps,
             "start": self._start,

@@ -148,9 +148,8 @@ class Job:
     def position(self) -> Position:
         """Return where the main thread stands, for any thread. A save beside training is not what it waits for."""
         if self.trainer is None:
-            return Position(
-                0, "the start", 0, self.drawn_bytes + (0 if self.engine is None else self.engine.clock.loaded)
-            )
+            loaded = 0 if self.engine is None else self.engine.clock.loaded
+            return Position(0, "the start", 0, self.drawn_bytes + loaded)
         clock, plan = self.trainer.engine.clock, self.trainer.plan
         doing = clock.doing()
         written = self.trainer.checkpoints.written if doing == "save" else 0

@@ -227,34 +227,27 @@ class MetricsWriter:
 
 def cut_logs(folder: Path, progress: Progress) -> None:
     """Bring the logs back to where they were at a checkpoint. Raises: OSError."""
-    for name, is_later in ((METRICS, _is_later), (SET_ASIDE, _was_later_set_aside)):
-        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_says_so, is_later, progress))
+    for name in (METRICS, SET_ASIDE):
+        cut_log(folder / name, progress.log_sizes.get(name, 0), partial(_is_later, name, progress))
 
 
-def _says_so(is_later: Callable[[Progress, dict[str, Any]], bool], progress: Progress, line: bytes) -> bool:
+def _is_later(log: str, progress: Progress, line: bytes) -> bool:
+    """Whether a row of that log says that it came after the checkpoint of that progress."""
+    row, attempt = _parsed(line), "attempt" if log == SET_ASIDE else TRANSFERS + "attempt"
     with suppress(TypeError, KeyError):
-        return is_later(progress, _parsed(line))
+        if log == SET_ASIDE or attempt in row:
+            return bool(row[attempt] >= progress.attempts)
+        if TAGS["valid_loss"] in row:
+            return bool(row["step"] > progress.validated)
+        if is_overflow(row):  # on the way to that update
+            return bool(row[TAGS["skipped_steps"]] > progress.skipped)
+        return bool(row["step"] > progress.applied)
     return False
-
-
-def _is_later(progress: Progress, row: dict[str, Any]) -> bool:
-    """Whether a row of metrics.jsonl came after the checkpoint of that progress."""
-    if TAGS["valid_loss"] in row:
-        return bool(row["step"] > progress.validated)
-    if TRANSFERS + "attempt" in row:
-        return bool(row[TRANSFERS + "attempt"] >= progress.attempts)
-    if is_overflow(row):  # on the way to that update
-        return bool(row[TAGS["skipped_steps"]] > progress.skipped)
-    return bool(row["step"] > progress.applied)
 
 
 def is_overflow(row: Mapping[str, Any]) -> bool:
     """Tell whether a row of metrics.jsonl is that of an attempt that overflowed."""
     return TAGS["skipped_steps"] in row and TAGS["loss"] not in row
-
-
-def _was_later_set_aside(progress: Progress, row: dict[str, Any]) -> bool:
-    return bool(row["attempt"] >= progress.attempts)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from megamix.clock import ignored
 from megamix.comm.timeline import Timeline, Transfer
 from megamix.config import Config
+from megamix.durable import ASIDE
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.console import Console
 from megamix.train.metrics import TRANSFERS, MetricsWriter
-from megamix.train.run_folder import write_trace
 
 
 class Profiling:
@@ -52,7 +53,7 @@ class Profiling:
 
     def _tell(self, attempt: int, update: int, profiler: torch.profiler.profile) -> None:
         with self._console.telling(self._trace):
-            write_trace(self._trace, profiler)
+            _write_trace(self._trace, profiler)
             self._console.line(f"attempt {attempt} | profile up to it in {self._trace}")
         if self._writer is not None:
             for number, timeline in self._timelines.items():
@@ -60,6 +61,16 @@ class Profiling:
                     # There alone: of several rows of a step a curve would show one.
                     self._writer.append(update, {TRANSFERS + "attempt": number, **row})
         self._timelines.clear()  # their threads end
+
+
+def _write_trace(path: Path, profiler: torch.profiler.profile) -> None:
+    """Write what a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
+    with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
+        whole = Path(aside) / path.name
+        profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
+        if not whole.exists():
+            raise OSError(f"{path}: the profiler could not write it")
+        whole.rename(path)
 
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:

@@ -7,22 +7,17 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from megamix.checkpoint.folder import CHECKPOINTS, MANIFEST, checkpoints, set_aside
 from megamix.config import Config, ConfigError, check_world_size, config_to_toml, load_config
 from megamix.config.problems import short
 from megamix.data import installing
 from megamix.data.tokenizer import open_tokenizer
-from megamix.durable import ASIDE, foreign_kind, remove_asides, unwritable, write_text
+from megamix.durable import foreign_kind, remove_asides, unwritable, write_text
 from megamix.machine import WORKSPACES
 from megamix.supervise.run_lock import LOCK
 from megamix.supervise.status import STATUS
 from megamix.train.build_data import data_problems, seldom_meant
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
 
 CONFIG, WEIGHTS, SAMPLE, GAVE_UP = "config.toml", "weights.safetensors", "sample.txt", "gave_up.txt"
 METRICS, SET_ASIDE = "metrics.jsonl", "set_aside.jsonl"
@@ -98,16 +93,6 @@ def claim(config: Config) -> None:
     for name in _WRITTEN_ASIDE:
         remove_asides(folder, name)
     write_text(folder / CONFIG, config_to_toml(config))
-
-
-def write_trace(path: Path, profiler: "profile") -> None:
-    """Write what a profiler saw, for chrome://tracing; whole or as it was. Raises: OSError."""
-    with TemporaryDirectory(prefix=f"{path.name}{ASIDE}", dir=path.parent, ignore_cleanup_errors=True) as aside:
-        whole = Path(aside) / path.name
-        profiler.export_chrome_trace(str(whole))  # renames what it has written, and raises nothing where it could not
-        if not whole.exists():
-            raise OSError(f"{path}: the profiler could not write it")
-        whole.rename(path)
 
 
 def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, starts: bool = False) -> str:

@@ -123,8 +123,9 @@ def _read_fingerprints(config: Config) -> dict[str, str]:
 
 def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     """What all ranks are told: what differs, or why that cannot be known."""
-    if not board.wait([f"digest {rank}" for rank in range(size)]):
-        return [], _silence(board, size)
+    if silent := board.missing([f"digest {rank}" for rank in range(size)]):
+        to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
+        return [], f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
     ranks_of: dict[str, list[int]] = defaultdict(list)
     try:
         for rank in range(size):
@@ -135,12 +136,6 @@ def _outcome(board: Board, size: int) -> tuple[list[str], str]:
     failed = [group for group in groups if _PROBLEM in group.started_with]
     problems = [f"{names(group.ranks)}: {group.started_with[_PROBLEM]}" for group in failed]
     return [*problems, *differences([group for group in groups if group not in failed])], ""
-
-
-def _silence(board: Board, size: int) -> str:
-    silent = [rank for rank in range(size) if not board.has(f"digest {rank}")]
-    to_blame = [rank for rank in silent if not board.has(f"waits {rank}")] or silent
-    return f"no sign of life from {names(to_blame)} {board.limit} after the ranks had met"
 
 
 # How long a rank waits is its own affair. What a path leads to may lie elsewhere on each node: of data and tokenizer

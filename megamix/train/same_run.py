@@ -10,14 +10,7 @@ from typing import Any, cast
 
 from megamix.checkpoint.folder import MANIFEST, checkpoints
 from megamix.checkpoint.manifest import Manifest, RunRecord, check_size, read_manifest
-from megamix.config import (
-    Config,
-    ConfigError,
-    config_to_toml,
-    data_source,
-    effective_tables,
-    whole_weights,
-)
+from megamix.config import Config, ConfigError, config_to_toml, data_source, effective_tables, whole_weights
 from megamix.config.toml_text import value_text
 from megamix.supervise.run_lock import refuse_held
 from megamix.train.build_data import data_fingerprints

@@ -11,7 +11,7 @@ import ctypes
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -118,42 +118,36 @@ def _index(device: Any = None) -> int:
     return int(ops.current_device()) if index is None else index
 
 
-def _answer_cuda() -> None:
-    """Answer what programs ask `torch.cuda`."""
-    properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_is_compiled": lambda: True,
-        "_lazy_init": lambda: None,
-        "device_count": lambda: int(ops.device_count()),
-        "current_device": lambda: int(ops.current_device()),
-        "set_sync_debug_mode": _set_sync_debug_mode,
-        "set_device": lambda device: ops.set_device(_index(device)),
-        "_exchange_device": _exchange_device,
-        "_maybe_exchange_device": _exchange_device,
-        "get_device_name": lambda device=None: NAME,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0),
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "memory_allocated": lambda device=None: ops.live(_index(device)),
-        "max_memory_allocated": lambda device=None: ops.peak(_index(device)),
-        "reset_peak_memory_stats": lambda device=None: ops.reset_peak(_index(device)),
-        "synchronize": synchronize,
-        "manual_seed_all": lambda seed: None,  # the generator is the CPU's
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "Event": Event,
-        "Stream": lambda device=None: object(),  # what is put on one is done at once
-        "stream": lambda stream: nullcontext(),
-    }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
-    torch.cuda.nccl.version = lambda: (2, 28, 9)
-
-
-_answer_cuda()
+# What programs ask `torch.cuda`.
+_properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+vars(torch.cuda).update(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    _is_compiled=lambda: True,
+    _lazy_init=lambda: None,
+    device_count=lambda: int(ops.device_count()),
+    current_device=lambda: int(ops.current_device()),
+    set_sync_debug_mode=_set_sync_debug_mode,
+    set_device=lambda device: ops.set_device(_index(device)),
+    _exchange_device=_exchange_device,
+    _maybe_exchange_device=_exchange_device,
+    get_device_name=lambda device=None: NAME,
+    get_device_properties=lambda device=None: _properties,
+    get_device_capability=lambda device=None: (9, 0),
+    is_bf16_supported=lambda including_emulation=True: True,
+    memory_allocated=lambda device=None: ops.live(_index(device)),
+    max_memory_allocated=lambda device=None: ops.peak(_index(device)),
+    reset_peak_memory_stats=lambda device=None: ops.reset_peak(_index(device)),
+    synchronize=synchronize,
+    manual_seed_all=lambda seed: None,  # the generator is the CPU's
+    get_rng_state=lambda device=None: torch.get_rng_state(),
+    set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+    Event=Event,
+    Stream=lambda device=None: object(),  # what is put on one is done at once
+    stream=lambda stream: nullcontext(),
+)
+torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
+torch.cuda.nccl.version = lambda: (2, 28, 9)
 
 from tests.gpu import nccl
 

@@ -5,7 +5,6 @@ the kernels of a real GPU, where there is one
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from tests.gpu.test_jobs import READOUT
 from tests.model.flash import stand_in
 from tests.model.rounding import UNIT
 from tests.train.jobs import Record, attempts_recorded, run_on_ranks, tiny_job, write_data
+from tests.train.outcome import metrics_of
 
 STEPS = 3
 
@@ -43,17 +43,16 @@ def _by_borders(config: Config) -> tuple[Counter[str], dict[str, int]]:
 
 
 def _first_row(config: Config) -> dict[str, float]:
-    rows = (Path(str(config.checkpoint.folder)) / "metrics.jsonl").read_text().splitlines()
-    return next(row for row in map(json.loads, rows) if "train/loss" in row)
+    return next(row for row in metrics_of(Path(config.checkpoint.folder).parent) if "train/loss" in row)
 
 
 def test_jobs_make_no_mask_and_no_wait_and_have_the_losses_of_the_mask(gpu_ranks, tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     masked, *jobs = (
         tiny_job(
-            tmp_path, parallelism=layout, checkpoint={"folder": str(tmp_path / name)}, metrics={"log_interval": 1},
+            tmp_path, parallelism=layout, checkpoint={"folder": str(tmp_path / name / "run")},
             data={"packing": "documents", "valid": None}, training={"steps": STEPS, "eval_interval": 0},
-            precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}},
+            precision={"loss_scale": {"rule": "static", "init_scale": 2.0**8}}, metrics={"log_interval": 1},
         )
         for name, layout in {"mask": {}, "dp": {}, "tp": {"tp_size": 2}, "pp": {"pp_size": 2}}.items()
     )  # fmt: skip
