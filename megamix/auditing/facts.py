@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import gather_texts, make_collectives
+from megamix.comm.collectives import gather_json, make_collectives
 from megamix.comm.topology import Topology
 
 # In the order in which a step meets them. `sum`: over micro-batches and ranks; `master`: what the optimizer updates.
@@ -94,8 +93,8 @@ def gather_facts(facts: Sequence[ParamFacts]) -> list[ParamFacts]:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     collectives = make_collectives(world, 0, torch.uint8, device)
     whole: dict[str, ParamFacts] = {}
-    for text in gather_texts(collectives, json.dumps([asdict(one) for one in facts]), device):
-        for one in (ParamFacts(**entries) for entries in json.loads(text)):
+    for told in gather_json(collectives, [asdict(one) for one in facts], device):
+        for one in (ParamFacts(**entries) for entries in told):
             there = whole.setdefault(one.name, one)
             if there is not one:
                 there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}

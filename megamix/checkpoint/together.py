@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megamix.comm.collectives import Collectives, gather_texts, host_collectives
+from megamix.comm.collectives import Collectives, gather_json, host_collectives
 from megamix.comm.topology import Axis
 
 
@@ -41,8 +40,7 @@ class Together:
             answer = {"result": work()}
         except Exception as error:  # whatever it was, the other ranks wait for this one's answer
             cause, answer = error, {"error": f"{type(error).__name__}: {error}"}
-        texts = gather_texts(self._collectives, json.dumps(answer), self._device)
-        answers = [json.loads(text) for text in texts]
+        answers = gather_json(self._collectives, answer, self._device)
         failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
             raise FailedTogether("; ".join(failures)) from cause

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import socket
 from collections import deque
@@ -233,13 +234,12 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
             piece.copy_(total)
 
 
-def gather_texts(collectives: Collectives, text: str, device: torch.device) -> list[str]:
-    """Return every rank's text, such as JSON, in rank order. torch's own collectives of objects unpickle what a peer
-    sends, and a pickle runs code.
+def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's value, in rank order, as JSON has it: torch's own way unpickles, and a pickle runs code.
 
     `device`: where the collectives' tensors live.
     """
-    content = text.encode()
+    content = json.dumps(value).encode()
 
     def rows(room: int) -> list[bytes]:
         """Return of every rank its content's length, and as much of it as there is room for."""
@@ -251,7 +251,7 @@ def gather_texts(collectives: Collectives, text: str, device: torch.device) -> l
     lengths = [int.from_bytes(row[:_LENGTH], "little") for row in found]
     if max(lengths) > _USUAL:
         found = rows(max(lengths))
-    return [row[_LENGTH:][:length].decode() for row, length in zip(found, lengths, strict=True)]
+    return [json.loads(row[_LENGTH:][:length]) for row, length in zip(found, lengths, strict=True)]
 
 
 def tell_collectives(path: Path) -> None:

@@ -138,8 +138,7 @@ class Topology:
         return self.place_in_mesh // self._strides()[name] % self.sizes[name]
 
     def _strides(self) -> dict[str, int]:
-        sizes = [*self.sizes.values()]
-        return {name: math.prod(sizes[number + 1 :]) for number, name in enumerate(self.sizes)}
+        return {name: math.prod([*self.sizes.values()][number + 1 :]) for number, name in enumerate(self.sizes)}
 
     def _axis(self, places: Sequence[int]) -> Axis:
         ranks = tuple(places if self.ranks is None else (self.ranks[place] for place in places))

@@ -4,7 +4,6 @@ examination. For the host, between steps.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -12,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import gather_texts
+from megamix.comm.collectives import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import Piece
 from megamix.mixed_precision.headroom import FP16_MAX
@@ -95,8 +94,7 @@ def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
     collectives.
     """
     mine = origins_of(examination.local.cpu(), engine.param_names, engine.collectives.axis.rank)
-    texts = gather_texts(engine.collectives, json.dumps(mine), engine.device)
-    by_rank = [json.loads(text) for text in texts]
+    by_rank = gather_json(engine.collectives, mine, engine.device)
     found = [Origin(*origin) for of_rank, _ in by_rank for origin in of_rank]
     return Origins(found, sum(left_out for _, left_out in by_rank))
 

@@ -122,8 +122,7 @@ def agree(
 
     Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 ().
     """
-    peak = by_piece[1].amax()
-    sums = (by_piece[0].sum(), peak, under_way.loss_sum.double(), under_way.weight_sum)
+    sums = (by_piece[0].sum(), by_piece[1].amax(), under_way.loss_sum.double(), under_way.weight_sum)
     recorded = under_way.recorded()
     row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values])
     by_rank = collectives.table(row)  # FP64 (ranks, 7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import gather_texts, make_collectives
+from megamix.comm.collectives import gather_json, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
@@ -100,8 +99,7 @@ def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], topology: Topol
             )
     device = single_device(model)
     pp = make_collectives(topology.pp, 0, torch.uint8, device)
-    texts = gather_texts(pp, json.dumps((params, buffers)), device)
-    params, buffers = map(_each_once, zip(*map(json.loads, texts), strict=True))
+    params, buffers = map(_each_once, zip(*gather_json(pp, (params, buffers), device), strict=True))
     return params, buffers
 
 

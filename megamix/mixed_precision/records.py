@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import Collectives, gather_texts
+from megamix.comm.collectives import Collectives, gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.step import Recorded, Reduce, StepUnderWay
 
@@ -66,8 +65,7 @@ def gather_recorded(recorded: Recorded, topology: Topology, collectives: Collect
     """
     rows = zip(recorded.names, recorded.table.tolist(), strict=True)
     mine = FromRank(topology.pp.rank, topology.counts_sums, [(*key, *row) for key, row in rows if row[1]])
-    texts = gather_texts(collectives, json.dumps(mine), recorded.table.device)
-    return combine([FromRank(*json.loads(text)) for text in texts])
+    return combine([FromRank(*told) for told in gather_json(collectives, mine, recorded.table.device)])
 
 
 class FromRank(NamedTuple):

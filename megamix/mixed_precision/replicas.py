@@ -7,7 +7,6 @@ What has no second copy cannot be checked: the digits of a master that its cast 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megamix import tuned
-from megamix.comm.collectives import gather_texts
+from megamix.comm.collectives import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.settings import fingerprint
@@ -120,8 +119,8 @@ def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
     found = [line for buckets in _buckets_by_axis(engine) for line in _differences(engine, buckets)]
     # A rank knows only of what it owns a share of, and the first one speaks.
-    texts = gather_texts(engine.collectives, "\n".join(found[:_SHOWN]), engine.device)
-    lines = list(dict.fromkeys(line for text in texts for line in text.splitlines()))
+    by_rank = gather_json(engine.collectives, found[:_SHOWN], engine.device)
+    lines = list(dict.fromkeys(line for told in by_rank for line in told))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
     return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
 
@@ -153,7 +152,7 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
 def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
     """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
     own = {name: state.tolist() for name, state in _state(engine).items()} | dict(counters)
-    by_rank = [json.loads(text) for text in gather_texts(engine.collectives, json.dumps(own), engine.device)]
+    by_rank = gather_json(engine.collectives, own, engine.device)
     return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
 
 

@@ -27,8 +27,7 @@ class Profiling:
         section = config.profiling
         self._attempts = range(section.start_step, section.start_step + section.num_steps)
         self._engine, self._console, self._writer = engine, console, writer
-        rank = engine.topology.world.rank
-        self._trace = Path(config.checkpoint.folder) / f"trace_rank{rank}.json"
+        self._trace = Path(config.checkpoint.folder) / f"trace_rank{engine.topology.world.rank}.json"
         self._profiler: torch.profiler.profile | None = None
         self._timelines: dict[int, Timeline] = {}
 

@@ -76,7 +76,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(Tensor, "data_ptr", place),
         mock.patch.object(engine_module.settings, "check_arguments"),  # refuses tensors that are not plain
         mock.patch.object(engine_module.settings, "require_equal"),  # reads the device
-        mock.patch.object(half_params, "gather_texts", lambda collectives, text, device: [text]),
+        mock.patch.object(half_params, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
     ):
