@@ -35,9 +35,10 @@ class Batch(NamedTuple):
         return self.num_counted / self.targets.numel()
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return what the model takes for its loss."""
-        return self.tokens, self.targets, self.positions, self.num_documents
+    def inputs(self) -> tuple[Tensor | int | None, ...]:
+        """Return what the model takes for its loss. A family of its own may know no documents: it is given none."""
+        packed = () if self.positions is None else (self.positions, self.num_documents)
+        return self.tokens, self.targets, *packed
 
     def to(self, device: torch.device) -> "Batch":
         positions = None if self.positions is None else self.positions.to(device, non_blocking=True)
