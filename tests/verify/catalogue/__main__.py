@@ -14,9 +14,21 @@ from megamix.ranks import RankPool
 from megamix.verify.verdict import Verdict
 from tests.verify.catalogue.bugs import BUGS, Bug
 from tests.verify.catalogue.run import verdicts
+from tests.verify.run_bugs import RUN_BUGS
 
 PAGE = Path(__file__).parents[3] / "docs" / "verify.md"
 HEADER = "| bug | met in | ranks | step | what `verify` says first |\n|---|---|---|---|---|\n"
+
+RUNS_HEADER = "| bug in a run | met in | step | what `verify --runs` says |\n|---|---|---|---|\n"
+
+
+def runs_table() -> str:
+    """Return the table of what `--runs` must say: tests/verify/test_runs.py plants and asks."""
+    rows = ""
+    for bug in RUN_BUGS:
+        said = ", ".join(words.strip() for words in bug.words)
+        rows += f"| {bug.plant.__name__.replace('_', ' ')} | {bug.met_in} | resume {bug.at_resume} | {said} |\n"
+    return RUNS_HEADER + rows
 
 
 def named(bug: Bug, verdict: Verdict) -> bool:
@@ -55,7 +67,10 @@ def with_table(page: str, found: Mapping[str, Verdict]) -> str:
     before, header, after = page.partition(HEADER)
     assert header, f"no table of bugs: it begins with {HEADER!r}"
     table = "".join(row(bug, found[name]) for name, bug in BUGS.items())
-    return f"{before}{header}{table}\n{after.partition(chr(10) * 2)[2]}"
+    page = f"{before}{header}{table}\n{after.partition(chr(10) * 2)[2]}"
+    before, header, after = page.partition(RUNS_HEADER)
+    assert header, f"no table of bugs in runs: it begins with {RUNS_HEADER!r}"
+    return f"{before}{runs_table()}\n{after.partition(chr(10) * 2)[2]}"
 
 
 def _call(pools: Mapping[int, RankPool], function: Callable[..., object], ranks: int, *args: object, **other: object):

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.conftest import FULL
-from tests.verify.catalogue.__main__ import PAGE, masked, named, row, rows_of
+from tests.verify.catalogue.__main__ import PAGE, masked, named, row, rows_of, runs_table
 from tests.verify.catalogue.bugs import BUGS
 from tests.verify.catalogue.run import verdicts
 
@@ -40,6 +40,10 @@ def test_the_table_has_every_bug_and_no_other() -> None:
     rows = rows_of(PAGE.read_text(encoding="utf-8"))
     assert len(rows) == len(BUGS)
     assert all(any(bug.sentence in one for one in rows) for bug in BUGS.values())
+
+
+def test_the_table_of_bugs_in_runs_is_what_their_test_asks() -> None:
+    assert runs_table() in PAGE.read_text(encoding="utf-8"), "write it with `python -m tests.verify.catalogue`"
 
 
 def test_the_catalogue_is_as_large_as_is_told() -> None:
