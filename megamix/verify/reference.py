@@ -126,10 +126,11 @@ def _step(
     for batch, share in zip(batches, shares, strict=True):
         loss = loss_of(model, moved(batch, device))
         losses.append(loss.item())
-        found = torch.autograd.grad(loss * scale, [*params.values()], allow_unused=True)
+        own = scale * (share / max(shares)) or scale  # what has fewer targets is multiplied by less
+        found = torch.autograd.grad(loss * own, [*params.values()], allow_unused=True)
         for name, grad in zip(params, found, strict=True):
             if grad is not None:
-                part = grad.to("cpu", torch.float64) * (share / scale)
+                part = grad.to("cpu", torch.float64) * (share / own)
                 grads[name] += part
                 magnitudes[name] += part.abs()
     largest = {name: float(total.max()) for name, total in magnitudes.items()}

@@ -74,9 +74,9 @@ class Right(Unequal):
 
     def optimizer(self, model):
         made, options = OPTIMIZERS[self.of["optimizer"]]
-        # NAdam has no fused kernel. That of SGD leaves a buffer that nobody has filled where its first step is skipped
-        # (torch 2.13), which `verify` names: ranks' buffers differ.
-        has_one = made is not torch.optim.NAdam and not (made is torch.optim.SGD and self.scaler)
+        # NAdam has no fused kernel, and that of SGD knows no shards of FSDP2. It leaves a buffer that nobody has filled
+        # where its first step is skipped (torch 2.13), which `verify` names: ranks' buffers differ.
+        has_one = made is torch.optim.Adam or made is torch.optim.AdamW
         fused = {"fused": True} if self.of["fused"] and has_one else {}
         return made(self.grouped(model), lr=self.lr, **options, **fused)
 
