@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -65,7 +64,6 @@ def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
 
 
 def _size(config: Config) -> str:
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the ranks end first, and leave nothing
     size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
     return f"at {size} (overrides take another size)"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from megamix.arguments import add_config, add_verb, check_plugins, print_lines
-from megamix.config import Config, load_config
-from megamix.verify.layouts import Layout, at_own_size, parse_layouts
+from megamix.config import load_config
+from megamix.verify.layouts import at_own_size, parse_layouts
 
 MOST_PARTS = 3  # of a job that is interrupted twice
 
@@ -51,17 +51,20 @@ def _ranks_end_first() -> Iterator[None]:
 
 @_ranks_end_first()
 def _verify(arguments: argparse.Namespace) -> int:
-    if arguments.trainer:
-        from megamix.verify.command import trainer_lines  # and torch, which takes seconds
+    lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
+    return 0 if print_lines(lines) else 1
 
-        try:
-            return (
-                0
-                if print_lines(trainer_lines(arguments.trainer, arguments.ranks, arguments.steps, arguments.bisect))
-                else 1
-            )
-        except ValueError as error:
-            arguments.parser.exit(2, f"megamix verify: {error}\n")
+
+def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
+    from megamix.verify.command import trainer_lines  # and torch, which takes seconds
+
+    try:
+        yield from trainer_lines(arguments.trainer, arguments.ranks, arguments.steps, arguments.bisect)
+    except ValueError as error:
+        arguments.parser.exit(2, f"megamix verify: {error}\n")
+
+
+def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is None:
         arguments.parser.error("the config file is missing", "write megamix verify job.toml --layouts dp2")
     config = load_config(arguments.config, arguments.overrides)
@@ -71,10 +74,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.runs and len(layouts) > MOST_PARTS:
         problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
         arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
-    return 0 if print_lines(_lines(arguments, config, layouts)) else 1
-
-
-def _lines(arguments: argparse.Namespace, config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     if arguments.runs or arguments.twice:
         from megamix.verify.command_runs import runs_lines, twice_lines
 
