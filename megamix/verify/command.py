@@ -16,7 +16,7 @@ from megamix.verify.judge import judge
 from megamix.verify.judge_trainer import judge_trainer
 from megamix.verify.layouts import Layout
 from megamix.verify.observe import observe
-from megamix.verify.trainer import load_trainer
+from megamix.verify.trainer import check_trainer, load_trainer
 from megamix.verify.verdict import Verdict
 from megamix.verify.watch import watch_trainer
 
@@ -74,7 +74,7 @@ def verify_layout(
 
 def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = False) -> Iterator[str]:
     """Yield what to print of somebody's own training on each number of ranks: FILE.py:CLASS for `steps` steps."""
-    load_trainer(where)  # its mistakes are told before any rank is started
+    check_trainer(load_trainer(where, ranks=worlds[0]))  # its mistakes are told before any rank is started
     yield _row("ranks", "attempts", "skipped", *COLUMNS, "")
     for world in worlds:
         say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
@@ -94,7 +94,8 @@ def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, dea
 
 def _result(name: str, verdict: Verdict) -> Iterator[str]:
     shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
-    cells = [f"{max(column):.3f}" if column else "-" for column in shares]
+    worst = [max(column) if column else None for column in shares]
+    cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
     ends = "differs" if verdict.differences else "passes"
     yield _row(name, str(verdict.attempts), str(verdict.skipped), *cells, ends)
     if verdict.differences:

@@ -228,9 +228,14 @@ class AskedStep:
     def _clipping(self, name: str, found: Tensor, bound: float) -> str:
         """Explain a gradient that is off by one factor: by the norm with which it was clipped."""
         factor = factor_of(found, self.whole[name])
-        # Clipping makes nothing larger.
-        if not self.clip or not 0 < factor < 1.001 or self._off(name, found, factor) > bound:
+        if not self.clip or factor <= 0 or self._off(name, found, factor) > bound:
             return ""
+        if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
+            norm = math.sqrt(sum(float(grad.square().sum()) for grad in self.whole.values()))
+            texts = [text for times, text in self._meanings() if times > factor]
+            if abs(factor * norm / self.clip - 1) > 1e-3 or not texts:
+                return ""
+            return f"clipped to {self.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
         if abs(factor - 1) < 1e-3:
             return "not clipped"
         kind = self.explain_norm(self.clip / factor, name)

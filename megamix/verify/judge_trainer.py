@@ -36,7 +36,7 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
         before = judge.step(verdict, number, before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
             verdict.culprit = culprit(judge.earlier, [(rank, one.tape) for rank, one in enumerate(seen)])
-    verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0)
+    verdict.note(len(steps), "applied updates", "the run", float(judge.updates == 0), 0.0, "none")
     return verdict
 
 
@@ -182,7 +182,8 @@ class _Judge:
     def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
         """Check that nothing changed, and that there was an overflow."""
         overflows = not all(bool(grad.isfinite().all()) for grad in native.grads.values())
-        verdict.note(number, "skipped step", "one process, which has no overflow", float(not overflows), 0.0)
+        text = "the optimizer took no step"
+        verdict.note(number, "skipped step", "one process, which has no overflow", float(not overflows), 0.0, text)
         for name, weight in before.weights.items():
             verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)
         for key, state in before.states.items():

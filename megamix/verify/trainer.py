@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
+from megamix.verify.reference import moved
 from megamix.verify.tape import plain_name
-from megamix.verify.verdict import Tensors
+from megamix.verify.verdict import U32, Tensors
+
+
+class WrongTrainer(ValueError):
+    """What a trainer's author must change before anything can be compared."""
 
 
 class ForeignTrainer:
@@ -54,7 +61,7 @@ class ForeignTrainer:
 
     def step(self, batches: Sequence[Any]) -> Mapping[str, float] | None:
         """Take one training step of these micro-batches, as your script does. Return what it reports, as far as it
-        does: `loss`, `grad_norm` (before clipping), `lr`.
+        does: `loss`, `grad_norm` (before clipping). Other keys are not read.
         """
         raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
 
@@ -93,28 +100,64 @@ class ForeignTrainer:
 
 
 def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
-    """Return the trainer that FILE.py:CLASS names. Raises: ValueError that says what is missing."""
+    """Return the trainer that FILE.py:CLASS names. Raises: WrongTrainer that says what is missing."""
     file, _, name = where.rpartition(":")
     path = Path(file)
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
-        raise ValueError(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
+        raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.parent.resolve()))  # what it imports lies beside it, as for a script
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise WrongTrainer(f"--trainer: {file} cannot be imported: {traceback.format_exc(limit=-1)}") from error
     trainers = {
         key: made for key, made in vars(module).items()
         if isinstance(made, type) and issubclass(made, ForeignTrainer) and made is not ForeignTrainer
     }  # fmt: skip
     if name not in trainers:
         found = ", ".join(trainers) or "none; subclass megamix.ForeignTrainer"
-        raise ValueError(f"--trainer: got {where}, must be a ForeignTrainer in that file, which has {found}")
+        raise WrongTrainer(f"--trainer: got {where}, must be a ForeignTrainer in that file, which has {found}")
     trainer = trainers[name]()
     trainer.rank, trainer.ranks = rank, ranks
     return trainer
+
+
+def check_trainer(trainer: ForeignTrainer) -> None:
+    """Ask twice for model, samples and loss: what is new each time is no reference. Raises: WrongTrainer."""
+    who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
+    try:
+        models = [trainer.model() for _ in range(2)]
+        batches = [moved([*trainer.batches(0, 0, ranks)], cpu) for _ in range(2)]
+    except NotImplementedError as error:
+        raise WrongTrainer(str(error)) from error
+    if not _alike(*([*model.parameters()] for model in models)):
+        raise WrongTrainer(f"{who}.model() returned other weights when called again; write torch.manual_seed(0) first")
+    if not batches[0]:
+        raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned nothing, must be a list of micro-batches")
+    if not _alike(*batches):
+        seeded = "draw them with torch.Generator().manual_seed(1000 * step + rank)"
+        raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")
+    losses: list[Any] = [trainer.loss(model, batches[0][0]) for model in models]
+    if not isinstance(losses[0], Tensor) or losses[0].numel() != 1:
+        kind = f"a Tensor {tuple(losses[0].shape)}" if isinstance(losses[0], Tensor) else type(losses[0]).__name__
+        raise WrongTrainer(f"{who}.loss(model, batch) returned {kind}, must be the mean loss, a Tensor of one number")
+    one, other = (float(loss.detach()) for loss in losses)
+    if abs(one - other) > 64 * U32 * abs(one):
+        changed = f"{who}.loss(model, batch) returned {one:.7g}, then {other:.7g} for the same weights and samples"
+        raise WrongTrainer(f"{changed}; set dropout to 0 in model(), and draw nothing in loss()")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Compare the tensors of two trees; a NaN equals another one."""
+    mine, theirs = ([leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] for tree in (one, other))
+    return len(mine) == len(theirs) and all(
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def whole(tensor: Tensor) -> Tensor:

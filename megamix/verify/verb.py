@@ -29,7 +29,7 @@ def add_verify(verbs: Any) -> None:
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
     verify.add_argument("--ranks", metavar="N", type=_worlds, default=[1, 2], help="of a trainer, as 1,2,4 (1,2)")
-    verify.add_argument("--steps", metavar="N", type=int, default=4, help="of a trainer (4)")
+    verify.add_argument("--steps", metavar="N", type=_steps, default=4, help="of a trainer (4)")
 
 
 def _worlds(text: str) -> list[int]:
@@ -37,6 +37,12 @@ def _worlds(text: str) -> list[int]:
     if 0 in worlds:
         raise argparse.ArgumentTypeError(f"got {text}, must be numbers of ranks; write --ranks 1,2")
     return worlds
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, must be a number of steps, 1 or more; write --steps 4")
+    return int(text)
 
 
 @contextmanager
@@ -57,10 +63,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.verify.command import trainer_lines  # and torch, which takes seconds
+    from megamix.verify.trainer import WrongTrainer
 
     try:
         yield from trainer_lines(arguments.trainer, arguments.ranks, arguments.steps, arguments.bisect)
-    except ValueError as error:
+    except WrongTrainer as error:
         arguments.parser.exit(2, f"megamix verify: {error}\n")
 
 

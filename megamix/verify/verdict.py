@@ -35,9 +35,11 @@ class Difference:
     looks_like: str = ""  # the kind of mistake whose numbers are these
 
     def __str__(self) -> str:
+        what = f"{f'attempt {self.attempt}' if self.attempt >= 0 else 'at the start'}: {self.check} of {self.where}"
+        if self.looks_like and not self.bound and self.error in (1.0, math.inf):  # a yes or no: there is no distance
+            return f"{what}: {self.looks_like}"
         kind = f"; it looks like {self.looks_like}" if self.looks_like else ""
-        off = f"is off by {self.error:.3g}, bound {self.bound:.3g}"
-        return f"attempt {self.attempt}: {self.check} of {self.where} {off}{kind}"
+        return f"{what} is off by {self.error:.3g}, bound {self.bound:.3g}{kind}"
 
 
 @dataclass(slots=True)

@@ -17,6 +17,8 @@ from megamix.verify.tape import Tape, plain_name, recorded
 from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, whole
 from megamix.verify.verdict import Tensors
 
+TOLD = ("loss", "grad_norm")  # what is compared of that which a step reports
+
 
 @dataclass(slots=True)
 class SeenStep:
@@ -49,7 +51,8 @@ def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep
 def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
     made: Any = trainer.setup(trainer.model())
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"{type(trainer).__name__}.setup returned {type(made).__name__}, must be (module, optimizer)")
+        kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
+        raise ValueError(f"{type(trainer).__name__}.setup returned ({kinds}), must be (module, optimizer)")
     module, optimizer = made[0], getattr(made[1], "optimizer", made[1])  # accelerate wraps one that has no hooks
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
@@ -61,7 +64,10 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
     for number in range(steps):
         with recorded(module, wanted=bisect) as tape:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
-        seen.append(witness.read({name: float(value) for name, value in (told or {}).items()}, tape))
+        if not isinstance(told, Mapping | None):
+            kind = type(told).__name__
+            raise ValueError(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
+        seen.append(witness.read({name: float(told[name]) for name in TOLD if told and name in told}, tape))
     return seen
 
 

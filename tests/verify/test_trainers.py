@@ -1,15 +1,17 @@
 """`verify --trainer` judges somebody's own training: torch's wrappers pass, planted bugs are named by their kind."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from megamix.cli import main
-from megamix.verify.command import verify_trainer
+from megamix.verify.command import _result, verify_trainer
 from megamix.verify.judge_trainer import judge_trainer
 from megamix.verify.trainer import load_trainer
 from megamix.verify.verdict import Verdict
-from megamix.verify.watch import watch_trainer
+from megamix.verify.watch import _watch, watch_trainer
 
 TRAINERS = str(Path(__file__).parent / "trainers.py")
 STEPS = 4
@@ -40,6 +42,7 @@ def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int)
         ("ScaledNorm", "gradient", "of the gradient with the loss scale in it"),
         ("WrongDecay", "weight_decay", "0, where the plain optimizer has 0.1"),
         ("LateSchedule", "lr", "0.01 is the lr of update 1, not 2"),
+        ("AddedUp", "gradient", "before that 2 times the right one (counted twice"),
     ],
 )
 def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, kind: str) -> None:
@@ -62,6 +65,7 @@ def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pyte
         (["--trainer", "nowhere.py:Mine"], "must be a file and a class in it; write my_trainer.py:MyTrainer"),
         (["--trainer", f"{TRAINERS}:Ddpp"], "which has Plain, Ddp, Fsdp"),
         (["--trainer", f"{TRAINERS}:Ddp", "--ranks", "two"], "must be numbers of ranks; write --ranks 1,2"),
+        (["--trainer", f"{TRAINERS}:Ddp", "--steps", "0"], "must be a number of steps, 1 or more; write --steps 4"),
         ([], "the config file is missing"),
     ],
 )
@@ -72,6 +76,68 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
         main(["verify", *arguments])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("def model(self): return nn.Linear(4, 4)", "Mine.model() returned other weights when called again"),
+        (
+            "def batches(self, *_): return [torch.randint(50, (2, 16))]",
+            "returned other samples when called again",
+        ),
+        ("def batches(self, *_): return []", "returned nothing, must be a list of micro-batches"),
+        ("def loss(self, *a): return super().loss(*a), 1", "returned tuple, must be the mean loss"),
+        ("def loss(self, model, batch): return model(batch[0])", "returned a Tensor (16, 50), must be the mean loss"),
+        ("def model(self): return super().model().append(nn.Dropout(0.1))", "set dropout to 0 in model()"),
+        ("optimizer = setup = model = ForeignTrainer.model", "Mine lacks model(self): return the plain nn.Module"),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        ("def model(:", "SyntaxError"),
+    ],
+)
+def test_a_trainer_that_is_no_reference_is_refused_before_any_rank_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, told: str
+) -> None:
+    monkeypatch.setattr("megamix.verify.command.verify_trainer", None)
+    monkeypatch.syspath_prepend(Path(TRAINERS).parent)
+    file = tmp_path / "mine.py"
+    file.write_text(f"import torch\nfrom torch import nn\nfrom trainers import *\nclass Mine(Plain):\n    {body}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--trainer", f"{file}:Mine"])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("told", "read"), [({"loss": torch.tensor(2.0), "run": "mine"}, {"loss": 2.0}), (None, {})])
+def test_of_what_a_step_reports_the_loss_and_the_norm_are_read(told: object, read: dict[str, float]) -> None:
+    trainer = load_trainer(f"{TRAINERS}:Plain")
+    trainer.step = lambda batches: told
+    assert _watch(trainer, 1, bisect=False)[1].told == read
+
+
+def test_what_setup_and_step_return_is_told_where_it_is_of_another_type() -> None:
+    trainer = load_trainer(f"{TRAINERS}:Plain")
+    trainer.step = lambda batches: 2.3
+    with pytest.raises(ValueError, match=r"Plain.step returned float, must be as {'loss': 2.3}, or None"):
+        _watch(trainer, 1, bisect=False)
+    trainer.setup = lambda model: (model, None, 3)
+    with pytest.raises(ValueError, match=r"returned \(Sequential, NoneType, int\), must be \(module, optimizer\)"):
+        _watch(trainer, 1, bisect=False)
+
+
+def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
+    verdict = Verdict()
+    verdict.note(-1, "optimizer", "up.weight", math.inf, 0.0, "not among the optimizer's parameters")
+    verdict.note(2, "gradient", "up.weight", 3.0, 1e-5, "its sign turned")
+    assert [*map(str, verdict.differences)] == [
+        "at the start: optimizer of up.weight: not among the optimizer's parameters",
+        "attempt 2: gradient of up.weight is off by 3, bound 1e-05; it looks like its sign turned",
+    ]
+
+
+def test_numbers_of_many_digits_keep_to_their_columns() -> None:
+    verdict = Verdict(worst={"loss": 51.8, "gradient": 165491.2})
+    assert next(_result("2", verdict)).split() == ["2", "0", "0", "51.800", "1.65e+05", "-", "-", "-", "passes"]
 
 
 @pytest.mark.parametrize(
