@@ -72,7 +72,7 @@ def test_the_page_s_script_passes_by_its_command(
 ) -> None:
     section = PAGE.split("## A training of your own\n")[1].partition("\n## ")[0]
     (tmp_path / "my_trainer.py").write_text(re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)[0])
-    (line,) = re.findall(r"^megamix (verify --trainer .*)$", section, re.M)
+    line, *_ = re.findall(r"^megamix (verify --trainer .*)$", section, re.M)
     monkeypatch.chdir(tmp_path)
 
     def by_these_ranks(where: str, world: int, steps: int, bisect: bool) -> Verdict:
