@@ -174,6 +174,9 @@ def test_every_command_of_the_readme_runs(
     config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("small.toml").write_text(config, encoding="utf-8")
     Path("my_texts").symlink_to("docs")
+    page = Path("docs/verify.md").read_text(encoding="utf-8")
+    script = re.findall(r"^```python\n(.*?)^```$", page.partition("## A training of your own")[2], re.M | re.S)[0]
+    Path("my_trainer.py").write_text(script, encoding="utf-8")
     ((job, commands),) = re.findall(
         r"^```toml\n(.*?)^```$.*?^```\n(megamix doctor .*?)^```$", README, flags=re.MULTILINE | re.DOTALL
     )
