@@ -267,7 +267,7 @@ def test_gradients_that_underflow_are_counted() -> None:
         hook.remove()
 
     assert "underflow" not in said(loop.audited(0))
-    loop.step = small  # type: ignore[method-assign]
+    loop.step = small
     report = loop.audited(1)
     (row,) = (row for row in report.rows if row.name == "layers.*.up.weight")
     assert not row.zeroed_is_exact
@@ -336,7 +336,7 @@ def test_headroom_follows_the_loss_scale() -> None:
 
 def test_no_step_in_the_block_is_an_error_with_what_to_do() -> None:
     loop = plain(seed=1)
-    loop.optimizer.step = lambda: None  # type: ignore[method-assign]
+    loop.optimizer.step = lambda: None
     with pytest.raises(RuntimeError, match=r"no step was made inside the block: call optimizer.step\(\) there"):
         loop.audited(0)
     assert not loop.model.head.weight._backward_hooks
@@ -355,7 +355,7 @@ def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> No
 def test_two_updates_of_an_engine_are_refused() -> None:
     loop = engine(1, megamix.Precision(BF16))
     step = loop.step
-    loop.step = lambda number: (step(number), step(number + 1))[1]  # type: ignore[method-assign]
+    loop.step = lambda number: (step(number), step(number + 1))[1]
     with pytest.raises(RuntimeError, match=r"made 2 updates inside the block; take one step"):
         loop.audited(0)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.verify.catalogue.bugs import bug
-from tests.verify.catalogue.foreign import ByHand, Clipped, Decaying, Half
+from tests.verify.catalogue.foreign import ByHand, Clipped, CountedOutside, Decaying, Half
 
 
 @bug(
@@ -90,30 +90,15 @@ class ScheduleOnSkipped(Decaying, Half):
         self.schedule.step()
 
 
-class _CountsSteps(torch.optim.AdamW):
-    """Counts steps outside, as a training's iteration, and takes that for the bias correction."""
-
-    iteration = 0
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self.state:
-                    zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
-                    self.state[param] = {"step": torch.tensor(0.0), **zeros}
-                self.state[param]["step"].fill_(self.iteration - 1)
-        super().step()
-
-
 @bug("several", "weight", "", "bias correction: the skipped steps are counted, where this is update")
 class BiasCorrectionOnSkipped(Half):
     """Bias correction advances in a step that was skipped."""
 
     def make(self, module):
-        return _CountsSteps(self.grouped(module), lr=self.lr)
+        return CountedOutside(self.grouped(module), lr=self.lr)
 
     def update(self):
-        self.optim.iteration += 1
+        self.optim.updates += 1
         super().update()
 
 

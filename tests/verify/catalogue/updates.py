@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.verify.catalogue.bugs import bug
-from tests.verify.catalogue.foreign import ByHand, Decaying
+from tests.verify.catalogue.foreign import ByHand, CountedOutside, Decaying
 
 
 @bug("accelerate #3979", "dtype", "", "no FP32 master: the optimizer keeps it in BF16", fast=True)
@@ -149,25 +149,14 @@ class _Coupled(torch.optim.AdamW):
             group["weight_decay"] = decay
 
 
-class _NoCorrection(torch.optim.AdamW):
-    """Its count never moves from what a long run would have."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self.state:
-                    zeros = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
-                    self.state[param] = {"step": torch.tensor(0.0), **zeros}
-                self.state[param]["step"].fill_(1e6)
-        super().step()
-
-
 @bug("OLMo-core #317, caffe #4224", "weight", "", "no bias correction", fast=True)
 class NoBiasCorrection(ByHand):
     """The count of steps is never incremented right: no bias is corrected."""
 
     def make(self, module):
-        return _NoCorrection(self.grouped(module), lr=self.lr)
+        made = CountedOutside(self.grouped(module), lr=self.lr)
+        made.updates = 10**6
+        return made
 
 
 @bug("accelerate #3209, #3256", "optimizer", "embed.weight", "not among the optimizer's parameters", ranks=2)
