@@ -20,7 +20,7 @@ def add_verify(verbs: Any) -> None:
     help_text = "does training on several ranks do what one rank does? exit status 1 if not"
     verify = add_verb(verbs, "verify", _verify, help_text, "job.toml --layouts dp2,tp2")
     add_config(verify, "TOML file; its data are not read", nargs="?")
-    verify.add_argument("--layouts", metavar="NAMES", default="dp1,dp2", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
+    verify.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
     verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
     kind = verify.add_mutually_exclusive_group()
     kind.add_argument(
@@ -28,8 +28,8 @@ def add_verify(verbs: Any) -> None:
     )
     kind.add_argument("--twice", action="store_true", help="the same job in two programs, bit for bit")
     kind.add_argument("--trainer", metavar="FILE.py:CLASS", help="a training of your own instead of a TOML file")
-    verify.add_argument("--ranks", metavar="N", type=_worlds, default=[1, 2], help="of a trainer, as 1,2,4 (1,2)")
-    verify.add_argument("--steps", metavar="N", type=_steps, default=4, help="of a trainer (4)")
+    verify.add_argument("--ranks", metavar="N", type=_worlds, help="of a trainer, as 1,2,4 (1,2)")
+    verify.add_argument("--steps", metavar="N", type=_steps, help="of a trainer (4)")
 
 
 def _worlds(text: str) -> list[int]:
@@ -57,8 +57,23 @@ def _ranks_end_first() -> Iterator[None]:
 
 @_ranks_end_first()
 def _verify(arguments: argparse.Namespace) -> int:
+    _refuse_idle(arguments)
     lines = _trainer_lines(arguments) if arguments.trainer else _config_lines(arguments)
     return 0 if print_lines(lines) else 1
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """End with status 2 for what would have no effect beside the rest."""
+    kind = next((kind for kind in ("trainer", "runs", "twice") if getattr(arguments, kind)), "layouts")
+    idle = {
+        "trainer": ("config", "layouts"), "runs": ("ranks", "steps", "bisect"), "twice": ("ranks", "steps", "bisect"),
+        "layouts": ("ranks", "steps"),
+    }[kind]  # fmt: skip
+    for name in idle:
+        if getattr(arguments, name):
+            flag = "CONFIG" if name == "config" else f"--{name}"
+            beside = "a configuration's layouts" if kind == "layouts" else f"--{kind}"
+            arguments.parser.error(f"{flag} has no effect beside {beside}", "leave one of them out")
 
 
 def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
@@ -66,7 +81,7 @@ def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
     from megamix.verify.trainer import WrongTrainer
 
     try:
-        yield from trainer_lines(arguments.trainer, arguments.ranks, arguments.steps, arguments.bisect)
+        yield from trainer_lines(arguments.trainer, arguments.ranks or [1, 2], arguments.steps or 4, arguments.bisect)
     except WrongTrainer as error:
         arguments.parser.exit(2, f"megamix verify: {error}\n")
 
@@ -77,7 +92,7 @@ def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     config = load_config(arguments.config, arguments.overrides)
     check_plugins(arguments, config)
     config = at_own_size(config, arguments.overrides)
-    layouts = parse_layouts(config, arguments.layouts.split(","))
+    layouts = parse_layouts(config, (arguments.layouts or "dp1,dp2").split(","))
     if arguments.runs and len(layouts) > MOST_PARTS:
         problem = f"--layouts: got {len(layouts)} names, but a job with two resumes has {MOST_PARTS} parts"
         arguments.parser.error(problem, f"write up to {MOST_PARTS}, as --layouts dp2,dp1,dp4")
