@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamix.verify.hypotheses import AskedStep
-from megamix.verify.reference import LossOf, moved
+from megamix.verify.hypotheses import AskedStep, factor_of
+from megamix.verify.reference import LossOf, moved, put
 from megamix.verify.tape import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, Tape, recorded
 from megamix.verify.verdict import NOISE, UNIT
 
@@ -22,7 +22,7 @@ def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
     for rank, (of_rank, tape) in enumerate(tapes):
         batch = asked.by_rank[of_rank][0]
         exact = _record(reference.exact, reference.exact_loss, wide, batch)
-        native = _record(reference.native, reference.native_loss, asked.weights, batch)
+        native = _record(reference.native, reference.native_loss, reference.coarse(asked.weights), batch)
         if wrong := first_module(tape, [other for data, other in tapes if data == of_rank], exact, native):
             found.append((*wrong, rank))
     if not found:
@@ -32,8 +32,7 @@ def culprit(asked: AskedStep, tapes: Sequence[tuple[int, Tape]]) -> str:
 
 
 def _record(model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batch: Any) -> Tape:
-    for name, param in model.named_parameters():
-        param.data = weights[name].to(param.device)
+    put(model, weights)
     with recorded(model) as tape:
         torch.autograd.backward(loss_of(model, moved(batch, next(model.parameters()).device)))
     model.zero_grad()
@@ -55,9 +54,9 @@ def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tap
             continue  # a shard, or what one rank computes in another form
         parts = torch.stack([part[key].double() for part in all_parts if key in part]).sum(0)
         is_gradient, largest = key[1] in (OUTPUT_GRADIENT, INPUT_GRADIENT), float(want.abs().max())
-        near = near.double() / (_factor(near, want) if is_gradient else 1.0)
+        near = near.double() / (factor_of(near, want) if is_gradient else 1.0)
         bound = NOISE * float((near - want).abs().max()) + 4 * UNIT.get(here.dtype, 0.0) * largest
-        scales = [kinds[is_gradient]] * 2 if is_gradient in kinds else [_factor(here, want), _factor(parts, want)]
+        scales = [kinds[is_gradient]] * 2 if is_gradient in kinds else [factor_of(here, want), factor_of(parts, want)]
         errors = [float((one.double() / scale - want).abs().max()) if scale else math.inf
                   for one, scale in zip((here, parts), scales, strict=True)]  # fmt: skip
         if min(errors) <= bound:
@@ -65,11 +64,6 @@ def first_module(tape: Tape, all_parts: Sequence[Tape], exact: Tape, native: Tap
         elif wrong is None:
             wrong = number, f"{_place(*key)}: its {key[1]} is off by {min(errors):.3g}, bound {bound:.3g}"
     return wrong
-
-
-def _factor(found: Tensor, want: Tensor) -> float:
-    found, want = found.double(), want.double()
-    return float((found * want).sum() / want.square().sum().clamp(min=1e-300))
 
 
 def _place(name: str, what: str) -> str:

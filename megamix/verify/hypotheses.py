@@ -48,6 +48,7 @@ def _targets_moved(batch: Any, by: int) -> Any:
 
 def factor_of(found: Tensor, right: Tensor) -> float:
     """Return what `right` must be multiplied by to come nearest to `found`, in the sum of squares."""
+    found, right = found.double(), right.double()
     return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
 
 

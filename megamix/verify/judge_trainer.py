@@ -111,10 +111,7 @@ class _Judge:
         flat = [share for mine in shares for share in mine]
         exact = self.reference.exact_step(weights, batches, flat)
         scale = after.loss_scale * self.ranks * max(flat)  # what a rank multiplies the largest of its losses by
-        # Where dtypes are mixed, wrappers cast at their borders, and the plain model cannot: the coarsest bounds all.
-        dtype = max((weights[name].dtype for name in before.weights), key=UNIT.__getitem__)
-        coarse = {name: weights[name].to(dtype) for name in before.weights} | before.buffers
-        native = self.reference.native_step(coarse, batches, flat, scale)
+        native = self.reference.native_step(weights, batches, flat, scale)
         if after.updates == 0:
             verdict.skipped += 1
             self._skipped(verdict, number, before, after, native)
@@ -124,7 +121,7 @@ class _Judge:
             verdict.note(number, "updates", "the optimizer", float(after.updates != 1), 0.0, text)
             if not finite(native):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
-                native, used = self.reference.finite_step(coarse, batches, flat, scale)
+                native, used = self.reference.finite_step(weights, batches, flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
             norm = _norm(exact.grads)

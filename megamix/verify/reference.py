@@ -16,7 +16,7 @@ from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
 from megamix.model.family import family_of
 from megamix.model.ops import Ops
-from megamix.verify.verdict import Tensors
+from megamix.verify.verdict import UNIT, Tensors
 
 LossOf = Callable[[nn.Module, Any], Tensor]  # the mean loss of a micro-batch
 MicroBatches = Sequence[Any]
@@ -96,7 +96,15 @@ class Reference:
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
     ) -> Step:
         """Take the step with these weights, in the dtypes that they have, as any rank computes it."""
-        return _step(self.native, self.native_loss, weights, batches, shares, loss_scale)
+        return _step(self.native, self.native_loss, self.coarse(weights), batches, shares, loss_scale)
+
+    def coarse(self, weights: Mapping[str, Tensor]) -> Tensors:
+        """Return all parameters in the coarsest of their dtypes. Where these are mixed, wrappers cast at their borders,
+        and the plain model cannot: the coarsest bounds all.
+        """
+        names = [name for name, _ in self.native.named_parameters()]
+        dtype = max((weights[name].dtype for name in names), key=UNIT.__getitem__)
+        return {**weights, **{name: weights[name].to(dtype) for name in names}}
 
     def finite_step(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], loss_scale: float
@@ -113,12 +121,8 @@ def _step(
     model: nn.Module, loss_of: LossOf, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float],
     scale: float,
 ) -> Step:  # fmt: skip
+    put(model, weights)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    for name, param in model.named_parameters():
-        param.data = weights[name].to(param.device)
-    for name, buffer in model.named_buffers():
-        if name in weights:
-            buffer.copy_(weights[name])
     device = next(iter(params.values())).device
     losses = []
     grads = {name: torch.zeros(param.shape, dtype=torch.float64) for name, param in params.items()}
@@ -136,6 +140,15 @@ def _step(
     largest = {name: float(total.max()) for name, total in magnitudes.items()}
     mean = sum(loss * share for loss, share in zip(losses, shares, strict=True))
     return Step(mean, losses, grads, largest)
+
+
+def put(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set every parameter, in the dtype that its weight has, and the buffers that are given."""
+    for name, param in model.named_parameters():
+        param.data = weights[name].to(param.device)
+    for name, buffer in model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
 
 
 def finite(step: Step) -> bool:

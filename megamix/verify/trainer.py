@@ -105,11 +105,12 @@ def load_trainer(where: str, rank: int = 0, ranks: int = 1) -> ForeignTrainer:
     path = Path(file)
     if not name.isidentifier() or path.suffix != ".py" or not path.is_file():
         raise WrongTrainer(f"--trainer: got {where}, must be a file and a class in it; write my_trainer.py:MyTrainer")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_name = str(path.resolve())  # by its stem a torch.py would take torch's place
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[module_name] = module
     sys.path.insert(0, str(path.parent.resolve()))  # what it imports lies beside it, as for a script
     try:
         spec.loader.exec_module(module)

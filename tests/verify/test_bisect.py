@@ -74,3 +74,15 @@ def test_the_planted_module_of_a_layout_is_named(run_ranks, layout: str, name: s
     config = make_config(layout, dtype="fp32")
     verdict = judge(config, run_ranks(observe_planted, 2, config, name, what), torch.device("cpu"), 1, None)
     assert verdict.culprit.split(": ")[0] == name
+
+
+def test_modules_of_several_dtypes_are_judged_by_the_coarsest(run_ranks) -> None:
+    where = TRAINER.replace("Deep", "Mixed")
+    seen = run_ranks(watch_trainer, 2, where, 1, True)
+    trainer = load_trainer(where, ranks=2)
+    assert judge_trainer(trainer, seen).differences == []
+    for rank in seen:
+        rank[1].gradients["3.weight"] = rank[1].gradients["3.weight"] * 2
+    verdict = judge_trainer(trainer, seen)
+    assert verdict.differences[0].where == "3.weight"
+    assert verdict.culprit == ""  # a gradient that is wrong behind backward has no module

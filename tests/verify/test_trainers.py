@@ -1,6 +1,7 @@
 """`verify --trainer` judges somebody's own training: torch's wrappers pass, planted bugs are named by their kind."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,9 @@ def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pyte
         (["--trainer", f"{TRAINERS}:Ddp", "--ranks", "two"], "must be numbers of ranks; write --ranks 1,2"),
         (["--trainer", f"{TRAINERS}:Ddp", "--steps", "0"], "must be a number of steps, 1 or more; write --steps 4"),
         ([], "the config file is missing"),
+        (["job.toml", "--ranks", "4"], "--ranks has no effect beside a configuration's layouts"),
+        (["job.toml", "--trainer", f"{TRAINERS}:Ddp"], "CONFIG has no effect beside --trainer"),
+        (["job.toml", "--twice", "--bisect"], "--bisect has no effect beside --twice"),
     ],
 )
 def test_wrong_arguments_are_told_before_any_rank_is_started(
@@ -150,3 +154,10 @@ def test_a_training_by_a_package_passes(package: str, name: str) -> None:
     verdict = verify_trainer(f"{Path(__file__).parent / 'packages.py'}:{name}", 2, STEPS)  # ranks of its own
     assert verdict.differences == []
     assert verdict.skipped == 0
+
+
+def test_a_file_may_have_the_name_of_a_module_and_takes_nobodys_place(tmp_path: Path) -> None:
+    file = tmp_path / "torch.py"
+    file.write_text("from megamix import ForeignTrainer\n\n\nclass Mine(ForeignTrainer): ...\n")
+    assert type(load_trainer(f"{file}:Mine")).__name__ == "Mine"
+    assert sys.modules["torch"] is torch

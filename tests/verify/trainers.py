@@ -222,3 +222,15 @@ class AddedUp(Ddp):
             self.loss(self.module, batch).backward()
         nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
         self.optim.step()
+
+
+class Mixed(Ddp):
+    """One module computes in BF16 and the others in FP32, as a policy for each has it."""
+
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 32), Block(), nn.LayerNorm(32), nn.Linear(32, 50))
+
+    def wrap(self, model):
+        fully_shard(model[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+        return fully_shard(model)
