@@ -4,6 +4,7 @@ judged by its updates, one whose optimizer is none of torch's is told so, and wh
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import shlex
@@ -15,10 +16,13 @@ import torch
 from megamix.cli import main
 from megamix.ranks import RankFailure
 from megamix.verify import command
+from megamix.verify.hypotheses import AskedStep
+from megamix.verify.judge_buffers import check_buffers
 from megamix.verify.judge_trainer import judge_trainer
+from megamix.verify.reference import Reference, finite
 from megamix.verify.trainer import load_trainer
-from megamix.verify.verdict import Verdict
-from megamix.verify.watch import watch_trainer
+from megamix.verify.verdict import Verdict, note_update
+from megamix.verify.watch import SeenStep, watch_trainer
 from tests.verify.catalogue.foreign import ByHand, Half
 
 PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text(encoding="utf-8")
@@ -113,3 +117,50 @@ def test_nothing_is_within_a_bound_that_is_not_finite() -> None:
     assert len(verdict.differences) == 1
     verdict.equal(0, "weight", "bias", torch.ones(2), torch.ones(2))
     assert len(verdict.differences) == 1
+
+
+def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
+    verdict, weight = Verdict(), torch.ones(4)
+    became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
+
+    def unchanged(grad: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"master": weight.double()}
+
+    note_update(
+        verdict, 0, "w", unchanged, torch.zeros(4, dtype=torch.float64), {"master": weight}, became,
+        {"master": torch.float32}, 1e-3, lambda state, bound: "",
+    )  # fmt: skip
+    assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
+
+
+def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() -> None:
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model.weight.dtype)).sum()
+
+    plain = torch.nn.Linear(1, 1, bias=False)
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    many, few = torch.tensor([[1.0]]), torch.tensor([[3.0]])
+    weights = {"weight": torch.ones(1, 1, dtype=torch.float16)}
+    step = reference.native_step(weights, [many, few], [0.75, 0.25], 2.0**15)  # 3 * 2^15 is beyond FP16
+    assert finite(step)
+    assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
+
+
+@pytest.mark.parametrize(("updates", "wrong"), [(0, []), (1, ["0.running_mean", "0.running_var"])])
+def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(updates: int, wrong: list[str]) -> None:
+    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model[1].weight.dtype)).sum()
+
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    kept = {name: buffer.clone() for name, buffer in plain.named_buffers() if buffer.is_floating_point()}
+    weights = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    asked = AskedStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
+    seen = SeenStep(
+        told={}, weights=weights, states={}, buffers=kept, updates=updates, gradients={}, options={}, loss_scale=1.0,
+        dtypes={}, tape={},
+    )  # fmt: skip
+    verdict = Verdict()
+    check_buffers(verdict, 0, asked, seen, seen)
+    assert [one.where for one in verdict.differences] == wrong
