@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -146,7 +147,7 @@ class RankPool:
                 self._show_stacks(silent)
             for rank in [rank for rank in silent if self._pipes[rank] in ready]:
                 try:
-                    kind, value, other_groups = self._pipes[rank].recv()
+                    kind, value, other_groups = pickle.loads(self._pipes[rank].recv_bytes())
                     self._needs_world |= other_groups and self._actor is None
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(1.0)
@@ -202,7 +203,9 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
             answer = ("returned", value)
         except Exception:
             answer = ("raised", traceback.format_exc())
-        pipe.send((*answer, len(dist.distributed_c10d._world.pg_map) != 1))  # made, or the world left, as a job does
+        other_groups = len(dist.distributed_c10d._world.pg_map) != 1  # made, or the world left, as a job does
+        # Pickled here: a pipe would send each tensor as an open file, of which a process may have a thousand.
+        pipe.send_bytes(pickle.dumps((*answer, other_groups)))
         if not held:  # else it would take time from whoever is measured next
             gc.collect()
     if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -51,6 +52,22 @@ def test_a_failing_rank_is_named_and_the_next_case_runs(run_ranks, case, message
     with pytest.raises(RankFailure, match=message):
         run_ranks(case, 2, deadline_s=4.0)
     assert run_ranks(_sum_of_ranks, 2) == [1, 1]
+
+
+def _many_tensors() -> list[torch.Tensor]:
+    return [torch.full((2,), float(number)) for number in range(1500)]
+
+
+def test_answers_of_many_tensors_open_no_files(run_ranks) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        answers = run_ranks(_many_tensors, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert all(
+        torch.equal(one, other) for answer in answers for one, other in zip(answer, _many_tensors(), strict=True)
+    )
 
 
 def test_a_rank_that_died_between_two_calls_is_named() -> None:

@@ -60,6 +60,7 @@ def _drawn(seed: int) -> tuple[Config, str]:
     tree["precision"]["on_overflow"] = draw.choice(["requeue", "redo", "skip"])
     tree["checkpoint"]["async_save"] = draw.random() < 0.5
     tree["data"]["packing"] = draw.choice(["none", "documents"])
+    tree["model"]["num_layers"] = 2  # as many as a layout has stages
     tree["training"] |= {"seed": seed, "micro_batch_size": draw.choice([1, 2])}
     layouts = draw.choice(["dp1,dp2", "dp2,dp1", "dp2,dp4,dp1", "tp2,dp1", "dp2,pp2", "dp1"])
     return Config.model_validate(tree), layouts
