@@ -5,7 +5,7 @@ if it explains the numbers within the bound that the right ones have.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -65,6 +65,9 @@ class AskedStep:
     clip: float = 0.0
     groups: Mapping[str, int] = field(default_factory=dict)  # of the optimizer: which one a parameter is in
     earlier: AskedStep | None = field(default=None, repr=False)
+    ranks: int = 1  # all of them: where some divide the model, more than read
+    owners: Mapping[str, Tensor] = field(default_factory=dict)  # of a parameter's elements: the ranks in whose shards
+    replicated: Collection[str] = ()  # by tensor-parallel ranks
 
     @cached_property
     def parts(self) -> list[list[Tensors]]:
@@ -88,9 +91,7 @@ class AskedStep:
     def explain(self, name: str, found: Mapping[str, Tensor], bound: float) -> str:
         """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
-        if kind := self._clipping(name, off, bound) or self._shards(name, off, bound):
-            return kind
-        factors = ((text, want * factor) for factor, text in self._meanings())
+        factors = ((text, want * factor) for factor, text in self.meanings())
         kinds = chain(self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
@@ -104,7 +105,7 @@ class AskedStep:
         left = iter(losses)
         parts = [[next(left) * share for share in mine] for mine in self.shares]
         whole = sum(map(sum, parts))
-        kinds = [(text, whole * factor) for factor, text in self._meanings()]
+        kinds = [(text, whole * factor) for factor, text in self.meanings()]
         kinds += [("a mean of micro-batches' means", sum(losses) / len(losses))]
         kinds += [(f"rank {rank}'s own", sum(mine) / shares[rank]) for rank, mine in enumerate(parts)]
         last = [mine[-1] / share[-1] for mine, share in zip(parts, self.shares, strict=True)]
@@ -119,7 +120,7 @@ class AskedStep:
                 return f"computed or kept in {text}"
         return "another forward or other samples: these weights give another loss in one process"
 
-    def _meanings(self) -> Iterator[tuple[float, str]]:
+    def meanings(self) -> Iterator[tuple[float, str]]:
         """Yield every factor that is easily in a gradient, and what each may mean."""
         ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
         meanings: dict[float, list[str]] = {}
@@ -225,70 +226,3 @@ class AskedStep:
         rate = factor_of(error, weight)
         text = f"{rate:.4g} times the weights added to it: weight decay in the gradient, or weights left in its buffer"
         yield text, self.whole[name] * self.coefficient + rate * weight
-
-    def _clipping(self, name: str, found: Tensor, bound: float) -> str:
-        """Explain a gradient that is off by one factor: by the norm with which it was clipped."""
-        factor = factor_of(found, self.whole[name])
-        if not self.clip or factor <= 0 or self._off(name, found, factor) > bound:
-            return ""
-        if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
-            norm = math.sqrt(sum(float(grad.square().sum()) for grad in self.whole.values()))
-            texts = [text for times, text in self._meanings() if times > factor]
-            if abs(factor * norm / self.clip - 1) > 1e-3 or not texts:
-                return ""
-            return f"clipped to {self.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
-        if abs(factor - 1) < 1e-3:
-            return "not clipped"
-        kind = self.explain_norm(self.clip / factor, name)
-        return kind and f"clipped by a norm of {self.clip / factor:.4g}, where {kind}"
-
-    def explain_norm(self, used: float, name: str = "") -> str:
-        """Say which norm, in place of that of all gradients, this one looks like; "" for no known one."""
-        squares = {other: float(grad.square().sum()) for other, grad in self.whole.items()}
-        norm = math.sqrt(sum(squares.values()))
-        told = f"that of all gradients is {norm:.4g}"
-
-        def near(other: float) -> bool:
-            return abs(used / max(other, 1e-300) - 1) < 1e-3
-
-        if self.loss_scale != 1 and near(norm * self.loss_scale):
-            return f"{told}: of the gradient with the loss scale in it"
-        if len(squares) > 1 and name and near(math.sqrt(squares[name])):
-            return f"{told}: its own"
-        for group in sorted(set(self.groups.values())):
-            if near(math.sqrt(sum(square for other, square in squares.items() if self.groups.get(other) == group))):
-                return f"{told}: that of group {group} alone"
-        for rank, shards in enumerate(self._shard_norms if len(self.by_rank) > 1 else []):
-            if near(shards):
-                return f"{told}: that of the shards of rank {rank} alone"
-        for times in {len(self.by_rank), len(self.by_rank[0])} - {1}:
-            for text, by in (("", float(times)), ("the root of ", math.sqrt(times))):
-                if near(norm * by) or near(norm / by):
-                    return f"{told}: {'times' if used > norm else 'over'} {text}{times}, the ranks or micro-batches"
-        for other, square in squares.items():
-            for verb, more in (("leaves out", -1), ("counts twice", 1)):
-                if square > 1e-2 * norm**2 and abs(used**2 - norm**2 - more * square) < 1e-3 * square:
-                    return f"{told}: it {verb} {other}"
-        return ""
-
-    def _shards(self, name: str, found: Tensor, bound: float) -> str:
-        """Explain a gradient whose shards, the rows that ranks divide, each have a factor of their own."""
-        ranks = len(self.by_rank)
-        pairs = [*zip(found.chunk(ranks), self.whole[name].chunk(ranks), strict=True)] if found.dim() else []
-        if not self.clip or ranks == 1 or len(pairs) < ranks:
-            return ""
-        for (mine, right), norm in zip(pairs, self._shard_norms, strict=True):
-            coefficient = min(1.0, self.clip / (norm + 1e-6))
-            if float((mine - coefficient * right).abs().max()) > bound:
-                return ""
-        return "clipped on each rank by the norm of its own shards"
-
-    @cached_property
-    def _shard_norms(self) -> list[float]:
-        ranks = len(self.by_rank)
-        pieces = [grad.chunk(ranks) for grad in self.whole.values() if grad.dim()]
-        return [math.sqrt(sum(float(mine[rank].square().sum()) for mine in pieces if rank < len(mine)))
-                for rank in range(ranks)]  # fmt: skip
-
-    def _off(self, name: str, found: Tensor, factor: float) -> float:
-        return float((found - factor * self.whole[name]).abs().max())

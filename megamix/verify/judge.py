@@ -21,10 +21,11 @@ from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import AskedStep
+from megamix.verify.norm_kinds import explain_norm
 from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
-from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_update
 
 BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
 
@@ -119,12 +120,15 @@ class _Judged:
         self.batches = [batch for mine in by_rank for batch in mine]
         weight = sum(batch.weight for batch in self.batches)
         self.divisor = self.of["loss_scale"] * weight
+        self.grads = {name: grad.double() / self.divisor for name, grad in after.of(GRADIENT).items()}
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
         each = 1 / weight
         self.shares = [each] * len(self.batches)
+        tp_size = config.parallelism.tp_size
         self.asked = AskedStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
-            loss_scale=self.of["loss_scale"], clip=config.optimizer.clip_grad, earlier=earlier,
+            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars), owners=after.owners_of(GRADIENT),
+            replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
         )  # fmt: skip
 
     def scalars(self, verdict: Verdict) -> None:
@@ -133,7 +137,7 @@ class _Judged:
             for name, value in other.items():
                 same = value == self.of[name] or (math.isnan(value) and math.isnan(self.of[name]))
                 verdict.note(self.number, "agreement", f"{name} on rank {rank}", float(not same), 0.0)
-        finite = all(bool(grad.isfinite().all()) for grad in self.after.of(GRADIENT).values())
+        finite = all(bool(grad.isfinite().all()) for grad in self.grads.values())
         verdict.note(self.number, "overflow flag", "all gradients", float(finite == self.found_inf), 0.0)
 
     def nothing_changed(self, verdict: Verdict) -> None:
@@ -156,12 +160,11 @@ class _Judged:
         exact, native = self.reference.exact_step(self.asked.weights, self.batches, self.shares), self._native()
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
-        found = {name: grad.double() / self.divisor for name, grad in self.after.of(GRADIENT).items()}
-        for name, grad in found.items():
+        for name, grad in self.grads.items():
             want = exact.grads[name]
             noise = float((native.grads[name] - want).abs().max())
             bound = gradient_bound(noise, exact.magnitudes[name], len(self.batches) + 1, unit, divisor)
-            explain = partial(self.asked.explain, name, found, bound)
+            explain = partial(self.asked.explain, name, self.grads, bound)
             verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
         self._loss(verdict, exact, native)
 
@@ -169,7 +172,9 @@ class _Judged:
         """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * noise + UNIT[self.dtype] * exact.loss
-        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound)
+        told = self.of["loss"]
+        explain = partial(self.asked.explain_loss, [told] * len(self.asked.by_rank), exact.losses, bound)
+        verdict.note(self.number, "loss", "the global batch", abs(told - exact.loss), bound, explain)
 
     def norm(self, verdict: Verdict) -> None:
         """Check that the reported norm is that of the gathered gradient.
@@ -177,25 +182,24 @@ class _Judged:
         Bound: the squares of a row of 64 are summed in FP32, 64 roundings at most, all else in FP64; the root halves
         a relative error; and the report is rounded once.
         """
-        squares = sum(float(grad.double().square().sum()) for grad in self.after.of(GRADIENT).values())
-        self.norm_scaled = math.sqrt(squares)
-        want = self.norm_scaled / self.divisor
-        verdict.note(self.number, "norm", "all gradients", abs(self.of["grad_norm"] - want), 34 * U32 * want)
+        want, told = norm_of(self.grads), self.of["grad_norm"]
+        explain = partial(explain_norm, self.asked, told, self.grads, slack=2 * U32)
+        verdict.note(self.number, "norm", "all gradients", abs(told - want), 34 * U32 * want, explain)
         largest = max(float(grad.abs().max()) for grad in self.after.of(GRADIENT).values())
         verdict.note(self.number, "largest", "all gradients", abs(self.of["max_abs"] - largest), 0.0)
 
     def update(self, verdict: Verdict) -> None:
         """Check masters and states by the optimizer's equation, of the gathered gradient and of those before."""
         table = lr_table(self.config.optimizer, self.config.lr_schedule, self.config.training.steps)
-        clip, norm = self.config.optimizer.clip_grad, self.norm_scaled / self.divisor
-        coefficient = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        clip = self.config.optimizer.clip_grad
+        coefficient = min(1.0, clip / (norm_of(self.grads) + 1e-6)) if clip else 1.0
         count = int(self.of["applied_updates"])
         lr = table[min(count, len(table)) - 1]
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
         rule = partial(exact_update, self.optimizer)
-        for name, scaled in self.after.of(GRADIENT).items():
-            grad = scaled.double() * (coefficient / self.divisor)
+        for name, unclipped in self.grads.items():
+            grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
             dtypes = {MASTER: torch.float32, **dict(group.states)}
             before = {state: self.before.tensors[state, name] for state in dtypes}

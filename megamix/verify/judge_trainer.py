@@ -19,11 +19,12 @@ from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, factor_of
 from megamix.verify.judge_buffers import check_buffers
+from megamix.verify.norm_kinds import explain_clipping, explain_norm
 from megamix.verify.plain_optimizer import lr_table, options_of, torch_update
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.verify.trainer import ForeignTrainer
 from megamix.verify.update_kinds import AskedUpdate
-from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, note_update
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_update
 from megamix.verify.watch import SeenStep
 
 
@@ -105,7 +106,7 @@ class _Judge:
         asked = AskedStep(
             self.reference, weights, by_rank, shares,
             loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.groups,
-            earlier=self.earlier,
+            earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
         batches = [batch for mine in by_rank for batch in mine]
         flat = [share for mine in shares for share in mine]
@@ -124,9 +125,9 @@ class _Judge:
                 native, used = self.reference.finite_step(weights, batches, flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
-            norm = _norm(exact.grads)
+            norm = norm_of(exact.grads)
             # Of all elements at once: that of one number, such as the norm, may be zero by chance.
-            noise = _norm({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
+            noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
             off, bound, kind = self._loss([one.told for one in seen], asked, exact, native, noise)
             right = "a wrong backward or reduction: the loss is right" if bound else ""
             hint = kind if off > bound else lambda: right
@@ -138,7 +139,7 @@ class _Judge:
             if "grad_norm" in after.told:
                 told, roundings = after.told["grad_norm"], math.sqrt(sum(map(torch.numel, exact.grads.values())))
                 bound = max(slack, 64 * U32 * roundings) * norm
-                explain = partial(asked.explain_norm, told)
+                explain = partial(explain_norm, asked, told, asked.whole)
                 verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
             self._update(verdict, number, asked, before, after, unseen)
         check_buffers(verdict, number, asked, before, after)
@@ -220,7 +221,8 @@ class _Judge:
             step = replace(asked, coefficient=common) if apart[name] else asked
 
             def explain(name: str = name, step: AskedStep = step) -> str:
-                return step.explain(name, found, bounds[name]) or hint()
+                kind = explain_clipping(step, name, found[name], bounds[name])
+                return kind or step.explain(name, found, bounds[name]) or hint()
 
             verdict.note(number, "gradient", name, off, bounds[name], explain)
         return {}
@@ -291,7 +293,3 @@ _DRIFT = "a rank that draws, reduces or updates by itself"
 
 def _halves(asked: AskedStep, name: str) -> bool:
     return asked.loss_scale != 1 or asked.weights[name].dtype == torch.float16
-
-
-def _norm(grads: Tensors) -> float:
-    return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))

@@ -182,36 +182,45 @@ def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragme
 
 @dataclass(slots=True)
 class Whole:
-    """Tensors of the full model: FP32, by (state, parameter). `problems`: what was missing, or differed."""
+    """Tensors of the full model: FP32, by (state, parameter). `owners`: the rank that had each element, INT64.
+    `problems`: what was missing, or differed.
+    """
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    owners: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    divided: set[str] = field(default_factory=set)  # of which some rank trains a block
     problems: list[tuple[str, str]] = field(default_factory=list)  # (parameter, what)
 
     def of(self, state: str) -> dict[str, Tensor]:
         return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
 
+    def owners_of(self, state: str) -> dict[str, Tensor]:
+        return {name: ranks for (kind, name), ranks in self.owners.items() if kind == state}
+
 
 def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     """Put the ranks' fragments together: every element once, or alike wherever there are several copies."""
     whole = Whole()
-    held: dict[tuple[str, str], Tensor] = {}
     for rank, fragments in enumerate(ranks):
         for part in fragments:
             key = part.state, part.spec.name
             if key not in whole.tensors:
                 whole.tensors[key] = torch.zeros(part.spec.full_shape)
-                held[key] = torch.zeros(part.spec.full_shape, dtype=torch.bool)
+                whole.owners[key] = torch.full(part.spec.full_shape, -1)
+            if part.spec.shape != part.spec.full_shape:
+                whole.divided.add(part.spec.name)
             where = elements(part)
-            values, full, known = torch.from_numpy(part.values), whole.tensors[key].view(-1), held[key].view(-1)
-            again = known[where]
+            values, full = torch.from_numpy(part.values), whole.tensors[key].view(-1)
+            owners = whole.owners[key].view(-1)
+            again = owners[where] >= 0
             if not equal_bits(full[where][again], values[again]):
                 gap = (full[where][again] - values[again]).abs().max()
                 whole.problems.append((part.spec.name, f"{part.state} of rank {rank} differs by {gap:.3g} from a copy"))
             full[where] = values
-            known[where] = True
-    for (state, name), known in held.items():
-        if not known.all():
-            whole.problems.append((name, f"{int((~known).sum())} of {known.numel()} elements of {state} have no owner"))
+            owners[where] = rank
+    for (state, name), owners in whole.owners.items():
+        if missing := int((owners < 0).sum()):
+            whole.problems.append((name, f"{missing} of {owners.numel()} elements of {state} have no owner"))
     return whole
 
 

@@ -74,6 +74,11 @@ class Verdict:
         self.note(attempt, check, where, gap, 0.0, explain)
 
 
+def norm_of(grads: Tensors) -> float:
+    """Return that of all of them, FP64."""
+    return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+
+
 def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, divisor: float | None) -> float:
     """Return how far a gradient may be from FP64's at the same weights.
 

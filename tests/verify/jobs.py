@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -15,6 +15,8 @@ from megamix.config import Config, config_from_dict
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
 from megamix.parallel import build
@@ -70,6 +72,10 @@ def observe_case(config: Config) -> list[ObservedStep]:
     return observe(config, UPDATES, OVERFLOW_AT)
 
 
+def observe_bugs(cases: Sequence[tuple[Config, str]]) -> list[list[ObservedStep]]:
+    return [observe_bug(*case) for case in cases]
+
+
 def observe_bug(config: Config, bug: str) -> list[ObservedStep]:
     """The same with a bug planted on every rank."""
     with BUGS[bug]():
@@ -99,16 +105,34 @@ def gradients_not_reduced() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def norm_counted_per_rank() -> Iterator[None]:
+def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
+    """Of what each piece of a parameter adds to the norm."""
+    right = PieceStats.__call__
+
+    def wrong(self, rows):
+        squares, peaks = right(self, rows)
+        factors = torch.tensor([factor(piece.spec) for piece in self.pieces], dtype=squares.dtype)
+        return torch.stack([squares * factors, peaks])
+
+    return mock.patch.object(PieceStats, "__call__", wrong)
+
+
+def norm_counted_per_rank() -> object:
     """Every rank's squares count as often as there are ranks, as where a replicated norm has no 1 / copies."""
-    right = engine_module.agree
+    return _squares_times(lambda spec: dist.get_world_size())
 
-    def wrong(by_piece, *args):
-        return right(torch.stack([by_piece[0] * dist.get_world_size(), by_piece[1]]), *args)
 
-    with mock.patch.object(engine_module, "agree", wrong):
-        yield
+def norm_leaves_out() -> object:
+    return _squares_times(lambda spec: float(spec.name != "embedding.weight"))
+
+
+def norm_counts_replicated() -> object:
+    return _squares_times(lambda spec: 1.0 + (spec.shape == spec.full_shape))
+
+
+def norm_of_one_rank() -> object:
+    """The other ranks' sums never arrive."""
+    return _squares_times(lambda spec: float(dist.get_rank() == 0))
 
 
 @contextmanager
@@ -156,6 +180,9 @@ BUGS: dict[str, Callable[[], object]] = {
     for bug in (
         gradients_not_reduced,
         norm_counted_per_rank,
+        norm_leaves_out,
+        norm_counts_replicated,
+        norm_of_one_rank,
         wrong_divisor,
         stale_gather,
         scale_applied_twice,

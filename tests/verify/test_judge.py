@@ -12,7 +12,7 @@ from megamix.verify.judge import judge
 from megamix.verify.observe import MOST_SKIPPED, ObservedStep
 from megamix.verify.verdict import Verdict
 from tests.conftest import FULL
-from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_case
+from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_bugs, observe_case
 
 
 def _judge(config: Config, ranks: list[list[ObservedStep]], overflow_at: int | None) -> Verdict:
@@ -55,6 +55,22 @@ def test_a_planted_bug_is_caught_and_named(run_ranks, layout: str, bug: str, che
     verdict = _judge(config, run_ranks(observe_bug, 2, config, bug), None)
     first = verdict.differences[0]
     assert (first.attempt, first.check) == (0, check)
+
+
+def test_wrong_norms_are_named_by_their_kind(run_ranks) -> None:
+    kinds = {
+        ("tp2", "norm_counted_per_rank"): "times the root of 2, the ranks or micro-batches",
+        ("dp2", "norm_leaves_out"): "it leaves out embedding.weight",
+        ("dp2", "norm_of_one_rank"): "that of the shards of rank 0 alone",
+        ("pp2", "norm_of_one_rank"): "that of the shards of rank 0 alone",
+        ("tp2", "norm_counts_replicated"): "it counts twice what tensor-parallel ranks replicate",
+    }
+    cases = [(make_config(layout, loss_scale=4.0, accumulation=3), bug) for layout, bug in kinds]
+    for (config, _), kind, *ranks in zip(cases, kinds.values(), *run_ranks(observe_bugs, 2, cases), strict=True):
+        first = _judge(config, ranks, None).differences[0]
+        assert (first.attempt, first.check) == (0, "norm")
+        assert first.looks_like.startswith("that of all gradients is ")
+        assert first.looks_like.endswith(kind)
 
 
 def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:

@@ -16,6 +16,7 @@ def _enter(
 SENTENCES = {
     "gradients_not_reduced": "One bucket's reduction is left out: every rank keeps its own gradient.",
     "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
+    "norm_counts_replicated": "The norm counts what tensor-parallel ranks replicate once for each of them.",
     "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
     "scale_applied_twice": "The loss scale is in the loss twice.",
     "stale_gather": "The other ranks' parts of one bucket never arrive.",
@@ -40,11 +41,19 @@ _enter(
 )
 _enter(
     "norm_counted_per_rank",
-    "Megatron #5916, #7452",
+    "Megatron #5916",
     "tp2",
     "norm",
     "all gradients",
-    missing="the judge of our layouts has no kinds of norms",
+    "times the root of 2",
+)
+_enter(
+    "norm_counts_replicated",
+    "Megatron #7452",
+    "tp2",
+    "norm",
+    "all gradients",
+    "it counts twice what tensor-parallel ranks replicate",
 )
 _enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
 _enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")

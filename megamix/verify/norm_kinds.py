@@ -1,0 +1,87 @@
+"""Which kind of mistake a wrong norm looks like, told or in what was clipped by it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megamix.verify.hypotheses import AskedStep, factor_of
+from megamix.verify.verdict import Tensors, norm_of
+
+
+def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", slack: float = 1e-5) -> str:
+    """Say which norm, in place of that of all gradients, this one looks like; "" for no known one. `name`: of the one
+    that was clipped by it; `slack`: how far rounding may take its square, relative.
+    """
+    squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
+    norm, ranks, numbers = norm_of(grads), len(asked.by_rank), len(asked.by_rank[0])
+    told = f"that of all gradients is {norm:.4g}"
+
+    def near(other: float) -> bool:
+        return abs(used / max(other, 1e-300) - 1) < 1e-3
+
+    if asked.loss_scale != 1 and near(norm * asked.loss_scale):
+        return f"{told}: of the gradient with the loss scale in it"
+    if len(squares) > 1 and name and near(math.sqrt(squares[name])):
+        return f"{told}: its own"
+    for group in sorted(set(asked.groups.values())):
+        if near(math.sqrt(sum(square for other, square in squares.items() if asked.groups.get(other) == group))):
+            return f"{told}: that of group {group} alone"
+    shards = {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
+    for text, square in shards.items():
+        if near(math.sqrt(square)):
+            return f"{told}: that of {text} alone"
+    for times in sorted({asked.ranks, ranks, numbers} - {1}):
+        for text, by in (("", float(times)), ("the root of ", math.sqrt(times))):
+            if near(norm * by) or near(norm / by):
+                return f"{told}: {'times' if used > norm else 'over'} {text}{times}, the ranks or micro-batches"
+    replicated = {"what tensor-parallel ranks replicate": sum(squares[other] for other in asked.replicated)}
+    for other, square in (squares | shards | replicated).items():
+        for verb, more in (("leaves out", -1), ("counts twice", 1)):
+            off = abs(used**2 - norm**2 - more * square)
+            if square > 1e3 * slack * norm**2 and off < max(1e-3 * square, slack * norm**2):
+                return f"{told}: it {verb} {other}"
+    return ""
+
+
+def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -> str:
+    """Explain a gradient that is off by one factor, or by one for each rank's shards, by the norm that clipped it."""
+    whole, factor = asked.whole[name], factor_of(found, asked.whole[name])
+    if not asked.clip:
+        return ""
+    if factor <= 0 or float((found - factor * whole).abs().max()) > bound:
+        norms = torch.tensor(_shard_norms(asked, asked.whole), dtype=torch.float64)
+        coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
+        if not len(norms) or float((found - coefficients[_owner(asked, name)] * whole).abs().max()) > bound:
+            return ""
+        return "clipped on each rank by the norm of its own shards"
+    if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
+        norm = norm_of(asked.whole)
+        texts = [text for times, text in asked.meanings() if times > factor]
+        if abs(factor * norm / asked.clip - 1) > 1e-3 or not texts:
+            return ""
+        return f"clipped to {asked.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
+    if abs(factor - 1) < 1e-3:
+        return "not clipped"
+    kind = explain_norm(asked, asked.clip / factor, asked.whole, name)
+    return kind and f"clipped by a norm of {asked.clip / factor:.4g}, where {kind}"
+
+
+def _shard_norms(asked: AskedStep, grads: Tensors) -> list[float]:
+    """Return that of each rank's shards; none where one has all."""
+    squares = torch.zeros(asked.ranks, dtype=torch.float64)
+    for name, grad in grads.items():
+        squares.index_add_(0, _owner(asked, name).flatten(), grad.square().flatten())
+    return squares.sqrt().tolist() if asked.ranks > 1 else []
+
+
+def _owner(asked: AskedStep, name: str) -> Tensor:
+    """Return the ranks that own its elements: INT64, like the parameter. Unless told they divide rows, as FSDP2."""
+    if name in asked.owners:
+        return asked.owners[name].clamp(min=0)  # what has no owner is told as such
+    whole = asked.whole[name]
+    rows = whole.shape[0] if whole.dim() else 1
+    of_rank = -(-rows // asked.ranks) * (whole.numel() // rows)
+    return torch.arange(whole.numel()).div(of_rank, rounding_mode="floor").view(whole.shape)
