@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megamix.arguments import Failed, add_config, add_verb, check_plugins, lines_told
 from megamix.config import Config, ConfigError, grad_accum_steps, load_config
-from megamix.verify.layouts import Layout, at_own_size
+from megamix.verify.layouts import Layout, at_own_size, size_told
 
 if TYPE_CHECKING:
     from megamix.auditing.report import AuditReport
@@ -54,8 +54,7 @@ def _audit(arguments: argparse.Namespace) -> Iterator[str]:
         with RankPool(ranks) as pool:
             report = pool.call(audit_job, config, updates)[0]
     if os.environ.get("RANK", "0") == "0":
-        size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
-        head = f"update {updates} on {ranks} rank(s), synthetic text, at {size} (overrides take another size)"
+        head = f"update {updates} on {ranks} rank(s), synthetic text, {size_told(config)}"
         page = report.to_json() if arguments.json else f"{head}\n{report}"
         yield Failed(page) if report.harms else page
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from megamix.comm.collectives import gather_json, make_collectives
 from megamix.comm.topology import Topology
+from megamix.verify.tape import plain_name
 
 # In the order in which a step meets them. `sum`: over micro-batches and ranks; `master`: what the optimizer updates.
 COLUMNS = ("storage", "compute", "gradient", "wire", "sum", "master", "moments", "checkpoint")
@@ -18,8 +20,8 @@ NOWHERE, UNKNOWN = "-", "?"  # what is not known is never guessed: behind the ma
 _NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 HALVES = ("fp16", "bf16")
+EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements; of `looked_at` ones
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
-_WRAPPED = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,8 +37,8 @@ def local(tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class ParamFacts:
-    """One parameter. `dtypes`: by column; of a moment by its name. `counts` add up over ranks, of `largest` the maximum
-    counts.
+    """One parameter, or several that are kept alike: then `name` is their pattern. `dtypes`: by column; of a moment by
+    its name. `counts` add up over ranks and parameters, of `largest` the maximum counts.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ParamFacts:
     dims: int
     trains: bool
     dtypes: dict[str, str]
+    parameters: list[str]
     moments: dict[str, str] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
@@ -53,12 +56,6 @@ class ParamFacts:
         """Return the name without its numbers, which parameters of like modules share."""
         return _NUMBER.sub("*", self.name)
 
-    def kept(self, columns: Sequence[str]) -> tuple[str, ...]:
-        """Return these cells; of moments one for each, or one for all where they are alike."""
-        each = [*self.moments.values()]
-        moments = "/".join(dict.fromkeys(each) if len({*each}) == 1 else each) or NOWHERE
-        return tuple(moments if column == "moments" else self.dtypes[column] for column in columns)
-
     def count(self, **more: Tensor | float) -> None:
         """Add to the counts."""
         self.counts |= {name: self.counts.get(name, 0.0) + float(value) for name, value in more.items()}
@@ -66,27 +63,60 @@ class ParamFacts:
     def note_largest(self, **values: Tensor | float) -> None:
         self.largest |= {name: max(self.largest.get(name, 0.0), float(value)) for name, value in values.items()}
 
+    def share(self, part: str, of: str) -> float | None:
+        """Return one count as a share of another; None where nothing was counted."""
+        return self.counts.get(part, 0.0) / self.counts[of] if self.counts.get(of) else None
 
-def describe(model: nn.Module) -> tuple[dict[str, ParamFacts], dict[nn.Parameter, str]]:
-    """Return what a model says by itself, by name without what wrappers add, and each parameter's name. A shared one
-    has its first name.
-    """
-    saved = {_WRAPPED.sub("", name): tensor for name, tensor in model.state_dict().items()}
-    modules = dict(model.named_modules())
-    facts: dict[str, ParamFacts] = {}
-    names: dict[nn.Parameter, str] = {}
+    @property
+    def lost(self) -> float | None:
+        """Return the share of the elements with an update whose stored value did not change."""
+        return self.share("lost", "due")
+
+    @property
+    def stuck(self) -> float:
+        """Return the share of a half moment's elements that an update left as they were; of several the largest."""
+        return max((self.share(f"stuck {name}", f"due {name}") or 0.0 for name in self.moments), default=0.0)
+
+    @property
+    def zeroed_is_exact(self) -> bool:
+        return EXACT in self.counts
+
+    @property
+    def zeroed(self) -> float | None:
+        """Return the share of gradient elements that became zero, or look so (`zeroed_is_exact`)."""
+        return self.share(EXACT if self.zeroed_is_exact else ESTIMATED, "looked_at")
+
+    @property
+    def headroom(self) -> float | None:
+        """Return how many times the largest gradient element could double before its dtype, or the sum's, ends."""
+        kinds = {part for column in ("gradient", "wire", "sum") for part in self.dtypes[column].split("/")}
+        ends, largest = [torch.finfo(DTYPES[kind]).max for kind in kinds & {*DTYPES}], self.largest.get("gradient", 0.0)
+        return math.log2(min(ends) / largest) if ends and 0 < largest < math.inf else None
+
+    @property
+    def update_to_weight(self) -> float | None:
+        """Return the largest rms of an update over rms of its weight, of parameters that are not all zero."""
+        return self.largest.get("update_to_weight")
+
+    @property
+    def lr(self) -> float:
+        return self.largest.get("lr", 0.0)
+
+
+def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
+    """Return what a model says by itself, under names without what wrappers add. A shared parameter has its first."""
+    saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in model.state_dict().items()}
+    modules, facts = dict(model.named_modules()), {}
     for full_name, param in model.named_parameters():
-        name, (path, _, own) = _WRAPPED.sub("", full_name), full_name.rpartition(".")
-        dtypes = dict.fromkeys(COLUMNS, NOWHERE) | {"storage": dtype_name(param.dtype)}
-        if name in saved:
-            dtypes["checkpoint"] = dtype_name(saved[name].dtype)
+        name, (path, _, own) = plain_name(full_name), full_name.rpartition(".")
+        told = {"storage": dtype_name(param.dtype), "checkpoint": saved.get(name, NOWHERE)}
         kind = f"{type(modules[path]).__name__.removeprefix('FSDP')}.{own}"
-        facts[name] = ParamFacts(name, kind, param.dim(), param.requires_grad, dtypes)
-        names[param] = name
-    return facts, names
+        dtypes = dict.fromkeys(COLUMNS, NOWHERE) | told
+        facts[param] = ParamFacts(name, kind, param.dim(), param.requires_grad, dtypes, [name])
+    return facts
 
 
-def gather_facts(facts: Sequence[ParamFacts]) -> list[ParamFacts]:
+def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
     """Return the facts of all ranks, put together by name. Every rank must call it."""
     world = Topology.current().world
     on_gpu = world.group is not None and torch.distributed.get_backend() == "nccl"
@@ -95,13 +125,17 @@ def gather_facts(facts: Sequence[ParamFacts]) -> list[ParamFacts]:
     whole: dict[str, ParamFacts] = {}
     for told in gather_json(collectives, [asdict(one) for one in facts], device):
         for one in (ParamFacts(**entries) for entries in told):
-            there = whole.setdefault(one.name, one)
-            if there is not one:
-                there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}
-                there.moments |= one.moments
-                there.count(**one.counts)
-                there.note_largest(**one.largest)
-    return [*whole.values()]
+            there = whole.setdefault(one.name, replace(one, counts={}, largest={}))
+            there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}
+            there.moments |= one.moments
+            there.count(**one.counts)
+            there.note_largest(**one.largest)
+    for one in whole.values():
+        moments = [*one.moments.values()]
+        one.dtypes["moments"] = "/".join({*moments} if len({*moments}) == 1 else moments) or NOWHERE
+        if (squares := one.share("update_squares", "weight_squares")) is not None:
+            one.note_largest(update_to_weight=math.sqrt(squares))
+    return whole
 
 
 def joined(*cells: str) -> str:

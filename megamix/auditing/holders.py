@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from megamix.auditing.facts import NOWHERE, UNKNOWN, ParamFacts, dtype_name, local
-from megamix.auditing.watch import Watch
 
 _INSIDE = ("optim", "optimizer", "_optimizer", "base_optimizer")
 _HOOKS = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16, "allreduce_hook": None}
@@ -34,20 +34,17 @@ def innermost(optimizer: object) -> torch.optim.Optimizer:
     return optimizer
 
 
-def find_truths(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], facts: Mapping[str, ParamFacts]
-) -> dict[Tensor, ParamFacts]:
+def find_truths(optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParamFacts]) -> dict[Tensor, ParamFacts]:
     """Return whose truth each tensor of the optimizer is: the parameter itself, or a copy that rounds to it."""
     held = [param for group in innermost(optimizer).param_groups for param in group["params"]]
-    truths: dict[Tensor, ParamFacts] = {param: facts[names[param]] for param in held if param in names}
-    missing = dict.fromkeys(param for param in names if param.requires_grad and param not in truths)
+    truths: dict[Tensor, ParamFacts] = {param: facts[param] for param in held if param in facts}
+    missing = {param: one for param, one in facts.items() if one.trains and param not in truths}
     copies: dict[Tensor, ParamFacts] = {}
     for copy in (tensor for tensor in held if tensor not in truths):
         alike = (param for param in missing if copy.shape == param.shape)
         param = next((one for one in alike if torch.equal(local(copy).to(one.dtype), local(one))), None)
         if param is not None:
-            copies[copy] = facts[names[param]]
-            del missing[param]
+            copies[copy] = missing.pop(param)
     state = tree_leaves(optimizer.state_dict()) if copies else []
     saved = {local(tensor).data_ptr() for tensor in state if isinstance(tensor, Tensor)}
     for copy, one in copies.items():
@@ -58,32 +55,22 @@ def find_truths(
     return truths | copies
 
 
-class Gathered(NamedTuple):
-    """A parameter that FSDP2 shards. `param._unsharded_param`: where its whole value comes to be."""
-
-    param: Any
-    compute: torch.dtype
-    reduce: torch.dtype
-
-
 def fully_sharded(
-    model: nn.Module, names: Mapping[nn.Parameter, str]
-) -> Iterator[tuple[nn.Module, dict[str, Gathered]]]:
-    """Yield each module that `fully_shard` was called on, with the parameters it gathers and what its policy says."""
+    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts]
+) -> Iterator[tuple[nn.Module, list[tuple[ParamFacts, Any, Any]]]]:
+    """Yield each module that `fully_shard` was called on, with the parameters it gathers: what is known of each, where
+    its whole value comes to be (as `_unsharded_param`), and the policy.
+    """
     if "torch.distributed.fsdp" not in sys.modules:  # to import it takes a second
         return
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            gathered = {}
-            for group in state._fsdp_param_groups:
-                for param in (one for one in group.fsdp_params if one.sharded_param in names):
-                    compute = group.mp_policy.param_dtype or param.sharded_param.dtype
-                    reduce = group.mp_policy.reduce_dtype or compute
-                    gathered[names[param.sharded_param]] = Gathered(param, compute, reduce)
-            yield module, gathered
+            groups = module._get_fsdp_state()._fsdp_param_groups
+            every = [(param, group.mp_policy) for group in groups for param in group.fsdp_params]
+            known = [(facts[one.sharded_param], one, policy) for one, policy in every if one.sharded_param in facts]
+            yield module, known
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -91,25 +78,28 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def note_wires(model: nn.Module, names: Mapping[nn.Parameter, str], facts: Mapping[str, ParamFacts]) -> None:
-    """Note what DDP and FSDP2 say that they send; UNKNOWN where a hook that is not torch's does."""
+@contextmanager
+def wires_told(
+    model: nn.Module, facts: Mapping[nn.Parameter, ParamFacts], reduced: Collection[torch.dtype]
+) -> Iterator[None]:
+    """Note what DDP and FSDP2 say that they compute with and send; behind the step, what no wrapper has told: as seen,
+    where that can be one thing only. `reduced`: the dtypes that the ranks were seen to sum.
+    """
     for ddp in model.modules():
         if isinstance(ddp, DistributedDataParallel):
             hook = getattr(ddp._comm_hooks[0][0], "__qualname__", "") if ddp._comm_hooks else "allreduce_hook"
-            for param in (one for one in ddp.module.parameters() if one in names and one.requires_grad):
+            for param in (one for one in ddp.module.parameters() if one in facts and one.requires_grad):
                 sent = (ddp.mixed_precision and ddp.mixed_precision.reduce_dtype) or _HOOKS.get(hook) or param.dtype
-                facts[names[param]].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
-    for _, gathered in fully_sharded(model, names):
-        for name, param in gathered.items():
-            facts[name].dtypes["wire"] = dtype_name(param.reduce)
-
-
-def settle_wires(facts: Mapping[str, ParamFacts], watch: Watch) -> None:
-    """Fill in what no wrapper has told from what was seen, where that can be one thing only; then the sum's dtype."""
-    seen = " and ".join(sorted(map(dtype_name, watch.reduced)))
+                facts[param].dtypes["wire"] = dtype_name(sent) if hook in _HOOKS else UNKNOWN
+    for _, gathered in fully_sharded(model, facts):
+        for one, param, policy in gathered:
+            compute = policy.param_dtype or param.sharded_param.dtype
+            one.dtypes |= {"compute": dtype_name(compute), "wire": dtype_name(policy.reduce_dtype or compute)}
+    yield
+    seen = " and ".join(sorted(map(dtype_name, reduced)))
     for one in facts.values():
         wire = one.dtypes["wire"]
-        if wire == UNKNOWN and len(watch.reduced) == 1:
+        if wire == UNKNOWN and len(reduced) == 1:
             wire = seen
         elif wire == UNKNOWN or (wire == NOWHERE and seen and one.trains):
             wire = f"{UNKNOWN} the ranks summed {seen or 'nothing that was seen'}, and nothing says what of it"

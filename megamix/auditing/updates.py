@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamix.auditing.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
+from megamix.auditing.watch import Watch
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.optimizers import MASTER
 
@@ -31,7 +33,7 @@ class Update:
         self._half_states = {name: state.clone() for name, state in states.items() if dtype_name(state.dtype) in HALVES}
         facts.note_largest(lr=lr, **dict(zip(("beta exp_avg", "beta exp_avg_sq"), betas, strict=False)))
         if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
-            facts.count(masters=1, round_masters=only_half_values(truth))
+            facts.count(round_masters=only_half_values(truth))
 
     def after(self, grad: Tensor, states: Mapping[str, Tensor]) -> None:
         """Count what has become of it. `grad`: as the update used it, up to a factor."""
@@ -46,7 +48,6 @@ class Update:
             due = due | (moments[name] != 0)
         if self._decays:
             due = due | (before != 0)
-        facts.count(updates=1)
         if self._lr:
             moved, weight = (torch.linalg.vector_norm(x.float()).double() for x in (truth.float() - before, before))
             facts.count(due=due.sum(), lost=(due & (truth == before)).sum())
@@ -59,82 +60,79 @@ def only_half_values(values: Tensor) -> bool:
     return whole and bool((values != values.flatten()[0]).any())
 
 
-class OptimizerUpdates:
-    """Updates of a torch optimizer, between the hooks of its step. `truths`: by what it holds, whose truth that is."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts]):
-        self.steps, self.overflowed, self._truths = 0, False, truths
-        self.loss_scale: float | None = None
-        self._under_way: dict[Tensor, Update] = {}
-        pre, post = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        self.handles = [pre(self._before), post(self._after)]
+@contextmanager
+def optimizer_updates(
+    optimizer: torch.optim.Optimizer, truths: Mapping[Tensor, ParamFacts], watch: Watch
+) -> Iterator[None]:
+    """Count what a torch optimizer changes, between the hooks of its step. `truths`: by what it holds, whose truth that
+    is.
+    """
+    under_way: dict[Tensor, Update] = {}
 
     @torch.no_grad()
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        under_way.clear()
         # A GradScaler leaves its scale and its finding to a fused update.
         scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        self.loss_scale = self.loss_scale if scale is None else float(scale)
-        self.overflowed, self._under_way = found_inf is not None and bool(found_inf), {}
-        for group in [] if self.overflowed else optimizer.param_groups:
-            for param in (one for one in group["params"] if one in self._truths and one.grad is not None):
-                facts, state = self._truths[param], optimizer.state.get(param, {})
+        watch.loss_scale = watch.loss_scale if scale is None else float(scale)
+        if found_inf is not None and bool(found_inf):
+            watch.overflowed = True
+            return
+        watch.steps += 1
+        for group in optimizer.param_groups:
+            for param in (one for one in group["params"] if one in truths and one.grad is not None):
+                facts, state = truths[param], optimizer.state.get(param, {})
                 if facts.dtypes["sum"] == NOWHERE:
                     facts.dtypes["sum"] = dtype_name(param.grad.dtype)
                 made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))
                 update = Update(facts, local(param), _states(state), made, lr, group.get("betas", ()), decays)
-                self._under_way[param] = update
+                under_way[param] = update
 
     @torch.no_grad()
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.steps += not self.overflowed
-        for param, update in self._under_way.items():
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for param, update in under_way.items():
             assert param.grad is not None
             update.after(local(param.grad), _states(optimizer.state[param]))
 
-    def finish(self) -> None:
-        """Everything was counted in the step."""
+    with optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after):
+        yield
 
 
 def _states(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: local(value) for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
-class EngineUpdates:
-    """What one `step()` of an engine changes of what this rank owns."""
+@contextmanager
+def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
+    """Count what one `step()` of an engine changes of what this rank owns.
 
-    def __init__(self, engine: ShardedEngine, facts: Mapping[str, ParamFacts]):
-        self._engine, self.overflowed, self.steps = engine, False, 0
-        self.handles: list[Any] = []
-        self._applied, self._skipped = int(engine.applied_updates), int(engine.skipped_steps)
-        self.loss_scale = float(engine.loss_scale.loss_scale)
-        table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
-        self._updates: list[Update] = []
-        for owned in engine.owned_ranges():
-            group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
-            lr, states = table[min(self._applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
-            one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
-            self._updates.append(Update(one, master, states, self._applied, lr, betas, decays))
-        shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
-        for number, (bucket, sent, summed) in enumerate(shards):
-            alone = engine.bucket_collectives[number].axis.size == 1
-            for one in (facts[slot.spec.name] for slot in bucket.slots):
-                one.count(held=1)
-                wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
-                one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
-
-    def finish(self) -> None:
-        """Count what has become of it. The sums stay where the step has read them until the next backward.
-
-        Raises: RuntimeError if there were several, for the first one's sums are gone.
-        """
-        engine = self._engine
-        self.steps = int(engine.applied_updates) - self._applied
-        self.overflowed = int(engine.skipped_steps) > self._skipped
-        if self.steps > 1:
-            raise RuntimeError(f"audit: the engine made {self.steps} updates inside the block; take one step")
-        if self.steps == 1:
-            pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
-            grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
-            for update, owned, grad in zip(self._updates, engine.owned_ranges(), grads, strict=True):
-                update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER})
-                update.facts.note_largest(gradient=grad.abs().amax())
+    Raises: RuntimeError if there were several, for the first one's sums are gone.
+    """
+    applied, skipped = int(engine.applied_updates), int(engine.skipped_steps)
+    watch.loss_scale = float(engine.loss_scale.loss_scale)
+    table, betas = engine.optimizer.lr_table(), getattr(engine.optimizer, "betas", ())
+    updates: list[Update] = []
+    for owned in engine.owned_ranges():
+        group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
+        lr, states = table[min(applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
+        one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
+        updates.append(Update(one, master, states, applied, lr, betas, decays))
+    shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
+    for number, (bucket, sent, summed) in enumerate(shards):
+        alone = engine.bucket_collectives[number].axis.size == 1
+        for one in (facts[slot.spec.name] for slot in bucket.slots):
+            one.count(held=1)
+            wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
+            one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
+    yield
+    watch.steps = int(engine.applied_updates) - applied
+    watch.overflowed |= int(engine.skipped_steps) > skipped
+    if watch.steps > 1:
+        raise RuntimeError(f"audit: the engine made {watch.steps} updates inside the block; take one step")
+    if watch.steps == 1:
+        # The sums stay where the step has read them until the next backward.
+        pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
+        grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
+        for update, owned, grad in zip(updates, engine.owned_ranges(), grads, strict=True):
+            update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER})
+            update.facts.note_largest(gradient=grad.abs().amax())

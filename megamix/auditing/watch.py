@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from megamix.auditing.facts import DTYPES, ParamFacts, dtype_name, joined, local
-
-EXACT, ESTIMATED = "zeroed", "perhaps_zeroed"  # counts of gradient elements; of `looked_at` ones
+from megamix.auditing.facts import DTYPES, ESTIMATED, EXACT, ParamFacts, dtype_name, joined, local
+from megamix.verify.tape import tensors_in
 
 _COPIES = {"_to_copy", "clone"}
 # What a parameter passes through without being computed with: views are told by torch.
@@ -36,16 +35,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     compiled, unseen.
     """
 
-    def __init__(self, facts: Mapping[str, ParamFacts]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # no types
-        self._facts = facts
         self.computed: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         self.reduced: set[torch.dtype] = set()  # of what ranks summed behind the forward
-        self.loss_scale: float | None = None  # of a GradScaler
-        self.overflowed = False
+        self.loss_scale: float | None = None
+        self.steps, self.overflowed = 0, False
         self.inside_forward = False  # of the whole model
         self.handles: list[RemovableHandle] = []
-        self._followed: dict[str, Tensor] = {}
+        self._followed: set[Tensor] = set()
         self._places: dict[int, tuple[_Weak, list[tuple[int, str]]]] = {}  # by storage: starts and names
         # Of casts in backward: from which dtype, and how many elements became zero.
         self._sources: dict[int, tuple[_Weak, tuple[torch.dtype, Tensor | None]]] = {}
@@ -54,14 +52,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
     def ignore_compile_internals(cls) -> bool:
         return True  # else torch would run eagerly what is compiled, and round otherwise
 
-    def follow(self, name: str, param: nn.Parameter) -> None:
+    def follow(self, facts: ParamFacts, param: nn.Parameter) -> None:
         """Watch for the use of this parameter, its views and its casts, and look at each gradient that backward makes
         for it, before it is added to anything.
         """
-        if self._followed.get(name) is not param and param.requires_grad:
-            self.handles.append(param.register_hook(lambda grad: self._look(self._facts[name], grad)))  # type: ignore[no-untyped-call]  # no types
-        self._followed[name] = param
-        self._place(name, local(param))
+        if param not in self._followed and param.requires_grad:
+            self.handles.append(param.register_hook(lambda grad: self._look(facts, grad)))  # type: ignore[no-untyped-call]  # no types
+        self._followed.add(param)
+        self._place(facts.name, local(param))
+
+    def release(self) -> None:
+        """Remove every hook."""
+        for handle in self.handles:
+            handle.remove()
+
+    def follow_gathered(self, gathered: Sequence[tuple[ParamFacts, Any, Any]], *_: object) -> None:
+        """Watch what FSDP2 has gathered in place of parameters, as `fully_sharded` yields them: a forward's hook."""
+        for facts, param, _policy in gathered:
+            if hasattr(param, "_unsharded_param"):
+                self.follow(facts, param._unsharded_param)
 
     def _place(self, name: str, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -69,8 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         if starts is None:
             self._places[storage._cdata] = (_Weak(storage), starts := [])
         if (place := (_start(tensor), name)) not in starts:
-            starts.append(place)
-            starts.sort()
+            insort(starts, place)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -83,13 +91,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
             self.overflowed |= bool(args[1])
         elif room in _TRAFFIC:
             if "reduce" in name or "to_all" in name or "toall" in name:
-                floats = [one for one in _tensors(args[:1]) if one.is_floating_point() and not self.inside_forward]
+                floats = [one for one in tensors_in(args[:1]) if one.is_floating_point() and not self.inside_forward]
                 self.reduced.update(one.dtype for one in floats if one.numel() > 1)  # 1: a loss, or a norm
         elif name in _COPIES and torch._C._current_graph_task_id() != -1:  # in backward
             storage = local(out).untyped_storage()
             self._sources[storage._cdata] = (_Weak(storage), (args[0].dtype, flushed(local(args[0]), out.dtype)))
         elif not func.is_view and name not in _NOT_COMPUTED and (self.inside_forward or torch.is_grad_enabled()):
-            for tensor in _tensors(args):  # else an update, or an average of the weights
+            for tensor in map(local, tensors_in(args)):  # else an update, or an average of the weights
                 param = self._name_of(tensor)
                 if param is not None and name in _COPIES:
                     self._place(param, local(out))
@@ -148,11 +156,3 @@ def _alive(by_storage: Mapping[int, tuple[_Weak, T]], storage: int) -> T | None:
     """Return what is known of a storage. While a weak reference lives its address is nobody else's."""
     ref, known = by_storage.get(storage, (None, None))
     return None if ref is None or ref.expired() else known
-
-
-def _tensors(args: Any) -> Iterator[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield local(arg)
-        elif isinstance(arg, list | tuple):
-            yield from _tensors(arg)

@@ -14,7 +14,7 @@ from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
 from megamix.verify.judge import judge
 from megamix.verify.judge_trainer import judge_trainer
-from megamix.verify.layouts import Layout
+from megamix.verify.layouts import Layout, size_told
 from megamix.verify.observe import observe
 from megamix.verify.trainer import check_trainer, load_trainer
 from megamix.verify.verdict import Verdict
@@ -36,8 +36,7 @@ COLUMNS = {
 
 def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False) -> Iterator[str]:
     """Yield what to print, as it becomes known. What begins is said on stderr."""
-    size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
-    yield f"at {size} (overrides take another size)"
+    yield size_told(config)
     yield _row("layout", "attempts", "skipped", *COLUMNS, "")
     pools: dict[int, RankPool] = {}
     begin_s = time.monotonic()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 import torch
 
@@ -15,11 +14,9 @@ from megamix.arguments import Failed
 from megamix.config import Config
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
-from megamix.verify.layouts import Layout
+from megamix.verify.layouts import Layout, size_told
 from megamix.verify.runs import run_results, twice_problems
-from megamix.verify.watched_run import BORDERS, STEPS, JobPart
-
-T = TypeVar("T")
+from megamix.verify.watched_run import BORDERS, STEPS
 
 DEADLINE_S = 1800.0  # of a part of a job
 _SHOWN = 8  # differences of a run
@@ -27,19 +24,17 @@ _SHOWN = 8  # differences of a run
 
 def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     """Yield what to print of a job that is interrupted twice, as it becomes known."""
-    yield _size(config)
+    yield size_told(config)
     yield f"{'run':<48}{'attempts':>10}{'skipped':>10}"
     with ExitStack() as stack:
         pools = {size: _pool(stack, size) for size in sorted({layout.world_size for layout in layouts})}
         borders = " and ".join(map(str, BORDERS))
         say(f"megamix verify: {STEPS} updates without a stop, and with resumes after {borders}", sys.stderr)
 
-        def call(world_size: int, work: Callable[[JobPart], T], part: JobPart) -> list[T]:
-            return pools[world_size].call(work, part, deadline_s=DEADLINE_S)
-
         device = torch.device("cuda" if all(pool.on_gpus for pool in pools.values()) else "cpu")
         try:
-            for run, problems, share in run_results(config, layouts, _folder(stack), call, device):
+            ranks = {size: pool.call for size, pool in pools.items()}
+            for run, problems, share in run_results(config, layouts, _folder(stack), ranks, device):
                 yield f"{run.name:<48}{len(run.attempts):>10}{run.skipped:>10}  {'differs' if problems else 'passes'}"
                 yield from map(Failed, _first(problems))
                 if share:
@@ -50,11 +45,11 @@ def runs_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
 
 def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
     """Yield what to print of one job in two new programs, layout by layout."""
-    yield _size(config)
+    yield size_told(config)
     for layout in layouts:
         say(f"megamix verify: {layout.name} on {layout.world_size} rank(s), in two programs", sys.stderr)
         with ExitStack() as stack:
-            programs = [_pool(stack, layout.world_size, new=True).call for _ in range(2)]
+            programs = [_pool(stack, layout.world_size, {}).call for _ in range(2)]
             try:
                 problems = twice_problems(config, layout, _folder(stack), programs)
             except RankFailure as failure:
@@ -63,18 +58,13 @@ def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
         yield from map(Failed, _first(problems))
 
 
-def _size(config: Config) -> str:
-    size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
-    return f"at {size} (overrides take another size)"
-
-
 def _folder(stack: ExitStack) -> Path:
     return Path(stack.enter_context(TemporaryDirectory(prefix="megamix-verify-")))
 
 
-def _pool(stack: ExitStack, size: int, *, new: bool = False) -> RankPool:
+def _pool(stack: ExitStack, size: int, environment: Mapping[str, str] | None = None) -> RankPool:
     on_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    return stack.enter_context(RankPool(size, on_gpus=on_gpus, environment={} if new else None))
+    return stack.enter_context(RankPool(size, on_gpus=on_gpus, environment=environment, deadline_s=DEADLINE_S))
 
 
 def _first(problems: Sequence[str]) -> Iterator[str]:

@@ -85,3 +85,9 @@ def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
     if "training.micro_batch_size" not in given:
         training = training.model_copy(update={"micro_batch_size": MICRO_BATCH_SIZE})
     return config.model_copy(update={"model": model, "training": training})
+
+
+def size_told(config: Config) -> str:
+    """Return what a page says of its size."""
+    size = f"training.micro_batch_size={config.training.micro_batch_size} model.seq_len={config.model.seq_len}"
+    return f"at {size} (overrides take another size)"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -31,8 +31,7 @@ from megamix.verify.observe import assemble, elements, equal_bits
 from megamix.verify.reference import Reference
 from megamix.verify.watched_run import BORDERS, STEPS, JobPart, Seen, run_config, watch_job
 
-Call = Callable[..., list[Any]]  # (number of ranks, function, part): what the function returns on each rank
-Program = Callable[..., list[Any]]  # (function, part): on the ranks of one program
+Call = Callable[..., list[Any]]  # (function, part): what the function returns on each rank
 PARTS = len(BORDERS) + 1
 WHEN = ("", "after the first resume", "after the second resume")
 _LOGGED = ("train/", "valid/", "optim/")  # what of metrics.jsonl depends on no clock
@@ -45,23 +44,19 @@ class WatchedRun:
 
     name: str
     configs: Sequence[Config]  # of each part
-    parts: Sequence[list[list[Seen]]]  # each rank's, in rank order
+    parts: Sequence[list[tuple[Seen, ...]]]  # the ranks' at its start, then those of each attempt
 
-    @cached_property
-    def attempts(self) -> list[list[Seen]]:
-        """Each rank's of every attempt."""
-        return [[*seen] for part in self.parts for seen in [*zip(*part, strict=True)][1:]]
+    @property
+    def attempts(self) -> list[tuple[Seen, ...]]:
+        return [ranks for part in self.parts for ranks in part[1:]]
 
     @property
     def skipped(self) -> int:
         return sum(ranks[0].found_inf for ranks in self.attempts)
 
     def reads(self, order: DataOrder) -> list[Read]:
-        return [
-            order.read(self.name, when, [*ranks])
-            for when, part in zip(WHEN, self.parts, strict=False)
-            for ranks in [*zip(*part, strict=True)][1:]
-        ]
+        parts = zip(WHEN, self.parts, strict=False)
+        return [order.read(self.name, when, ranks) for when, part in parts for ranks in part[1:]]
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -72,20 +67,18 @@ class WatchedRun:
 
 
 def run_results(
-    config: Config, layouts: Sequence[Layout], folder: Path, call: Call, device: torch.device
+    config: Config, layouts: Sequence[Layout], folder: Path, ranks: Mapping[int, Call], device: torch.device
 ) -> Iterator[tuple[WatchedRun, list[str], float]]:
     """Train a job that never stops, and two that are interrupted: on the first of the layouts, and on one after the
-    other. Yield each, what is wrong with it, and the largest share of a bound that a step of it took. `device`: of the
-    ranks.
+    other. Yield each, what is wrong with it, and the largest share of a bound that a step of it took. `ranks`: by their
+    number; `device`: what they compute on.
     """
 
     def watched(kind: str, on: Sequence[Layout], job: Config, *, judged: bool = False) -> WatchedRun:
         configs = [run_config(job, layouts, layout, folder, f"{kind}{judged}") for layout in on]
         ends = [*BORDERS, None][-len(on) :]
-        parts = [
-            call(layout.world_size, watch_job, JobPart(one, end, judged))
-            for layout, one, end in zip(on, configs, ends, strict=True)
-        ]
+        jobs = [JobPart(one, end, judged) for one, end in zip(configs, ends, strict=True)]
+        parts = [watched_part(ranks[layout.world_size], job) for layout, job in zip(on, jobs, strict=True)]
         return WatchedRun(f"{kind} on {', '.join(dict.fromkeys(one.name for one in on))}", configs, parts)
 
     order = write_data(run_config(config, layouts, layouts[0], folder, ""), folder)
@@ -102,6 +95,11 @@ def run_results(
     yield changed, [*problems, *steps], share
 
 
+def watched_part(call: Call, part: JobPart) -> list[tuple[Seen, ...]]:
+    """Train a part of a job, and return what the ranks saw at its start and in each attempt, in rank order."""
+    return [*zip(*call(watch_job, part), strict=True)]
+
+
 def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[np.int64]]) -> Iterator[str]:
     """Yield what is wrong with a run's data, resumes, learning rates and logged losses. `planned`: the samples that
     each attempt of the run that never stopped has tried.
@@ -109,7 +107,7 @@ def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[
     config = run.configs[0]
     yield from order.problems(run.reads(order), planned, lost=config.precision.on_overflow == "skip")
     for when, (earlier, later) in zip(WHEN[1:], pairwise(run.parts), strict=False):
-        yield from _border_problems(run, when, earlier, later)
+        yield from _border_problems(run, when, earlier[-1], later[0])
     yield from _lr_problems(run)
     losses = [ranks[0].numbers["loss"] for ranks in run.attempts if not ranks[0].found_inf]
     logged = [row["train/loss"] for row in run.rows if "train/loss" in row]
@@ -117,9 +115,10 @@ def problems_alone(run: WatchedRun, order: DataOrder, planned: Sequence[NDArray[
         yield f"{run.name}: {METRICS} has the losses {logged}, the steps' were {losses}"
 
 
-def _border_problems(run: WatchedRun, when: str, earlier: list[list[Seen]], later: list[list[Seen]]) -> Iterator[str]:
-    """Yield what a part does not begin with as the one before it has left it, bit for bit."""
-    last, first = [rank[-1] for rank in earlier], [rank[0] for rank in later]
+def _border_problems(run: WatchedRun, when: str, last: Sequence[Seen], first: Sequence[Seen]) -> Iterator[str]:
+    """Yield what a part does not begin with as the one before it has left it, bit for bit. `last`, `first`: the ranks'
+    of these.
+    """
     fresh = run.parts[0][0][0].numbers
     for name, value in first[0].numbers.items():
         if (want := last[0].numbers[name]) != value:
@@ -178,8 +177,7 @@ def log_problems(straight: WatchedRun, run: WatchedRun, tags: Sequence[str] | No
 
 def first_difference(one: WatchedRun, other: WatchedRun) -> Iterator[str]:
     """Yield the first attempt after which two runs of one layout are not the same, bit for bit, and what differs."""
-    begins = [(next(zip(*run.parts[0], strict=True)), *run.attempts) for run in (one, other)]
-    for want, got in zip(*begins, strict=False):
+    for want, got in zip(one.parts[0][:1] + one.attempts, other.parts[0][:1] + other.attempts, strict=False):
         for rank, (right, seen) in enumerate(zip(want, got, strict=True)):
             pairs = {name: (digest, seen.digests.get(name)) for name, digest in right.digests.items()}
             pairs |= {name: (repr(value), repr(seen.numbers.get(name))) for name, value in right.numbers.items()}
@@ -198,7 +196,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
     reference = Reference.of_config(run.configs[0], device)
     initial = {name: param.detach() for name, param in reference.native.named_parameters()}
     for config, part in zip(run.configs, run.parts, strict=True):
-        attempts = part[0][1:]
+        attempts = [ranks[0] for ranks in part[1:]]
 
         def batches_of(number: int, rank: int, config: Config = config, attempts: list[Seen] = attempts) -> list[Batch]:
             cut = partial(micro_batches, micro_batch_size=config.training.micro_batch_size, dp_rank=rank)
@@ -207,7 +205,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
                 return [loader.load(part) for part in samples]
 
         planted = [number for number, seen in enumerate(attempts) if seen.planted]
-        ranks = [[seen.observed for seen in rank if seen.observed] for rank in part]
+        ranks = [[seen.observed for seen in rank if seen.observed] for rank in zip(*part, strict=True)]
         verdict = judge_attempts(config, reference, ranks, initial, planted, batches_of)
         initial = {}  # of a later part the border was judged
         worst = max([worst, *verdict.worst.values()])
@@ -216,7 +214,7 @@ def _judged(run: WatchedRun, device: torch.device) -> tuple[list[str], float]:
     return problems, worst
 
 
-def twice_problems(config: Config, layout: Layout, folder: Path, programs: Sequence[Program]) -> list[str]:
+def twice_problems(config: Config, layout: Layout, folder: Path, programs: Sequence[Call]) -> list[str]:
     """Train one job in two programs. Return the first difference, and what torch knows of its operations; nothing if
     there is none.
     """
@@ -224,7 +222,7 @@ def twice_problems(config: Config, layout: Layout, folder: Path, programs: Seque
     first, second, third = (run_config(config, [layout], layout, folder, name) for name in (*names, "third"))
     write_data(first, folder)
     runs = [
-        WatchedRun(name, [job], [program(watch_job, JobPart(job))])
+        WatchedRun(name, [job], [watched_part(program, JobPart(job))])
         for name, job, program in zip(names, (first, second), programs, strict=True)
     ]
     if not (problems := [*first_difference(*runs)]):

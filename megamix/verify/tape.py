@@ -32,7 +32,7 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
     modules = {plain_name(name): module for name, module in model.named_modules() if wanted and name not in but}
 
     def note(name: str, what: str, values: Any) -> None:
-        found = [value for value in _tensors(values) if value.is_floating_point()]
+        found = [value for value in tensors_in(values) if value.is_floating_point()]
         if found and (name, what) not in tape:
             tape[name, what] = found[0].detach().to("cpu", copy=True)
 
@@ -55,11 +55,12 @@ def recorded(model: nn.Module, *, wanted: bool = True, but: Container[str] = ())
             handle.remove()
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield every tensor among nested arguments or results."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, Mapping):
-        yield from _tensors([*values.values()])
+        yield from tensors_in([*values.values()])
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors_in(value)

@@ -50,7 +50,7 @@ def said(report: AuditReport, harms: bool = True) -> str:
 
 def dtypes(report: AuditReport, name: str) -> str:
     """The cells of the row that has this parameter."""
-    (row,) = (row for row in report.rows if any(one.name == name for one in row.members))
+    (row,) = (row for row in report.rows if name in row.parameters)
     return " ".join(row.dtypes.values())
 
 
@@ -133,7 +133,7 @@ def _audit_and_count(loop: Loop) -> tuple[AuditReport, dict[str, tuple[int, int]
 
 def require_close(reports: list[AuditReport], counts: list[dict[str, tuple[int, int]]]) -> None:
     for row in reports[0].rows:
-        parts = [rank[one.name] for rank in counts for one in row.members]
+        parts = [rank[name] for rank in counts for name in row.parameters]
         due, lost = (sum(column) for column in zip(*parts, strict=True))
         assert row.lost == pytest.approx(lost / due, abs=0.01)
 

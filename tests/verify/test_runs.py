@@ -21,8 +21,16 @@ from megamix.ranks import RankFailure
 from megamix.verify import command_runs
 from megamix.verify.data_order import DataOrder, ranges, write_data
 from megamix.verify.layouts import parse_layout
-from megamix.verify.runs import WatchedRun, first_difference, log_problems, problems_alone, run_results, twice_problems
-from megamix.verify.watched_run import BORDERS, JobPart, run_config, watch_job
+from megamix.verify.runs import (
+    WatchedRun,
+    first_difference,
+    log_problems,
+    problems_alone,
+    run_results,
+    twice_problems,
+    watched_part,
+)
+from megamix.verify.watched_run import BORDERS, JobPart, run_config
 from tests.conftest import FULL
 from tests.verify.jobs import make_config
 from tests.verify.run_bugs import RUN_BUGS, RunBug, planted
@@ -71,7 +79,8 @@ def _drawn(seed: int) -> tuple[Config, str]:
 def test_a_job_that_is_right_passes(run_ranks, tmp_path: Path, seed: int) -> None:
     config, layouts = _drawn(seed)
     parsed = [*map(parse_layout, layouts.split(","))]
-    found = [*run_results(config, parsed, tmp_path, lambda size, *what: run_ranks(_work, size, "", *what), CPU)]
+    ranks = {one.world_size: partial(run_ranks, _work, one.world_size, "") for one in parsed}
+    found = [*run_results(config, parsed, tmp_path, ranks, CPU)]
     assert [problems for _, problems, _ in found] == [[], [], []]
     assert all(run.skipped >= 4 for run, *_ in found)  # those that are planted
     assert 0 < found[2][2] < 1
@@ -107,7 +116,8 @@ def right(run_ranks, tmp_path_factory: pytest.TempPathFactory) -> Straight:
         for number, (layout, until) in enumerate(zip(these, ends, strict=True)):
             if name != "straight" and until is None:
                 break
-            seen = run_ranks(_work, layout.world_size, "", watch_job, JobPart(configs[name][number], until))
+            ranks = partial(run_ranks, _work, layout.world_size, "")
+            seen = watched_part(ranks, JobPart(configs[name][number], until))
             parts.setdefault(name, []).append(seen)
             shutil.copytree(folder / name, folder / f"{name}{number}")
     straight = WatchedRun("never stopped on dp2", configs["straight"], parts["straight"])
@@ -121,7 +131,7 @@ def test_a_planted_bug_is_named(run_ranks, right: Straight, tmp_path: Path, bug:
     shutil.copytree(right.folder / f"{bug.run}{at - 1}", own)
     config = right.configs[bug.run][at]
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"folder": str(own)})})
-    seen = run_ranks(_work, 2, bug.plant.__name__, watch_job, JobPart(config, ENDS[at]))
+    seen = watched_part(partial(run_ranks, _work, 2, bug.plant.__name__), JobPart(config, ENDS[at]))
     run = WatchedRun(bug.run, [*[config] * at, config], [*right.parts[bug.run][:at], seen])
     problems = [*problems_alone(run, right.order, right.planned)]
     if bug.run == "same":
