@@ -28,7 +28,7 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
     for sentence, candidate in candidates:
         size = max(1.0, float(candidate.abs().max()) / max(float(want.abs().max()), 1e-300))
         off = float((found - candidate).abs().max())
-        if off <= bound * size and off < best:
+        if off <= bound * size and off < 0.99 * best:  # of two that are the same numbers, the first
             best, kind = off, sentence
     return kind
 
@@ -67,6 +67,7 @@ class AskedStep:
     earlier: AskedStep | None = field(default=None, repr=False)
     ranks: int = 1  # all of them: where some divide the model, more than read
     owners: Mapping[str, Tensor] = field(default_factory=dict)  # of a parameter's elements: the ranks in whose shards
+    tp_size: int = 1
     replicated: Collection[str] = ()  # by tensor-parallel ranks
 
     @cached_property
@@ -92,7 +93,7 @@ class AskedStep:
         """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
         factors = ((text, want * factor) for factor, text in self.meanings())
-        kinds = chain(self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
+        kinds = chain(self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
         kept = factors, self._times(name, off), others, self._added(name, off - want)
@@ -138,6 +139,28 @@ class AskedStep:
                 meanings.setdefault(factor, []).append(meaning)
         for factor, texts in meanings.items():
             yield factor, f"{factor:g} times the right one ({', or '.join(texts)})"
+
+    def _owned(self, name: str) -> Candidates:
+        """What the ranks that own a parameter's elements have without the others' parts."""
+        if name not in self.owners:
+            return
+        if name in self.replicated:
+            parts = torch.stack([grads[name] for grads in self._by_part])
+        else:
+            parts = torch.stack([self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)])
+        owner = self.owners[name].clamp(min=0) % len(parts)  # the same one of each stage
+        text = "each rank's own: the others' parts are missing, or not reduced over the ranks"
+        yield text, parts.gather(0, owner.unsqueeze(0))[0]
+        for rank in range(self.tp_size if name in self.replicated else 0):
+            missing = parts[rank :: self.tp_size].sum(0)
+            yield f"tensor-parallel rank {rank}'s part is missing", self.whole[name] - missing
+
+    @cached_property
+    def _by_part(self) -> list[Tensors]:
+        """What each tensor-parallel rank of each data-parallel one adds to what they replicate."""
+        return [self.reference.grads_by_part(self.weights, mine, shares, part, self.tp_size)
+                for mine, shares in zip(self.by_rank, self.shares, strict=True)
+                for part in range(self.tp_size)]  # fmt: skip
 
     def _sums(self, name: str) -> Candidates:
         """Parts that are missing, or counted as they should not be."""

@@ -128,7 +128,7 @@ class _Judged:
         self.asked = AskedStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
             loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars), owners=after.owners_of(GRADIENT),
-            replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
+            tp_size=tp_size, replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
         )  # fmt: skip
 
     def scalars(self, verdict: Verdict) -> None:

@@ -70,6 +70,32 @@ class Reference:
         wide = {name: weight.double() for name, weight in weights.items()}
         return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
 
+    def grads_by_part(
+        self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float], part: int, parts: int
+    ) -> Tensors:
+        """Return what one of `parts` equal parts of the positions, or of the heads, adds to each gradient: of dim -2 of
+        what a parameter's module gives.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+            if not isinstance(out, Tensor) or out.dim() < 2:
+                return out
+            held = dict(module._parameters)
+            for key, param in held.items():
+                module._parameters[key] = None if param is None else nn.Parameter(param.detach(), requires_grad=False)
+            elsewhere = module.forward(*args, **kwargs)
+            module._parameters |= held
+            places = torch.arange(out.shape[-2], device=out.device) * parts // out.shape[-2]
+            return torch.where((places == part).unsqueeze(-1), out, elsewhere)
+
+        modules = [module for module in self.exact.modules() if any(True for _ in module.parameters(recurse=False))]
+        handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+        try:
+            return self.exact_step(weights, batches, shares).grads
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def grads_by_use(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]
     ) -> dict[str, Tensors]:

@@ -19,7 +19,7 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
-from megamix.parallel import build
+from megamix.parallel import build, tensor_parallel
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep, observe
 
@@ -135,6 +135,16 @@ def norm_of_one_rank() -> object:
     return _squares_times(lambda spec: float(dist.get_rank() == 0))
 
 
+def positions_of_one_rank() -> object:
+    """Of what tensor-parallel ranks replicate the first one's gradient counts, as if it were that of all positions."""
+    right = tensor_parallel._place
+
+    def wrong(rule, shape, topology, sequence_parallel):
+        return right(rule, shape, topology, sequence_parallel=False)
+
+    return mock.patch.object(tensor_parallel, "_place", wrong)
+
+
 @contextmanager
 def _loss_times(factor: Callable[[StepUnderWay], Tensor | float]) -> Iterator[None]:
     """Of what the plain loop and a pipeline's last stage back-propagate."""
@@ -183,6 +193,7 @@ BUGS: dict[str, Callable[[], object]] = {
         norm_leaves_out,
         norm_counts_replicated,
         norm_of_one_rank,
+        positions_of_one_rank,
         wrong_divisor,
         stale_gather,
         scale_applied_twice,

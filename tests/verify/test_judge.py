@@ -10,7 +10,7 @@ import torch
 from megamix.config import Config
 from megamix.verify.judge import judge
 from megamix.verify.observe import MOST_SKIPPED, ObservedStep
-from megamix.verify.verdict import Verdict
+from megamix.verify.verdict import EXPLAINED, Verdict
 from tests.conftest import FULL
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_bugs, observe_case
 
@@ -71,6 +71,24 @@ def test_wrong_norms_are_named_by_their_kind(run_ranks) -> None:
         assert (first.attempt, first.check) == (0, "norm")
         assert first.looks_like.startswith("that of all gradients is ")
         assert first.looks_like.endswith(kind)
+
+
+def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -> None:
+    own = "each rank's own: the others' parts are missing, or not reduced over the ranks"
+    missing = "tensor-parallel rank 1's part is missing"
+    kinds = {
+        ("dp2", "gradients_not_reduced"): {own},  # where a bucket's border cuts a parameter, too
+        ("tp2sp", "gradients_not_reduced"): {own},
+        ("tp2sp", "positions_of_one_rank"): {own, missing},  # of those that rank 0 owns they are the same numbers
+    }
+    cases = [
+        (make_config(layout.removesuffix("sp"), loss_scale=4.0, sequence_parallel="sp" in layout), bug)
+        for layout, bug in kinds
+    ]
+    for (config, _), said, *ranks in zip(cases, kinds.values(), *run_ranks(observe_bugs, 2, cases), strict=True):
+        found = [one for one in _judge(config, ranks, None).differences[:EXPLAINED] if one.check == "gradient"]
+        assert {text for text in said for one in found if one.looks_like.startswith(text)} == said
+        assert [str(one) for one in found if not one.looks_like.startswith(tuple(said))] == []
 
 
 def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:

@@ -15,6 +15,7 @@ def _enter(
 
 SENTENCES = {
     "gradients_not_reduced": "One bucket's reduction is left out: every rank keeps its own gradient.",
+    "positions_of_one_rank": "Of a norm, which tensor-parallel ranks replicate, only one rank's positions count.",
     "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
     "norm_counts_replicated": "The norm counts what tensor-parallel ranks replicate once for each of them.",
     "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
@@ -29,7 +30,15 @@ _enter(
     "tp2sp",
     "gradient",
     "norm.weight",
-    missing="tensor-parallel ranks are none of the hypotheses",
+    "each rank's own: the others' parts are missing",
+)
+_enter(
+    "positions_of_one_rank",
+    "Megatron #1446",
+    "tp2sp",
+    "gradient",
+    "norm.weight",
+    "each rank's own: the others' parts are missing",
 )
 _enter(
     "gradients_not_reduced",
@@ -37,7 +46,7 @@ _enter(
     "dp2",
     "gradient",
     "",
-    missing="one bucket of ours holds parts of some parameters",
+    "each rank's own: the others' parts are missing",
 )
 _enter(
     "norm_counted_per_rank",
