@@ -20,9 +20,9 @@ from megamix.data.loader import Batch
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
-from megamix.verify.hypotheses import AskedStep
+from megamix.verify.hypotheses import HALVES, AskedStep, nearest
 from megamix.verify.norm_kinds import explain_norm
-from megamix.verify.observe import GRADIENT, Fragment, ObservedStep, Whole, assemble, batches
+from megamix.verify.observe import GRADIENT, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_update
@@ -63,7 +63,9 @@ def judge_attempts(
     _ownership(verdict, -1, before)
     for name, weight in initial.items():
         verdict.equal(-1, "initial weight", name, before.tensors[MASTER, name], weight.cpu())
-    _copies(verdict, -1, [rank.copies for rank in start], before, dtype)
+    _copies(verdict, -1, start, before, dtype)
+    tables = {name: buffer.to("cpu", copy=True) for name, buffer in reference.native.named_buffers()}
+    _tables(verdict, -1, start, tables)
     for number, seen in enumerate(attempts):
         after = assemble([attempt.owned for attempt in seen])
         _ownership(verdict, number, after)
@@ -82,7 +84,8 @@ def judge_attempts(
             step.gradients(verdict)
             step.norm(verdict)
             step.update(verdict)
-        _copies(verdict, number, [attempt.copies for attempt in seen], after, dtype)
+        _copies(verdict, number, seen, after, dtype)
+        _tables(verdict, number, seen, tables)
         if verdict.differences and not verdict.culprit and seen[0].tape:
             verdict.culprit = culprit(step.asked, [(attempt.dp_rank, attempt.tape) for attempt in seen])
         before, earlier = after, replace(step.asked, earlier=None)
@@ -94,15 +97,23 @@ def _ownership(verdict: Verdict, number: int, whole: Whole) -> None:
         verdict.note(number, f"copies ({problem})", name, math.inf, 0.0)
 
 
-def _copies(
-    verdict: Verdict, number: int, ranks: Sequence[Sequence[Fragment]], whole: Whole, dtype: torch.dtype
-) -> None:
+def _copies(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], whole: Whole, dtype: torch.dtype) -> None:
     """Check that every rank's next forward reads the cast of the masters, bit for bit: else a gather is stale."""
-    for rank, fragments in enumerate(ranks):
-        for part in fragments:
+    for rank, seen in enumerate(ranks):
+        for part in seen.copies:
             want = whole.tensors[MASTER, part.spec.name][part.spec.block].to(dtype).float()
             got = torch.from_numpy(part.values).view(part.spec.shape)
             verdict.equal(number, "half copy", f"{part.spec.name} on rank {rank}", got, want)
+
+
+def _tables(verdict: Verdict, number: int, ranks: Sequence[ObservedStep], right: Tensors) -> None:
+    """Check that every rank's buffers are one rank's, bit for bit. A job saves none, so no step may move them."""
+    for rank, seen in enumerate(ranks):
+        for name in filter(right.__contains__, seen.buffers):
+            got, want = seen.buffers[name], right[name]
+            kinds = [(f"rounded to {text}, as parameters are", want.to(dtype)) for dtype, text in HALVES.items()]
+            explain = partial(nearest, got.float(), want.float(), 0.0, iter(kinds))
+            verdict.equal(number, "buffer", f"{name} on rank {rank}", got, want, explain)
 
 
 class _Judged:

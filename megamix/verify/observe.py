@@ -49,6 +49,7 @@ class ObservedStep:
     scalars: dict[str, float]
     owned: list[Fragment]  # gradient, master and states, after the step
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # of this rank's module
     tape: Tape = field(default_factory=dict)  # what passed through the modules of the first micro-batch, if recorded
     dp_rank: int = 0  # whose micro-batches these were
 
@@ -88,7 +89,10 @@ def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None
     gradients = [] if result is None else _gradients(engine)
     owned, copies = [*gradients, *_states(engine)], [*_copies(engine)]
     scalars, dp_rank = _scalars(engine, result), engine.topology.data.rank
-    return ObservedStep(scalars=scalars, owned=owned, copies=copies, tape=tape or {}, dp_rank=dp_rank)
+    buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+    return ObservedStep(
+        scalars=scalars, owned=owned, copies=copies, buffers=buffers, tape=tape or {}, dp_rank=dp_rank
+    )  # fmt: skip
 
 
 def rank_device() -> torch.device:

@@ -144,8 +144,7 @@ class _WatchedTrainer(Trainer):
     def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
         whole = observed(self.engine, result)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
-        for name, buffer in self.engine.module.named_buffers():
-            tensors[f"buffer {name}"] = buffer.cpu().double().numpy()
+        tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}
         digests = {name: hashlib.blake2b(values.tobytes()).hexdigest() for name, values in tensors.items()}
         numbers = whole.scalars | scale

@@ -19,6 +19,7 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
+from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep, observe
@@ -72,14 +73,14 @@ def observe_case(config: Config) -> list[ObservedStep]:
     return observe(config, UPDATES, OVERFLOW_AT)
 
 
-def observe_bugs(cases: Sequence[tuple[Config, str]]) -> list[list[ObservedStep]]:
-    return [observe_bug(*case) for case in cases]
+def observe_bugs(cases: Sequence[tuple[Config, str]], overflow_at: int | None = None) -> list[list[ObservedStep]]:
+    return [observe_bug(*case, overflow_at) for case in cases]
 
 
-def observe_bug(config: Config, bug: str) -> list[ObservedStep]:
+def observe_bug(config: Config, bug: str, overflow_at: int | None = None) -> list[ObservedStep]:
     """The same with a bug planted on every rank."""
     with BUGS[bug]():
-        return observe(config, UPDATES, None)
+        return observe(config, UPDATES, overflow_at)
 
 
 @contextmanager
@@ -146,6 +147,33 @@ def positions_of_one_rank() -> object:
 
 
 @contextmanager
+def tables_in_half() -> Iterator[None]:
+    """As a cast of the whole module would, which rounds buffers too."""
+    right = RotaryTable._fill
+
+    def wrong(self, device):
+        right(self, device)
+        for table in (self.cos, self.sin):
+            table.copy_(table.half())
+
+    with mock.patch.object(RotaryTable, "_fill", wrong):
+        yield
+
+
+@contextmanager
+def table_moves_on_skipped() -> Iterator[None]:
+    right = ShardedEngine.step
+
+    def wrong(self):
+        result = right(self)
+        self.module.rotary.cos.add_(result.found_inf * float(dist.get_rank() == 1))
+        return result
+
+    with mock.patch.object(ShardedEngine, "step", wrong):
+        yield
+
+
+@contextmanager
 def _loss_times(factor: Callable[[StepUnderWay], Tensor | float]) -> Iterator[None]:
     """Of what the plain loop and a pipeline's last stage back-propagate."""
     right = StepUnderWay.scaled
@@ -194,6 +222,8 @@ BUGS: dict[str, Callable[[], object]] = {
         norm_counts_replicated,
         norm_of_one_rank,
         positions_of_one_rank,
+        tables_in_half,
+        table_moves_on_skipped,
         wrong_divisor,
         stale_gather,
         scale_applied_twice,

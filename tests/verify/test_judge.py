@@ -91,6 +91,15 @@ def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -
         assert [str(one) for one in found if not one.looks_like.startswith(tuple(said))] == []
 
 
+def test_buffers_that_are_rounded_or_move_are_named(run_ranks) -> None:
+    cases = [(make_config("tp2", loss_scale=4.0), bug) for bug in ("tables_in_half", "table_moves_on_skipped")]
+    by_rank = [*zip(*run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True)]
+    rounded, moved = (_judge(cases[0][0], ranks, OVERFLOW_AT).differences for ranks in by_rank)
+    assert (rounded[0].attempt, rounded[0].check, rounded[0].where) == (-1, "buffer", "rotary.cos on rank 0")
+    assert rounded[0].looks_like == "rounded to FP16, as parameters are"
+    assert (moved[0].attempt, moved[0].check, moved[0].where) == (1, "buffer", "rotary.cos on rank 1")
+
+
 def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:
     config = make_config("dp2", packing="documents", loss_scale=4.0)
     assert _judge(config, run_ranks(observe_case, 2, config), OVERFLOW_AT).differences == []

@@ -18,6 +18,7 @@ SENTENCES = {
     "positions_of_one_rank": "Of a norm, which tensor-parallel ranks replicate, only one rank's positions count.",
     "norm_counted_per_rank": "Every rank's squares count as often as there are ranks.",
     "norm_counts_replicated": "The norm counts what tensor-parallel ranks replicate once for each of them.",
+    "tables_in_half": "A cast of the whole model rounds the rotary tables with the parameters.",
     "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
     "scale_applied_twice": "The loss scale is in the loss twice.",
     "stale_gather": "The other ranks' parts of one bucket never arrive.",
@@ -63,6 +64,14 @@ _enter(
     "norm",
     "all gradients",
     "it counts twice what tensor-parallel ranks replicate",
+)
+_enter(
+    "tables_in_half",
+    "transformers #25681, DeepSpeed #5812",
+    "dp2",
+    "buffer",
+    "rotary.cos",
+    "rounded to FP16",
 )
 _enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
 _enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
