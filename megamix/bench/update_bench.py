@@ -24,6 +24,7 @@ from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.optimizers import AdamW
+from megamix.mixed_precision.settings import Sharding
 from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
@@ -48,7 +49,7 @@ class UpdateRank:
         self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
-        specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), {})
+        specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), Sharding())
         self.layout = build_layout(specs, [1])
         self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, device)
         self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]

@@ -47,7 +47,7 @@ class Pending:
 
     noted: Callable[[], AbstractContextManager[None]] = nullcontext  # around each wait, where somebody measures it
 
-    def __init__(self, *works: dist.Work | None, then: Callable[[], None] | None = None):
+    def __init__(self, *works: dist.Work | None, then: Callable[[], object] | None = None):
         self.works, self._then = list[Any](work for work in works if work is not None), then
 
     def wait(self) -> None:
@@ -86,9 +86,10 @@ class Collectives:
         by the next reduction. `parts`: this rank's part as each rank has it, in rank order. They lie in a
         scratch buffer that the next reduction fills anew; `half_grads` has been sent by then and may be overwritten.
         Shapes: half_grads (padded_numel,), grad_shard (padded_numel / size,), a view of half_grads at this rank's
-        place; parts (size, padded_numel / size).
+        place, or memory of its own; parts (size, padded_numel / size).
         """
-        return Pending(then=None if use is None else lambda: use(half_grads.unsqueeze(0)))
+        then = partial(use, half_grads.unsqueeze(0)) if use else partial(grad_shard.copy_, half_grads)
+        return Pending(then=None if use is None and grad_shard.is_set_to(half_grads) else then)
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
@@ -130,11 +131,10 @@ class _ManyRanks(Collectives):
         earlier.wait()  # its parts are summed before these come into their place
         parts = scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
-        by_rank = parts.view(self.axis.size, -1)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
         # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
         # exchange into this buffer starts behind it.
-        exchange = Pending(work, then=lambda: add(by_rank))
+        exchange = Pending(work, then=partial(add, parts.view(self.axis.size, -1)))
         self._exchanges.append((scratch, exchange))
         return exchange
 

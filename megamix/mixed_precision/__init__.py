@@ -10,7 +10,9 @@ records        what a forward or a loss reports beside its result
 
 Where things lie:
 flat_layout    where parameters lie: buckets, optimizer runs, padding (arithmetic only)
+flat_buffers   memory of flat buffers, kept, or coming and going
 half_params    the half-precision working copy, of which the module's Parameters are views
+passing_params  the same, with memory while a unit computes; who reads it elsewhere is told
 master_shard   the FP32 truth: each rank's share of masters and optimizer states; full weights out of it and into it
 
 The stages, in the order in which the data flows:
@@ -19,6 +21,7 @@ grad_reduce    reduce-scatter to the owners while backward runs
 grad_stats     one read: sum of squares and max abs; one agreement of all ranks
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 param_gather   all-gather of half parameters while the next forward runs
+unit_gather    in its place: a unit's half parameters, for its forward and again for its backward
 examination    on demand: the same step looked at closely
 engine         the conductor
 

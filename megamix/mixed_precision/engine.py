@@ -17,16 +17,16 @@ from megamix.mixed_precision import settings
 from megamix.mixed_precision.examination import look, new_examination, watch
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update, update_shard
-from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_grad_shards
+from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import HalfParams, describe_params, describe_whole, single_device
+from megamix.mixed_precision.half_params import describe_params, describe_whole, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
-from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepResult, StepUnderWay
+from megamix.mixed_precision.unit_gather import LIVES
 
 
 class ShardedEngine:
@@ -45,16 +45,10 @@ class ShardedEngine:
     __reduce__ = settings.refuse_copy
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        precision: Precision | None = None,
-        sharding: Sharding | None = None,
-        clip_grad: float = 0.0,
-        grad_accum_steps: int = 1,
-        compile_update: bool = True,
-        fill: Fill | None = None,
-    ):
+        self, model: nn.Module, optimizer: Optimizer, precision: Precision | None = None,
+        sharding: Sharding | None = None, clip_grad: float = 0.0, grad_accum_steps: int = 1,
+        compile_update: bool = True, fill: Fill | None = None,
+    ):  # fmt: skip
         precision = Precision() if precision is None else precision
         sharding = Sharding() if sharding is None else sharding
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
@@ -65,40 +59,37 @@ class ShardedEngine:
         grad_dtype = precision.own_grad_dtype
 
         topology = self.topology = sharding.topology or Topology.current()
-        specs, groups, axes = describe_params(model, optimizer, topology, sharding.placements)
+        specs, groups, axes = describe_params(model, optimizer, topology, sharding)
         self.params, self.buffers = describe_whole(model, specs, topology)
         self.param_names = [entry.name for entry in self.params]  # of the whole model, in registration order
         if topology.world.rank == 0:
             optimizer.warn_of_idle_groups(self.param_names)
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
-        self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # among all ranks of the model
+        world = self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # all ranks of the model
         self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
         by_axis = connect_axes(layout, axes, precision, device, sharding.collectives)
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock = Clock(device)
         self.loss_scale = precision.loss_scale or StaticLossScale()
-        rule = self.loss_scale.rule
-        self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, rule)
-        chosen = (clip_grad, grad_accum_steps, precision.dtype, grad_dtype, precision.reduce_dtype, compile_update)
-        settings.require_equal(self.collectives, device, optimizer, self.loss_scale.settings(), chosen)
-        for number, own in enumerate(by_axis):
-            settings.require_equal(own, device, [bucket for bucket in layout.buckets if bucket.axis == number])
+        self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)
+        dtypes = (precision.dtype, grad_dtype, precision.reduce_dtype)
+        chosen = (dtypes, clip_grad, grad_accum_steps, compile_update, sharding.shard)
+        settings.require_equal(world, device, optimizer, self.loss_scale.settings(), chosen)
+        require_equal_buckets(by_axis, device, layout.buckets)
 
-        self.half_params = HalfParams(model, layout, precision.dtype, device)
-        half = self.half_params.flat
+        make_params, make_buffers, make_gather = LIVES[sharding.shard]
+        half = self.half_params = make_params(model, layout, precision.dtype, device)
         self.master_shard = MasterShard(layout, among, groups, device)
         take_over(model, self.half_params, self.master_shard, among, by_axis[0], topology, fill)
         self.loss_scale.to(device)
-        grads = self.half_grads = HalfGrads(layout, self.half_params.params, grad_dtype, device)
-        self.param_gather = ParamGather(model, sharding.units, layout, half, among, sharding.overlap, self.clock)
-        for own in by_axis:
-            order = [layout.buckets[k] for k in self.param_gather.order_of_need if among[k] is own]
-            settings.require_equal(own, device, order)
-        sums = make_grad_shards(grads.flat, among, precision)
-        self._update, stats = choose_update(optimizer, groups, half, grads.flat, sums, self.collectives, compile_update)
+        grads = self.half_grads = HalfGrads(layout, half.params, grad_dtype, device, make_buffers())
+        self.param_gather = make_gather(model, sharding.units, half, among, sharding.overlap, self.clock, grads.came)
+        require_equal_buckets(by_axis, device, [layout.buckets[k] for k in self.param_gather.order_of_need])
+        sums = [grads.buffers.sum_place(k, own, precision.sum_dtype(own.axis.size)) for k, own in enumerate(among)]
+        self._update, stats = choose_update(optimizer, groups, half.flat, grads.flat, sums, world, compile_update)
         self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
-        self.grad_reduce = GradReduce(grads.flat, sums, stats, among, sharding.overlap, self.clock)
+        self.grad_reduce = GradReduce(grads.buffers, sums, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -158,7 +149,8 @@ class ShardedEngine:
         when all of it is.
         """
         look_at = look(self.under_way.examination, micro_batch)
-        return self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at)
+        grads = self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at)
+        return self.param_gather.backward_pass(grads)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
@@ -171,8 +163,8 @@ class ShardedEngine:
         self._lr_table = put_lr_table(self.optimizer.lr_table(), self.device)
 
     def wait(self) -> None:
-        """Return once the module's parameters may be read in any way. Without `Sharding.units` they always may, after
-        `step()`; with them a forward and `state_dict()` await them. On NCCL the current stream waits, not the host.
+        """Return once no transfer of parameters is under way, so they may be read in any way, if the rank has them.
+        Without `Sharding.units` none is after `step()`; with them a forward and `state_dict()` await them.
         """
         self.param_gather.wait_all()
 
@@ -182,6 +174,7 @@ class ShardedEngine:
         """
         self.half_grads.expect_step()
         self.grad_reduce.reset()
+        self.param_gather.wait_all()
         self.under_way.examination = None
         self.under_way.reset()
 
@@ -209,7 +202,7 @@ class ShardedEngine:
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
         for k in self.param_gather.order_of_need:
             with self.clock.span("update"):
-                update_shard(cuts[k], grad_shards[k], self.master_shard, k, self.param_gather.half_shards[k], scalars)
+                update_shard(cuts[k], grad_shards[k], self.master_shard, k, self.half_params.shards[k], scalars)
             self.param_gather.launch(k)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
@@ -230,6 +223,7 @@ class ShardedEngine:
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
         self.under_way.require_complete(call)
+        self.param_gather.require_passing(call)
         self.half_params.check()
         self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
@@ -241,11 +235,18 @@ class ShardedEngine:
         self.under_way.reset()
         return grad_shards, by_piece, stats
 
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Let the module's parameters be read in any way inside; every rank must enter. Those of
+        `Sharding(shard="parameters")` have no memory otherwise. A forward inside gathers nothing: a rank may go alone.
+        """
+        self._require_between_steps("whole_parameters()")
+        return self.param_gather.whole()
+
     def full_weights(self) -> dict[str, Tensor]:
         """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""
         self._require_between_steps("full_weights()")
-        entries = [*self.params, *self.buffers]
-        return full_weights(self.module, self.half_params, self.master_shard, entries, self._tp, self._pp)
+        state = (self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
+        return full_weights(*state, self._tp, self._pp)
 
     def load_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.

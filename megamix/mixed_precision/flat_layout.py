@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 # Every parameter and every shard starts on a multiple of 64 elements: 128 bytes in half precision, so that vector
 # loads are aligned (a compiled kernel copies misaligned inputs first), and one row of the statistics, so that no row
@@ -32,6 +33,7 @@ class ParamSpec:
     # False: another owner has this same gradient, which is summed once. Not printed, since owners compare what is.
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
+    unit: int = field(default=0, repr=False)  # whose buffers come and go with it; 0: the root's. No bucket is of two
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], group: int, aliases: tuple[str, ...] = ()) -> ParamSpec:
@@ -106,6 +108,11 @@ class Bucket:
         return self.slots[0].spec.axis
 
     @property
+    def unit(self) -> int:
+        """Return `ParamSpec.unit` of all its parameters."""
+        return self.slots[0].spec.unit
+
+    @property
     def shard_numel(self) -> int:
         return self.padded_numel // self.num_shards
 
@@ -161,15 +168,43 @@ class FlatLayout:
             )
         return total
 
+    @property
+    def owned_numel(self) -> int:
+        return sum(bucket.shard_numel for bucket in self.buckets)
+
     def resident_bytes(self, half_bytes: int, grad_bytes: int, state_bytes: int) -> int:
         """Return the bytes that one rank holds between steps: half parameters and gradients whole, the FP32 master by
         share, and its `state_bytes`.
 
         With half gradients and Adam (two states) 4 + 12 / num_shards per padded element; NAG (one) 4 + 8 / num_shards,
-        without momentum (none) 4 + 4 / num_shards.
+        without momentum (none) 4 + 4 / num_shards. With gradients by share 2 + 14 / num_shards, with half parameters,
+        too, 16 / num_shards: their elements are `owned_numel` then.
         """
-        owned = sum(bucket.shard_numel for bucket in self.buckets)
-        return self.padded_numel * (half_bytes + grad_bytes) + owned * 4 + state_bytes
+        return self.padded_numel * (half_bytes + grad_bytes) + self.owned_numel * 4 + state_bytes
+
+    def passing_grads(self, grad_bytes: int) -> int:
+        """Return the most bytes of gradients at a time, where a bucket's come with its first one and go with its sum:
+        one bucket is filled while the one before it travels.
+        """
+        numels = [0, *(bucket.padded_numel for bucket in self.buckets)]
+        return grad_bytes * max(map(sum, pairwise(numels)))
+
+    def passing_bytes(self, half_bytes: int, grad_bytes: int) -> int:
+        """Return the most bytes of gradients and half parameters at a time, where the latter come and go by units, too:
+        the root's, those of the unit that computes, and of the next one that backward comes to.
+        """
+        by_unit: dict[int, int] = {0: 0}
+        for bucket in self.buckets:
+            by_unit[bucket.unit] = by_unit.get(bucket.unit, 0) + bucket.padded_numel
+        root, order = by_unit.pop(0), [*by_unit]
+        peak, unit, before = 0, 0, 0
+        for bucket in self.buckets:
+            unit = bucket.unit or unit
+            place = order.index(unit) if unit else -1
+            there = sum(by_unit[one] for one in order[place : place + 2]) if unit else 0
+            grads = (bucket.padded_numel + before) * grad_bytes
+            peak, before = max(peak, (root + there) * half_bytes + grads), bucket.padded_numel
+        return peak
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:
@@ -185,7 +220,7 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     their last parameters, as backward fills them, whoever owns them. Last are those that more ranks share than the
     data-parallel ones, the first axis: tied tables and replicated norms. They come from all layers, so they are full at
     the end of backward, and the ends of a pipeline, whose backwards differ, must reach a table of theirs in one order.
-    A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter.
+    A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter, and where a unit ends.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
@@ -198,10 +233,10 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     for axis, num_shards in enumerate(axis_sizes):
         held: list[ParamSpec] = []
         for spec in reversed([spec for spec in specs if spec.axis == axis]):
-            held.append(spec)
-            if sum(spec.numel for spec in held) >= bucket_size:
+            if held and (held[-1].unit != spec.unit or sum(spec.numel for spec in held) >= bucket_size):
                 buckets.append(_bucket(held, num_shards))
                 held = []
+            held.append(spec)
         if held:
             buckets.append(_bucket(held, num_shards))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}

@@ -13,8 +13,9 @@ from torch import Tensor
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, MakeCollectives, Pending
 from megamix.comm.topology import Axis, num_on_machine
-from megamix.mixed_precision.flat_layout import FlatLayout
-from megamix.mixed_precision.settings import Precision
+from megamix.mixed_precision.flat_buffers import FlatBuffers
+from megamix.mixed_precision.flat_layout import Bucket, FlatLayout
+from megamix.mixed_precision.settings import Precision, require_equal
 
 log = logging.getLogger("megamix")
 
@@ -44,21 +45,10 @@ def connect_axes(
     return found
 
 
-def make_grad_shards(
-    half_grads: Sequence[Tensor], collectives: Sequence[Collectives], precision: Precision
-) -> list[Tensor]:
-    """Return where each bucket's sum over its owners will lie: views into the gradient buffers, no memory is added.
-
-    A sum in the gradients' own dtype overwrites the rank's part of its bucket. An FP32 sum of half gradients takes the
-    start of the bucket, all of which has been sent by then: 4 bytes for each element of a share of a bucket with 2
-    bytes an element, so it has at least 2 owners.
-    Shapes: half_grads (padded_numel,) -> `sum_dtype` (shard_numel,).
-    """
-    shards = []
-    for flat, among in zip(half_grads, collectives, strict=True):
-        sum_dtype, start = precision.sum_dtype(among.axis.size), flat.numel() // among.axis.size
-        shards.append(among.own_part(flat) if sum_dtype == flat.dtype else flat.view(sum_dtype)[:start])
-    return shards
+def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, buckets: Sequence[Bucket]) -> None:
+    """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""
+    for number, own in enumerate(by_axis):
+        require_equal(own, device, [bucket for bucket in buckets if bucket.axis == number])
 
 
 class RowStats(NamedTuple):
@@ -78,12 +68,12 @@ class GradReduce:
     """
 
     def __init__(
-        self, half_grads: list[Tensor], grad_shards: list[Tensor], row_stats: RowStats,
+        self, half_grads: FlatBuffers, grad_shards: list[Tensor], row_stats: RowStats,
         collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         self._half_grads, self.grad_shards, self._row_stats = half_grads, grad_shards, row_stats
         self._collectives, self._overlap, self._clock = collectives, overlap, clock
-        self._full = [False] * len(half_grads)
+        self._full = [False] * len(grad_shards)
         self._pending: list[Pending] = []
         self._rows: dict[int, Tensor] = {}  # statistics that were taken while their sum was made
 
@@ -99,19 +89,22 @@ class GradReduce:
                 return
         while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
             bucket = len(self._pending)
-            half_grads, grad_shard = self._half_grads[bucket], self.grad_shards[bucket]
+            half_grads, grad_shard = self._half_grads.flat[bucket], self.grad_shards[bucket]
             # A backend whose scratch buffers are all in use finishes an earlier bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
                 self._pending.append(self._collectives[bucket].reduce_scatter(half_grads, grad_shard, use))
                 self._clock.watch("reduce_scatter", bucket, self._pending[-1])
                 if not self._overlap:
-                    self._pending[-1].wait()
+                    self.wait(bucket)
+                elif bucket:
+                    self._half_grads.free_behind(bucket - 1, self._pending[bucket - 1])
 
     def wait(self, bucket: int) -> Tensor:
         """Return this rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""
         with self._clock.span("exposed_reduce_scatter"):
             self._pending[bucket].wait()
+            self._half_grads.free(bucket)
         return self.grad_shards[bucket]
 
     def rows(self, bucket: int) -> Tensor:
@@ -127,6 +120,8 @@ class GradReduce:
         """
         for pending in self._pending:
             pending.wait()
+        for bucket in range(len(self._full)):
+            self._half_grads.free(bucket)
         self._full = [False] * len(self._full)
         self._pending.clear()
         self._rows.clear()

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megamix.mixed_precision.flat_buffers import FlatBuffers
 from megamix.mixed_precision.flat_layout import FlatLayout
 
 log = logging.getLogger("megamix")
@@ -29,33 +30,40 @@ class _ParamGrad:
     gap: Tensor  # the padding behind it
     counts: bool  # or is it another rank's that does
     touched: bool = False
+    last_pass: int = 0  # in which it came last
     ready: bool = False  # whole: nothing more is to come in this step
 
 
 class HalfGrads:
     """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, in half or in FP32.
 
-    `flat[k]`: gradient dtype (padded_numel,) of bucket k; its padding is zero when backward ends. Between steps it
-    may hold anything, since sums over the ranks are written into it. A parameter's hook copies the first
+    `flat[k]`: gradient dtype (padded_numel,) of bucket k, one of `buffers`, with memory from its first gradient
+    on; its padding is zero when backward ends. Between steps it may hold anything, since sums over the ranks are
+    written into it. A parameter's hook copies the first
     micro-batch's gradient into its view and adds the later ones (copying costs 4 bytes per parameter where zeroing
     and adding costs 8), then drops `param.grad`: an FP32 `.grad` on a half parameter would make torch.compile refuse
     the block.
     """
 
-    def __init__(self, layout: FlatLayout, params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device):
-        self.flat = [torch.zeros(bucket.padded_numel, dtype=dtype, device=device) for bucket in layout.buckets]
+    def __init__(
+        self, layout: FlatLayout, params: dict[str, nn.Parameter], dtype: torch.dtype, device: torch.device,
+        buffers: FlatBuffers,
+    ):  # fmt: skip
+        self.buffers, self.flat = buffers, buffers.flat
         self._params, self._grads = params, dict[str, _ParamGrad]()  # in the order of the buckets
         self.names = self._grads.keys()
         self._sizes = [len(bucket.slots) for bucket in layout.buckets]
-        for index, (bucket, flat) in enumerate(zip(layout.buckets, self.flat, strict=True)):
+        for index, bucket in enumerate(layout.buckets):
+            flat = buffers.add(bucket.padded_numel, dtype, device)
             for slot, padded_end in zip(bucket.slots, bucket.padded_ends(), strict=True):
                 name, view = slot.spec.name, flat[slot.start : slot.end].view(slot.spec.shape)
                 self._grads[name] = _ParamGrad(name, index, view, flat[slot.end : padded_end], slot.spec.counts)
                 hook = partial(HalfGrads._on_grad, weakref.ref(self), name)
                 params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # no types
+            buffers.free(index)  # before the next one comes
         self.expect_step()
         self._warned: set[str] = set()
-        self.inside_backward = False
+        self.inside_backward, self._passes = False, 0
         self._completes: Collection[str] = ()
         self._on_full: Callable[[int], None] = lambda bucket: None
         self._look: Callable[[str, Tensor], None] | None = None
@@ -77,10 +85,15 @@ class HalfGrads:
         In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
         """
         self.inside_backward, self._on_full, self._completes, self._look = True, on_full, completes, look
+        self._passes += 1
         try:
             yield
         finally:
             self.inside_backward, self._completes, self._look = False, (), None
+
+    def came(self, name: str) -> bool:
+        """Return whether a parameter's gradient has come in this backward pass."""
+        return self._grads[name].last_pass == self._passes
 
     def take(self, names: Iterable[str]) -> None:
         """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
@@ -92,6 +105,7 @@ class HalfGrads:
         """Let a parameter that got no gradient count as zeros, now that backward is over; the log names it once."""
         silent = [grad for grad in self._grads.values() if not grad.touched]
         for grad in silent:
+            self.buffers.take(grad.bucket)
             grad.view.zero_()
             grad.gap.zero_()
         self.expect_step()
@@ -129,10 +143,12 @@ class HalfGrads:
         if place.touched:
             place.view.add_(grad)
         else:
+            self.buffers.take(place.bucket)
             place.view.copy_(grad)
             if place.gap.numel():  # the last step's sum may lie there
                 place.gap.zero_()
             place.touched = True
+        place.last_pass = self._passes
         if name in self._completes and not place.ready:
             place.ready = True
             self._missing[place.bucket] -= 1

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import gather_json, make_collectives
+from megamix.comm.collectives import Collectives, gather_json, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
-from megamix.mixed_precision.settings import Placement
+from megamix.mixed_precision.settings import Placement, Sharding
 
 SAVED_DTYPES = (  # what a checkpoint holds
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
@@ -35,7 +35,7 @@ def single_device(model: nn.Module) -> torch.device:
 
 
 def describe_params(
-    model: nn.Module, optimizer: Optimizer, topology: Topology, placements: Mapping[str, Placement]
+    model: nn.Module, optimizer: Optimizer, topology: Topology, sharding: Sharding
 ) -> tuple[list[ParamSpec], list[UpdateGroup], list[Axis]]:
     """Return specs of this rank's trainable parameters in registration order, the optimizer groups and the axes of
     owners that their numbers mean.
@@ -60,12 +60,38 @@ def describe_params(
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
         shape = tuple(param.shape)
-        at = placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
+        at = sharding.placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
         group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
         axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
         specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
+    if sharding.shard != "states":
+        specs = _with_units(specs, model, sharding.units)
     return specs, list(groups), list(axes)
+
+
+def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module]) -> list[ParamSpec]:
+    """Return the specs with the numbers of their units, 1 for the first; 0 for what belongs to the root: parameters
+    that no unit has alone, and those of other owners than the data-parallel ranks, which lie together.
+
+    Raises: ValueError if a unit is inside another one.
+    """
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(param, []).append(module)
+    inside = [{*unit.modules()} for unit in units]
+    for unit, modules in zip(units, inside, strict=True):
+        if any(other is not unit and other in modules for other in units):
+            raise ValueError(f"units must not lie in each other, but a {type(unit).__name__} holds another one")
+    params, numbered = dict(model.named_parameters()), []
+    for spec in specs:
+        of = [
+            number for number, modules in enumerate(inside, start=1) if modules.issuperset(holders[params[spec.name]])
+        ]
+        numbered.append(replace(spec, unit=0 if spec.axis or not of else of[0]))
+    return numbered
 
 
 class Entry(NamedTuple):
@@ -192,17 +218,19 @@ def _frozen_or_thawed(name: str, trains: bool) -> str:
 class HalfParams:
     """Owns the flat buffers and sees to it that the module keeps computing with them.
 
-    `flat[k]`: half (padded_numel,) of bucket k; its padding is zero. Each comes with `install`, when the module's own
-    weights of the bucket go: with all of them at once a model would need 1.5 times the memory of its FP32 weights.
+    `flat[k]`: half (padded_numel,) of bucket k; its padding is zero. `shards[k]`: this rank's part of it
+    (shard_numel,), which the update writes. Each comes with `install`, when the module's own weights of the bucket go:
+    with all of them at once a model would need 1.5 times the memory of its FP32 weights.
     """
 
     def __init__(self, model: nn.Module, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
         self.layout, self.dtype, self._device = layout, dtype, device
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.flat: list[Tensor] = []
-        # Name, parameter, and what must still be true of it for the engine's writes to reach the module: its address
-        # and version.
-        self._installed: list[tuple[str, nn.Parameter, int, int]] = []
+        self.shards: list[Tensor] = []
+        # By bucket: name, parameter, and what must still be true of it for the engine's writes to reach the module: how
+        # far its address is from the buffer's, and its version.
+        self._installed: list[list[tuple[str, nn.Parameter, int, int]]] = []
         self._guard = ModuleGuard(model)
 
     def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -216,9 +244,9 @@ class HalfParams:
             full[slot.start : slot.end].copy_(value.detach().reshape(-1))
         return full
 
-    def install(self, full: Tensor) -> None:
+    def install(self, full: Tensor, among: Collectives) -> None:
         """Let the module's Parameters of the next bucket be views into its flat buffer, which takes these values in
-        half. Shapes: full FP32 or half (padded_numel,).
+        half. `among`: its owners'. Shapes: full FP32 or half (padded_numel,).
 
         `param.data = view` and not `nn.Parameter(view)`: the view then has its own version counter, so that a gather
         which lands in the buffer during forward does not make backward refuse its saved tensors, and the user's
@@ -226,10 +254,17 @@ class HalfParams:
         """
         bucket, flat = len(self.flat), full.to(self.dtype)
         self.flat.append(flat)
+        self.shards.append(among.own_part(flat))
+        self._installed.append([])
         for slot in self.layout.buckets[bucket].slots:
             param = self.params[slot.spec.name]
             param.data = flat[slot.start : slot.end].view(slot.spec.shape)
-            self._installed.append((slot.spec.name, param, param.data_ptr(), param._version))
+            place = param.data_ptr() - flat.data_ptr()
+            self._installed[-1].append((slot.spec.name, param, place, param._version))
+
+    def put(self, bucket: int, full: Tensor, among: Collectives) -> None:
+        """Set a bucket's values. Shapes: full FP32 (padded_numel,)."""
+        self.flat[bucket].copy_(full)
 
     def check(self) -> None:
         """Raise RuntimeError if a call has changed which parameters there are, broken a view, or written to one, since
@@ -237,9 +272,15 @@ class HalfParams:
 
         The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
         """
-        self._guard.check()
-        for name, param, data_ptr, version in self._installed:
-            if param.data_ptr() != data_ptr:
+        with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
+            self._guard.check()
+            for flat, installed in zip(self.flat, self._installed, strict=True):
+                self._check(flat.data_ptr(), installed)
+
+    @staticmethod
+    def _check(buffer: int, installed: Iterable[tuple[str, nn.Parameter, int, int]]) -> None:
+        for name, param, place, version in installed:
+            if param.data_ptr() - buffer != place:
                 broken = (
                     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
                     "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"

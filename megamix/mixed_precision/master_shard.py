@@ -40,7 +40,7 @@ class MasterShard:
         self, layout: FlatLayout, collectives: Sequence[Collectives], groups: Sequence[UpdateGroup],
         device: torch.device,
     ):  # fmt: skip
-        self._layout, self._collectives = layout, collectives
+        self._layout, self.collectives = layout, collectives
         self.master = [torch.zeros(bucket.shard_numel, device=device) for bucket in layout.buckets]
         self.runs = [
             bucket.shard_runs(among.axis.rank) for bucket, among in zip(layout.buckets, collectives, strict=True)
@@ -51,7 +51,7 @@ class MasterShard:
 
     def take(self, bucket: int, full: Tensor) -> None:
         """Copy this rank's part of a whole bucket. Shapes: full FP32 (padded_numel,)."""
-        self.master[bucket].copy_(self._collectives[bucket].own_part(full))
+        self.master[bucket].copy_(self.collectives[bucket].own_part(full))
 
     def states_of(self, bucket: int, start: int, end: int) -> States:
         """Return the states of the elements [start, end) of a bucket's shard, which lie in one run: views."""
@@ -67,7 +67,7 @@ class MasterShard:
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Yield every element of a parameter that this rank owns, without the padding."""
         for index, bucket in enumerate(self._layout.buckets):
-            for piece in bucket.shard_pieces(self._collectives[index].axis.rank):
+            for piece in bucket.shard_pieces(self.collectives[index].axis.rank):
                 if piece.numel:
                     states = self.states_of(index, piece.start, piece.start + piece.numel)
                     yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[index][piece.elements], **states})
@@ -96,7 +96,7 @@ class MasterShard:
 
     def gather(self, bucket: int) -> Tensor:
         """Return a whole bucket's master weights, from its owners: FP32 (padded_numel,). All of them must call it."""
-        return self._collectives[bucket].gather(self.master[bucket]).view(-1)
+        return self.collectives[bucket].gather(self.master[bucket]).view(-1)
 
 
 def full_weights(
@@ -115,8 +115,10 @@ def full_weights(
         for slot in bucket.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
-    own = model.state_dict()
-    weights = {name: trained[name] if name in trained else tensor.to("cpu", copy=True) for name, tensor in own.items()}
+    own = model.state_dict(keep_vars=True)  # else the values of those that are not there would be asked for
+    weights = {
+        name: trained[name] if name in trained else tensor.detach().to("cpu", copy=True) for name, tensor in own.items()
+    }
     return _of_all_stages(weights, entries, pp, master_shard.master[0].device) if pp.axis.size > 1 else weights
 
 
@@ -165,7 +167,7 @@ def take_over(
             master_shard.take(bucket, full)
         else:
             full = among.gather(master_shard.master[bucket].to(half_params.dtype)).view(-1)
-        half_params.install(full)
+        half_params.install(full, among)
         del full  # before the next one comes
     frozen = [param for param in model.parameters() if not param.requires_grad or not param.numel()]
     for param in frozen:
@@ -205,7 +207,7 @@ def load_weights(
 
     Raises: ValueError naming the first missing, unknown and misshapen entries, before anything is changed.
     """
-    own = model.state_dict()
+    own = model.state_dict(keep_vars=True)
     trained = {
         name: slot.spec.full_shape
         for bucket in half_params.layout.buckets
@@ -220,7 +222,7 @@ def load_weights(
     for index in range(len(half_params.layout.buckets)):
         full = half_params.full_precision(index, state_dict)
         master_shard.take(index, full)
-        half_params.flat[index].copy_(full)
+        half_params.put(index, full, master_shard.collectives[index])
     for name, tensor in own.items():
         if name not in trained:
-            tensor.copy_(state_dict[name])
+            tensor.detach().copy_(state_dict[name])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, Pending
 from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.half_params import HalfParams
 
 log = logging.getLogger("megamix")
 
@@ -28,13 +30,12 @@ class ParamGather:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], layout: FlatLayout,
-        half_params: list[Tensor], collectives: Sequence[Collectives], overlap: bool, clock: Clock,
+        self, model: nn.Module, units: Sequence[nn.Module], half_params: HalfParams,
+        collectives: Sequence[Collectives], overlap: bool, clock: Clock, came: Callable[[str], bool],
     ):  # fmt: skip
         self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        self.half_shards = [among.own_part(flat) for flat, among in zip(half_params, collectives, strict=True)]
         self.pending: dict[int, Pending] = {}
-        needs = _buckets_by_unit(model, units, layout)
+        needs = _buckets_by_unit(model, units, half_params.layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
@@ -49,14 +50,15 @@ class ParamGather:
         everything = _Await(self, self.order_of_need)
         for module in model.modules():
             module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
-        self._told_of_copy = half_params[0].dtype == torch.float32
+        self._told_of_copy = half_params.dtype == torch.float32
 
     def launch(self, bucket: int) -> None:
         """Send this rank's shard of `bucket`, which is up to date, and receive the others'. Behind the last one all are
         awaited, unless they can travel beside the next forward.
         """
         assert bucket not in self.pending
-        self.pending[bucket] = self._collectives[bucket].all_gather(self._half_params[bucket], self.half_shards[bucket])
+        flat, shard = self._half_params.flat[bucket], self._half_params.shards[bucket]
+        self.pending[bucket] = self._collectives[bucket].all_gather(flat, shard)
         self._clock.watch("all_gather", bucket, self.pending[bucket])
         if not self._overlap:
             self.wait([bucket])
@@ -66,8 +68,19 @@ class ParamGather:
     def publish(self, masters: Sequence[Tensor]) -> None:
         """Cast every bucket's master shard into this rank's half shard, and launch it."""
         for bucket in self.order_of_need:
-            self.half_shards[bucket].copy_(masters[bucket])
+            self._half_params.shards[bucket].copy_(masters[bucket])
             self.launch(bucket)
+
+    def backward_pass(self, grads: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        return grads  # all parameters are there
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Let all parameters be there inside, as they always are."""
+        self.wait_all()
+        return nullcontext()
+
+    def require_passing(self, call: str) -> None:
+        """Nothing comes or goes that `call` could disturb."""
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
@@ -88,7 +101,7 @@ class ParamGather:
                 "the module was copied in %s. Evaluate the copy as it is; an average of weights (EMA, AveragedModel) "
                 "would lose in it every change below its rounding: copy the module before the engine is built, or call "
                 ".float() on the copy",
-                self._half_params[0].dtype,
+                self._half_params.dtype,
             )
         self._told_of_copy = True
 

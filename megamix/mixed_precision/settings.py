@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,10 @@ from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 # What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
 # FP32 and its sum in FP32.
 ReduceDtype = Literal["half", "half_fp32_sum", "fp32"]
+
+# What of a parameter a rank holds a share of: masters and states; the gradients, too, from their sum on; the half
+# parameters, too, outside of their unit's forward and backward. The field's ZeRO-1, 2 and 3.
+Shard = Literal["states", "gradients", "parameters"]
 
 # Wrappers that move the module's parameters or reduce its gradients themselves. By name: to import FSDP takes a second.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -94,7 +98,7 @@ class Placement:
 class Sharding:
     """How the FP32 truth is spread over ranks, and how its traffic hides behind compute."""
 
-    # Submodules (blocks) whose parameters are awaited one by one; none: all at the root.
+    # Submodules (blocks) whose parameters are awaited, or come and go, one by one; none: all at the root.
     units: Sequence[nn.Module] = ()
     topology: Topology | None = None  # None: every rank holds the whole model; or this process is alone
     bucket_size: int | None = None  # elements; None: by the model's size
@@ -103,6 +107,16 @@ class Sharding:
     placements: Mapping[str, Placement] = field(default_factory=dict)
     # For the owners of parameters: who adds an axis says how their sums travel over it.
     collectives: MakeCollectives = make_collectives
+    shard: Shard = "states"
+
+    def __post_init__(self) -> None:
+        if self.shard not in get_args(Shard):
+            raise ValueError(f"sharding.shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
+        if self.shard == "parameters" and not self.units:
+            raise ValueError(
+                'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '
+                "one; pass e.g. units=[*model.blocks]"
+            )
 
 
 def check_loss(loss: Tensor, weight: float) -> None:

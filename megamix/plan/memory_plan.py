@@ -15,6 +15,7 @@ from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.half_params import describe_params
+from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
 from megamix.plan.activations import Activations, Machine, TracedWork, trace_stage
@@ -135,7 +136,7 @@ def _plan_part(
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, groups, axes = describe_params(module, optimizer, topology, placements)
+    specs, groups, axes = describe_params(module, optimizer, topology, Sharding(placements=placements))
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     engine = engine_memory(
         layout,

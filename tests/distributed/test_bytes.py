@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch.distributed as dist
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, tuned
 from megamix.live_storage import LiveStorage
+from megamix.mixed_precision.flat_buffers import PassingBuffers
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
@@ -26,6 +31,17 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
             engine.step()
         engine.wait()
         gc.collect()
+    named = _named(engine)
+    grad_bytes = grad_dtype.itemsize
+    resident = engine.layout.resident_bytes(2, grad_bytes, engine.layout.state_bytes([4 * num_states] * 2, [rank]))
+    scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
+    padding = engine.layout.padded_numel - num_params
+    per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
+    return tracker.live_bytes - named, resident, scratch, per_param
+
+
+def _named(engine: ShardedEngine) -> int:
+    """Bytes of scalars and borders."""
     scale = engine.loss_scale
     scalars = [
         engine.applied_updates,
@@ -36,13 +52,7 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
     ]
     scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
     scalars += [engine.under_way.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
-    named = sum(scalar.untyped_storage().nbytes() for scalar in scalars)
-    grad_bytes = grad_dtype.itemsize
-    resident = engine.layout.resident_bytes(2, grad_bytes, engine.layout.state_bytes([4 * num_states] * 2, [rank]))
-    scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
-    padding = engine.layout.padded_numel - num_params
-    per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
-    return tracker.live_bytes - named, resident, scratch, per_param
+    return sum(scalar.untyped_storage().nbytes() for scalar in scalars)
 
 
 CASES = [
@@ -65,6 +75,55 @@ def test_live_bytes_equal_the_formula(
     for live, resident, scratch, per_param in ranks:
         assert live == resident + scratch
         assert per_param == pytest.approx(formula(dp_size), rel=1e-12)
+
+
+@contextmanager
+def _passing(engine: ShardedEngine) -> Iterator[list[int]]:
+    """Collects what flat buffers have at each instant that one of them gets memory."""
+    seen, take = list[int](), PassingBuffers.take
+
+    def watched(self: PassingBuffers, bucket: int) -> None:
+        take(self, bucket)
+        halves = engine.half_params.flat if engine.half_params.shards[0]._base is None else []
+        seen.append(sum(flat.untyped_storage().nbytes() for flat in (*halves, *engine.half_grads.flat)))
+
+    with mock.patch.object(PassingBuffers, "take", watched):
+        yield seen
+
+
+def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
+    """(live bytes between steps, those by the layout, most bytes of what comes and goes in a step, those by layout)."""
+    dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with LiveStorage() as tracker:
+        model = make_model(tied=False)
+        precision = Precision(torch.float16, torch.float16, DynamicLossScale(init_scale=2.0**8), reduce_dtype)
+        sharding = Sharding([*model.blocks], shard=shard)  # a bucket for each unit
+        engine = ShardedEngine(model, AdamW(lr=0.01), precision, sharding, compile_update=False)
+        for step in range(3):
+            with _passing(engine) as seen:
+                engine.backward(loss_of(model, make_batch(step, rank, 0)))
+                engine.step()
+        engine.wait()
+        gc.collect()
+        tracker._recount()
+    layout = engine.layout
+    scratch = layout.largest_bucket * 2 if dp_size > 1 else 0
+    grad_bytes = precision.sum_dtype(dp_size).itemsize
+    halves = layout.padded_numel if shard == "gradients" else layout.owned_numel
+    resident = 2 * halves + layout.owned_numel * (grad_bytes + 12) + scratch
+    peak = layout.passing_grads(2) if shard == "gradients" else layout.passing_bytes(2, 2)
+    return tracker.live_bytes - _named(engine), resident, max(seen), peak
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_what_comes_and_goes_is_not_there_between_steps(run_ranks, dp_size: int) -> None:
+    cases = [*itertools.product(["gradients", "parameters"], ["half", "half_fp32_sum"])]
+    for case in cases:
+        for live, resident, most, peak in (
+            [_passing_bytes(*case)] if dp_size == 1 else run_ranks(_passing_bytes, dp_size, *case)
+        ):
+            assert (live, most) == (resident, peak), case
 
 
 def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:

@@ -17,7 +17,8 @@ from megamix import AdamW, Precision, ShardedEngine, StaticLossScale, tuned
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, connect_axes, make_grad_shards
+from megamix.mixed_precision.flat_buffers import FlatBuffers
+from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, connect_axes
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_in_pieces
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
@@ -41,9 +42,12 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     size, rank = axis.size, axis.rank
     flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
     wires = [make_collectives(axis, size * max(numels), dtype, cpu, exchanges=True)] * len(flats)
-    shards = make_grad_shards(flats, wires, Precision(dtype, reduce_dtype="half_fp32_sum"))
+    buffers = FlatBuffers()
+    buffers.flat += flats
+    sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
+    shards = [buffers.sum_place(bucket, own, sum_dtype) for bucket, own in enumerate(wires)]
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
-    reduce = GradReduce(flats, shards, stats, wires, overlap=True, clock=Clock(cpu))
+    reduce = GradReduce(buffers, shards, stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):

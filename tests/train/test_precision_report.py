@@ -42,7 +42,7 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
         grad_accum_steps=ACCUM,
         compile_update=False,
     )
-    old = _copies(engine.master_shard.master), _copies(engine.param_gather.half_shards)
+    old = _copies(engine.master_shard.master), _copies(engine.half_params.shards)
     engine.examine_next_step()
     for micro_batch in range(ACCUM):
         loss = loss_of(model, make_batch(0, dist.get_rank(), micro_batch))
@@ -51,7 +51,7 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
     result = engine.step()
     layers = gather_precision(engine, result.examination, result.by_piece, float(result.loss_scale))
     engine.wait()
-    new = _copies(engine.master_shard.master), _copies(engine.param_gather.half_shards)
+    new = _copies(engine.master_shard.master), _copies(engine.half_params.shards)
     return Seen(engine.layout, _copies(engine.grad_reduce.grad_shards), *old, *new, layers)
 
 

@@ -1,0 +1,68 @@
+"""The memory of flat buffers: there from beginning to end, or taken and freed as a step comes to need it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamix.comm.collectives import Collectives, Pending
+
+
+class FlatBuffers:
+    """Buffers that keep their memory. `flat[k]`: (padded_numel,) of bucket k.
+
+    The base of `PassingBuffers`: whoever fills and empties them calls the same of both.
+    """
+
+    def __init__(self) -> None:
+        self.flat: list[Tensor] = []
+
+    def add(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the buffer of the next bucket, which has memory until it is freed: zeros (numel,)."""
+        self.flat.append(torch.zeros(numel, dtype=dtype, device=device))
+        return self.flat[-1]
+
+    def sum_place(self, bucket: int, among: Collectives, dtype: torch.dtype) -> Tensor:
+        """Return where the sum of a bucket over its owners may lie, `dtype` (shard_numel,): here in the bucket itself,
+        so that no memory is added.
+
+        A sum in the buffer's own dtype overwrites the rank's part. An FP32 sum of halves takes the start of the bucket,
+        all of which has been sent by then: 4 bytes for each element of a share of a bucket with 2 bytes an element, so
+        it has at least 2 owners.
+        """
+        flat = self.flat[bucket]
+        part = flat.numel() // among.axis.size
+        return among.own_part(flat) if dtype == flat.dtype else flat.view(dtype)[:part]
+
+    def take(self, bucket: int) -> None:
+        """Let a bucket have memory. What it holds already stays; fresh memory holds anything."""
+
+    def free(self, bucket: int) -> None:
+        """Give the memory of a bucket back, if it goes at all."""
+
+    def free_behind(self, bucket: int, pending: Pending) -> None:
+        """Give it back once what was begun with it has ended."""
+
+
+class PassingBuffers(FlatBuffers):
+    """Buffers whose memory comes with `take` and goes with `free`.
+
+    The storage is resized, so that tensors, their views and whatever holds these stay as they are. Between `free` and
+    `take` nothing may read them, for torch would read from address 0, nor make new views of them.
+    """
+
+    def sum_place(self, bucket: int, among: Collectives, dtype: torch.dtype) -> Tensor:
+        flat = self.flat[bucket]
+        return torch.zeros(flat.numel() // among.axis.size, dtype=dtype, device=flat.device)
+
+    def take(self, bucket: int) -> None:
+        flat, storage = self.flat[bucket], self.flat[bucket].untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(flat.nbytes)
+
+    def free(self, bucket: int) -> None:
+        self.flat[bucket].untyped_storage().resize_(0)
+
+    def free_behind(self, bucket: int, pending: Pending) -> None:
+        pending.wait()
+        self.free(bucket)

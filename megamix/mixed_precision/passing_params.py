@@ -1,0 +1,99 @@
+"""Half parameters whose memory comes and goes. While it is gone, whoever reads one is told so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.flat_buffers import PassingBuffers
+from megamix.mixed_precision.half_params import HalfParams
+
+# What may be asked of a parameter whose values are not there.
+_OF_ANY_VALUES: set[object] = {
+    *(
+        getattr(Tensor, name)
+        for name in ("size", "dim", "numel", "stride", "storage_offset", "element_size", "is_floating_point",
+                     "is_contiguous", "ndimension", "nelement", "register_hook", "requires_grad_",
+                     "register_post_accumulate_grad_hook")
+    ),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad",
+                     "grad_fn", "is_leaf", "is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "_version",
+                     "_backward_hooks", "_post_accumulate_grad_hooks")
+    ),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+}  # fmt: skip
+
+
+class FreedParameter(nn.Parameter):
+    """The class of a parameter while its values have no memory: whoever reads them is told, where torch would read
+    address 0.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _OF_ANY_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.__repr__:
+            return (
+                f"Parameter of shape {tuple(args[0].shape)}, {args[0].dtype}, whose values are on all ranks in shards"
+            )
+        shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        getter = getattr(func, "__self__", func)  # of a property
+        raise RuntimeError(
+            f"{getattr(getter, '__name__', func)} reads a parameter of shape {shape} that has no memory: with "
+            'shard = "parameters" values are there while their unit computes. Read them on every rank inside '
+            "`with engine.whole_parameters():`, or take engine.full_weights()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return FreedParameter.__torch_function__(Tensor.__reduce_ex__, (), (self,))
+
+
+class PassingHalfParams(HalfParams):
+    """Half parameters of which the rank keeps its shard: `shards[k]` half (shard_numel,) are memory of their own. Those
+    of `flat[k]` come with `take`, may be read by all after `show`, and go with `free`.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._buffers = PassingBuffers()
+        self._buffers.flat = self.flat
+        # With each one's own class, which may be a subclass.
+        self._by_bucket = [
+            [(self.params[slot.spec.name], type(self.params[slot.spec.name])) for slot in bucket.slots]
+            for bucket in self.layout.buckets
+        ]
+
+    def install(self, full: Tensor, among: Collectives) -> None:
+        super().install(full, among)
+        bucket = len(self.flat) - 1
+        self.shards[bucket] = self.shards[bucket].clone()
+        self.free(bucket)
+
+    def put(self, bucket: int, full: Tensor, among: Collectives) -> None:
+        self.shards[bucket].copy_(among.own_part(full))
+
+    def take(self, bucket: int) -> None:
+        """Let a bucket have memory."""
+        self._buffers.take(bucket)
+
+    def show(self, bucket: int) -> None:
+        """Let everybody read the bucket's parameters, which are there."""
+        for param, own_class in self._by_bucket[bucket]:
+            param.__class__ = own_class
+
+    def free(self, bucket: int) -> None:
+        """Let nobody read them any more, and give their memory back."""
+        for param, _ in self._by_bucket[bucket]:
+            param.__class__ = FreedParameter
+        self._buffers.free(bucket)

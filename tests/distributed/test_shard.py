@@ -1,0 +1,333 @@
+"""What a rank keeps of gradients and half parameters changes no bit: with `Sharding(shard="gradients")` and
+`"parameters"` masters, states, half parameters, losses, norms and flags are those of the kept copy, on any ranks, over
+overflows, evaluations, skipped and frozen parts, and recompute.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import traceback
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.optimizers import MASTER
+from tests.conftest import FULL
+from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+from tests.distributed.test_equals_reference import OPTIMIZERS
+
+pytestmark = pytest.mark.uncounted
+
+SHARDS = ("gradients", "parameters")
+COUNTS = {1: 30, 2: 60, 3: 30, 4: 50, 8: 30} if FULL else {1: 6, 2: 10, 3: 4, 4: 6, 8: 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    reduce_dtype: str | None = None
+    shard: str = "parameters"
+    optimizer: str = "adamw"
+    bucket_size: int | None = None
+    overlap: bool = True
+    grad_accum_steps: int = 1
+    clip_grad: float = 0.0
+    tied: bool = False
+    tables: bool = False  # embedding and head are units, too
+    recompute: bool = False
+    frozen: bool = False
+    evaluates: bool = False  # between two micro-batches and between two steps
+    flavour: str = "all"  # which blocks a batch runs: "all"; "skips", other ranks others; "backwards"
+    init_scale: float = 2.0**24  # some steps overflow
+    steps: int = 9
+
+    def flavour_at(self, step: int, rank: int) -> int:
+        return {"all": 0, "skips": (step + rank) % 2, "backwards": 2}[self.flavour]
+
+
+AXES = {
+    "dtypes": [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
+               (torch.float16, torch.float16, "half_fp32_sum"), (torch.bfloat16, torch.bfloat16, "half_fp32_sum"),
+               (torch.float16, torch.float32), (torch.bfloat16, torch.float32, "fp32")],
+    "shard": SHARDS,
+    "optimizer": [*OPTIMIZERS],
+    "bucket_size": [None, 1111],
+    "overlap": [True, False],
+    "grad_accum_steps": [1, 3],
+    "clip_grad": [0.0, 0.05],
+    "tied": [False, True],
+    "tables": [False, True],
+    "recompute": [False, True],
+    "frozen": [False, True],
+    "evaluates": [False, True],
+    "flavour": ["all", "skips", "backwards"],
+}  # fmt: skip
+
+
+def _cases(seed: int, count: int) -> list[Case]:
+    """`count` seeded picks from the product of all axes, first those that show what no earlier one has shown."""
+    rng, seen, covering, others = random.Random(seed), set[tuple[str, object]](), [], []
+    for _ in range(50 * count):
+        settings = {axis: rng.choice(values) for axis, values in AXES.items()}
+        new = {*settings.items()} - seen
+        seen |= new
+        (covering if new else others).append(settings)
+    picked = [*covering, *others][:count]
+    return [Case(*one["dtypes"], **{axis: one[axis] for axis in AXES if axis != "dtypes"}) for one in picked]
+
+
+@dataclass
+class Seen:
+    """What one rank has of a run: (name, state, start, values) of what it owns, half parameters by name, and what each
+    step and evaluation said."""
+
+    owned: list[tuple[str, str, int, Tensor]]
+    half: dict[str, Tensor]
+    told: list[float]
+
+
+def _model(case: Case) -> TinyModel:
+    model = make_model(case.tied, case.recompute)
+    model.blocks[1].up.requires_grad_(not case.frozen)
+    return model
+
+
+def train(case: Case, compile_update: bool = False) -> Seen:
+    model, rank = _model(case), dist.get_rank() if dist.is_initialized() else 0
+    units = [model.embedding, *model.blocks, model.head] if case.tables else [*model.blocks]
+    scale = DynamicLossScale(init_scale=case.init_scale) if case.dtype == torch.float16 else None
+    engine = ShardedEngine(
+        model,
+        OPTIMIZERS[case.optimizer],
+        Precision(case.dtype, case.grad_dtype, scale, case.reduce_dtype),
+        Sharding(units, bucket_size=case.bucket_size, overlap=case.overlap, shard=case.shard),
+        clip_grad=case.clip_grad,
+        grad_accum_steps=case.grad_accum_steps,
+        compile_update=compile_update,
+    )
+    told: list[float] = []
+
+    def evaluate(seed: int) -> None:
+        if case.evaluates:
+            with torch.no_grad():
+                told.append(float(loss_of(engine, make_batch(seed, 0, 0))))
+
+    for step in range(case.steps):
+        for micro_batch in range(case.grad_accum_steps):
+            loss = loss_of(engine, make_batch(step, rank, micro_batch), case.flavour_at(step, rank))
+            told.append(loss.item())
+            evaluate(step)
+            engine.backward(loss)
+        result = engine.step()
+        told += [float(result.loss), float(result.grad_norm), float(result.found_inf), float(result.loss_scale)]
+        evaluate(100 + step)
+    with engine.whole_parameters():
+        half = {name: param.detach().clone() for name, param in model.named_parameters()}
+    owned = [
+        (one.spec.name, state, one.start, tensor.clone())
+        for one in engine.owned_ranges()
+        for state, tensor in one.tensors.items()
+    ]
+    return Seen(owned, half, told)
+
+
+def _both(cases: list[Case], compile_update: bool) -> list[tuple[Seen, Seen]]:
+    return [(train(case, compile_update), train(replace(case, shard="states"), compile_update)) for case in cases]
+
+
+def _whole(ranks: tuple[Seen, ...]) -> dict[tuple[str, str], Tensor]:
+    found: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for seen in ranks:
+        for name, state, start, values in seen.owned:
+            found.setdefault((name, state), {})[start] = values
+    return {key: torch.cat([parts[start] for start in sorted(parts)]) for key, parts in found.items()}
+
+
+def differences(case: Case, got: tuple[Seen, ...], want: tuple[Seen, ...]) -> list[str]:
+    """What is not the kept copy's, bit for bit. `got`, `want`: of every rank."""
+    ours, kept = _whole(got), _whole(want)
+    assert ours.keys() == kept.keys()
+    assert any(state != MASTER for _, state in ours) or case.optimizer == "sgd"
+    wrong = [f"{state} of {name}" for name, state in kept if not torch.equal(ours[name, state], kept[name, state])]
+    for rank, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        wrong += [
+            f"half {name} on rank {rank}" for name in theirs.half if not _same(mine.half[name], theirs.half[name])
+        ]
+        told = torch.tensor([mine.told, theirs.told], dtype=torch.float64)
+        wrong += [f"what rank {rank} told: {told[:, ~_alike(*told)].tolist()}"] if not _alike(*told).all() else []
+    return [f"{case}: {one}" for one in wrong]
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (one.isnan() & other.isnan())  # the sign of a NaN is nobody's promise
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _check(cases: list[Case], ranks: list[list[tuple[Seen, Seen]]]) -> None:
+    wrong = []
+    for case, *by_rank in zip(cases, *ranks, strict=True):
+        got, want = zip(*by_rank, strict=True)
+        wrong += differences(case, got, want)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
+def test_ranks_compute_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> None:
+    cases = _cases(dp_size, COUNTS[dp_size])
+    _check(cases, run_ranks(_both, dp_size, cases, False, deadline_s=900.0))
+
+
+def test_one_rank_computes_the_bits_of_the_kept_copy() -> None:
+    cases = _cases(1, COUNTS[1])
+    _check(cases, [_both(cases, False)])
+
+
+def _engine(shard: str = "parameters", group: dist.ProcessGroup | None = None, **settings: bool) -> ShardedEngine:
+    model = make_model(tied=False)
+    if settings.get("compiled"):
+        for block in model.blocks:
+            block.compile(dynamic=False)
+    sharding = Sharding([*model.blocks], Topology.current(group), shard=shard)
+    return ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+
+
+def _take_step(engine: ShardedEngine, step: int = 0, flavour: int = 0) -> float:
+    rank = engine.topology.dp.rank
+    engine.backward(loss_of(engine.module, make_batch(step, rank, 0), flavour))
+    return float(engine.step().grad_norm)
+
+
+READS = {
+    "sum": lambda module, weight: weight.sum(),
+    "copy": lambda module, weight: torch.zeros(40, 24).copy_(weight),
+    "clone": lambda module, weight: weight.clone(),
+    "data": lambda module, weight: weight.data,
+    "numpy": lambda module, weight: weight.detach().float().numpy(),
+    "item": lambda module, weight: weight[0, 0],
+    "list": lambda module, weight: weight.tolist(),
+    "norm of all": lambda module, weight: nn.utils.parameters_to_vector(module.parameters()),
+    "a foreign forward": lambda module, weight: F.linear(torch.zeros(1, 24, dtype=torch.bfloat16), weight),
+    "a unit's own layer": lambda module, weight: module.blocks[1].up(torch.zeros(1, 24, dtype=torch.bfloat16)),
+    "a write": lambda module, weight: nn.init.zeros_(weight),
+    "torch.save": lambda module, weight: torch.save(weight, io.BytesIO()),
+    "pickle": lambda module, weight: pickle.dumps(weight),
+    "deepcopy": lambda module, weight: copy.deepcopy(module),
+    "state_dict": lambda module, weight: module.state_dict(),
+    "float": lambda module, weight: module.float(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
+    engine = _engine()
+    weight = engine.module.blocks[1].up.weight
+    with pytest.raises(RuntimeError, match=r"with engine.whole_parameters\(\)"):
+        READS[name](engine.module, weight)
+    assert (weight.shape, weight.dtype, weight.requires_grad, weight.grad) == ((40, 24), torch.bfloat16, True, None)
+    assert "in shards" in repr(weight)
+    assert _take_step(engine) > 0
+    with engine.whole_parameters():
+        READS["sum"](engine.module, weight)
+        READS["state_dict"](engine.module, weight)
+
+
+def _one_reads_alone() -> list[float]:
+    engine = _engine()
+    _take_step(engine)
+    with engine.whole_parameters():
+        alone = float(loss_of(engine.module, make_batch(5, 0, 0))) if engine.topology.dp.rank else 0.0
+        with pytest.raises(RuntimeError, match=r"step\(\) inside engine.whole_parameters\(\)"):
+            _take_step(engine)
+        engine.discard_step()
+        copied = copy.deepcopy(engine.module)
+    with torch.no_grad():
+        together = float(loss_of(engine.module, make_batch(5, 0, 0)))
+        of_copy = float(loss_of(copied, make_batch(5, 0, 0)))
+    return [alone, together, of_copy, _take_step(engine, 1)]
+
+
+def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
+    first, other = run_ranks(_one_reads_alone, 2)
+    assert other[0] == other[1] == other[2] == first[1] == first[2]
+    assert first[3] == other[3]
+
+
+class _PlantedError(Exception):
+    pass
+
+
+def _fails_amid(forward: bool) -> list[float]:
+    engine = _engine()
+    where = engine.module.blocks[1]
+    plant = where.register_forward_hook if forward else where.register_full_backward_hook
+
+    def fails(*_: object) -> None:
+        raise _PlantedError
+
+    hook = plant(fails)
+    with pytest.raises(_PlantedError):
+        _take_step(engine)
+    hook.remove()
+    engine.discard_step()
+    held = sum(flat.untyped_storage().nbytes() for flat in (*engine.half_params.flat, *engine.half_grads.flat))
+    return [float(held), *(_take_step(engine, step) for step in range(2))]
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_pass_that_fails_leaves_nothing_behind(run_ranks, forward: bool) -> None:
+    want = [0.0, *run_ranks(_norms, 2)[0]]
+    assert run_ranks(_fails_amid, 2, forward) == [want, want]
+
+
+def _norms(shard: str = "states", compiled: bool = False) -> list[float]:
+    engine = _engine(shard, compiled=compiled)
+    return [_take_step(engine, step) for step in range(2)]
+
+
+def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks) -> None:
+    kept, passing = (run_ranks(_norms, 2, shard, True) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+def _calls_a_unit_twice() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    engine = _engine(group=group)
+    blocks = engine.module.blocks
+    if dist.get_rank():
+        blocks[2].register_forward_pre_hook(lambda module, args: (blocks[0](*args),))
+    try:
+        _take_step(engine)
+    except RuntimeError as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+def test_a_unit_that_one_rank_calls_twice_is_named(run_ranks) -> None:
+    first, other = run_ranks(_calls_a_unit_twice, 2, deadline_s=40.0)
+    assert "while the weights of blocks.0 were gathered" in other
+    assert "every rank must call the model, its units and their backward as often" in first
+
+
+def test_wrong_settings_are_refused() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="must be one of states, gradients, parameters, got 'all'"):
+        Sharding([*model.blocks], shard="all")
+    with pytest.raises(ValueError, match=r"pass e\.g\. units=\[\*model\.blocks\]"):
+        Sharding(shard="parameters")
+    sharding = Sharding([model.blocks[0], model.blocks[0].up], shard="parameters")
+    with pytest.raises(ValueError, match="must not lie in each other, but a Block holds another one"):
+        ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding)
