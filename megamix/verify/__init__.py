@@ -8,7 +8,8 @@ observe      on every rank of a layout: take steps and write down all that can b
 reference    the same step on one rank: in FP64, and in the training's own precision to know its rounding
 verdict      what became of it, and the bounds that every judge shares
 judge        every comparison of a layout, each within its bound
-hypotheses   which kind of mistake a gradient or a loss looks like; norm_kinds, a norm; update_kinds, an update
+hypotheses   which kind of mistake a gradient or a loss looks like; norm_kinds, a norm; update_kinds, an update, and its
+             bound
 tape         what passes through every module; bisect, which one is the first to be wrong
 trainer      what is asked of somebody's own training; watch takes its steps on every rank; judge_trainer,
              judge_buffers and plain_optimizer compare them

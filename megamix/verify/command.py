@@ -30,7 +30,7 @@ COLUMNS = {
     "gradients": ("gradient",),
     "norm": ("norm", "largest"),
     "weights": ("weight", "initial weight"),
-    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity"),
+    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity", "row_var", "col_var", "variance"),
 }
 
 
@@ -101,6 +101,8 @@ def _result(name: str, verdict: Verdict) -> Iterator[str]:
         yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
         yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
+    for (what, why), names in verdict.left.items():
+        yield f"  {what} of {len(names)} parameter(s): not compared: {why}"
     if verdict.culprit:
         yield Failed(f"  first module: {verdict.culprit}")
 

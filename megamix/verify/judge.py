@@ -25,7 +25,7 @@ from megamix.verify.norm_kinds import explain_norm
 from megamix.verify.observe import GRADIENT, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
-from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_update
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of
 
 BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
 
@@ -222,11 +222,7 @@ class _Judged:
                 loss_scale=self.of["loss_scale"], lrs=others | {"the lr without its factor": lr},
                 decays={"another group's weight decay": self.optimizer.weight_decay},
             )  # fmt: skip
-
-            def explain(state: str, bound: float, asked: AskedUpdate = asked, after: Tensors = after) -> str:
-                return asked.explain(state, after[state], bound)
-
-            note_update(verdict, self.number, name, asked.updated, grad, before, after, dtypes, lr, explain)
+            asked.note(verdict, self.number, after, dtypes)
 
 
 def exact_update(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,23 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, factor_of
 from megamix.verify.judge_buffers import check_buffers
 from megamix.verify.norm_kinds import explain_clipping, explain_norm
-from megamix.verify.plain_optimizer import lr_table, options_of, torch_update
+from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.verify.trainer import ForeignTrainer
-from megamix.verify.update_kinds import AskedUpdate
-from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_update
+from megamix.verify.verdict import NOISE, U32, UNIT, Verdict, gradient_bound, norm_of
 from megamix.verify.watch import SeenStep
 
 
 def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
     """Compare a training with one process, step by step. `ranks`: what each rank saw, in rank order."""
-    start, *steps = zip(*ranks, strict=True)
-    verdict, judge = Verdict(attempts=len(steps)), _Judge(trainer, len(steps))
+    judge, verdict = _Judge(trainer, len(ranks[0]) - 1), Verdict(attempts=len(ranks[0]) - 1)
+    start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
     before = judge.started(verdict, start)
     for number, seen in enumerate(steps):
         before = judge.step(verdict, number, before, seen)
@@ -53,15 +50,8 @@ class _Judge:
             return trainer.loss(model, moved(batch, torch.float64))
 
         self.reference = Reference(native, exact, trainer.loss, exact_loss)
-        self.plain = trainer.optimizer(exact)
-        self.lrs = lr_table(trainer, exact, updates)
-        names = {param: name for name, param in exact.named_parameters() if param.requires_grad}
-        self.groups = {
-            names[param]: number
-            for number, group in enumerate(self.plain.param_groups) for param in group["params"] if param in names
-        }  # fmt: skip
+        self.plain = PlainUpdates(trainer, exact, updates)
         self.updates = 0
-        self.counts: Counter[str] = Counter()  # of each parameter's updates: torch has none for one without a gradient
         self.earlier: AskedStep | None = None
 
     def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
@@ -83,7 +73,7 @@ class _Judge:
         """Check that ranks hold the same weights and states, and took the same number of updates."""
         first = seen[0]
         for rank, other in enumerate(seen[1:], 1):
-            text = f"rank {rank} took {other.updates} updates in this step, rank 0 {first.updates}"
+            text = f"rank {rank} took {other.counted} updates in this step, rank 0 {first.counted}"
             apart = float(other.updates != first.updates)
             verdict.note(number, "copies", "the optimizer", apart, 0.0, text)
             mine = {("weight", name): weight for name, weight in first.weights.items()} | first.states
@@ -105,7 +95,7 @@ class _Judge:
         } | before.buffers  # fmt: skip
         asked = AskedStep(
             self.reference, weights, by_rank, shares,
-            loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.groups,
+            loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,
             earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
         batches = [batch for mine in by_rank for batch in mine]
@@ -113,13 +103,13 @@ class _Judge:
         exact = self.reference.exact_step(weights, batches, flat)
         scale = after.loss_scale * self.ranks * max(flat)  # what a rank multiplies the largest of its losses by
         native = self.reference.native_step(weights, batches, flat, scale)
-        if after.updates == 0:
+        if not any(after.updates):
             verdict.skipped += 1
             self._skipped(verdict, number, before, after, native)
         else:
             self.updates += 1
-            text = f"{after.updates} updates in one step, which has {len(by_rank[0])} micro-batches"
-            verdict.note(number, "updates", "the optimizer", float(after.updates != 1), 0.0, text)
+            text = f"{after.counted} updates in one step, which has {len(by_rank[0])} micro-batches"
+            verdict.note(number, "updates", "the optimizer", float({*after.updates} != {1}), 0.0, text)
             if not finite(native):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
                 native, used = self.reference.finite_step(weights, batches, flat, scale)
@@ -141,7 +131,7 @@ class _Judge:
                 bound = max(slack, 64 * U32 * roundings) * norm
                 explain = partial(explain_norm, asked, told, asked.whole)
                 verdict.note(number, "norm", "all gradients", abs(told - norm), bound, explain)
-            self._update(verdict, number, asked, before, after, unseen)
+            self.plain.check(verdict, number, self.updates, asked, before, after, unseen)
         check_buffers(verdict, number, asked, before, after)
         self._copies(verdict, number, seen)
         for name in self.frozen:
@@ -226,66 +216,6 @@ class _Judge:
 
             verdict.note(number, "gradient", name, off, bounds[name], explain)
         return {}
-
-    def _update(
-        self, verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep,
-        unseen: Mapping[str, float],
-    ) -> None:  # fmt: skip
-        """Check the options of every parameter, then weights and states by the plain optimizer in FP64."""
-        for name, number_of_group in self.groups.items():
-            table = [lrs[number_of_group] for lrs in self.lrs]
-            group = self.plain.param_groups[number_of_group] | {"lr": table[self.updates - 1]}
-            self._options(verdict, number, name, group, table, after)
-            if name not in after.options:
-                continue
-            if name not in after.gradients:
-                text = "moved by weight decay or momentum alone"
-                verdict.equal(
-                    number, "weight without a gradient", name, after.weights[name], before.weights[name], text
-                )
-                continue
-            if not after.gradients[name].isfinite().all():
-                continue
-            self.counts[name] += 1
-            states = [state for state, of in after.states if of == name]
-            empty = torch.zeros_like(before.weights[name])
-            was = {MASTER: before.weights[name]} | {state: before.states.get((state, name), empty) for state in states}
-            became = {MASTER: after.weights[name]} | {state: after.states[state, name] for state in states}
-            grad, lr, decay = after.gradients[name].double(), float(group["lr"]), float(group.get("weight_decay", 0.0))
-            lrs = {f"the lr of update {at + 1}": other for at, other in enumerate(table)}
-            lrs |= {f"the lr of group {at}": other for at, other in enumerate(self.lrs[self.updates - 1])}
-            update = AskedUpdate(
-                rule=partial(torch_update, self.plain, group), name=name, grad=grad, before=was, lr=lr,
-                weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=asked.coefficient,
-                loss_scale=after.loss_scale, lrs={text: other for text, other in lrs.items() if other != lr},
-                decays={f"the weight decay of group {at}": float(one["weight_decay"])
-                        for at, one in enumerate(self.plain.param_groups) if "weight_decay" in one},
-            )  # fmt: skip
-
-            def explain(state: str, bound: float, update: AskedUpdate = update, became: Tensors = became) -> str:
-                return update.explain(state, became[state], bound)
-
-            dtypes = dict.fromkeys(states, torch.float32) | {MASTER: self.trainer.truth}
-            note_update(
-                verdict, number, name, update.updated, grad, was, became, dtypes, lr, explain, unseen.get(name, 0.0)
-            )
-
-    def _options(
-        self, verdict: Verdict, number: int, name: str, group: Mapping[str, Any], lrs: Sequence[float], after: SeenStep
-    ) -> None:
-        """Check lr, weight decay and what else both optimizers have of one parameter."""
-        here = after.options.get(name)
-        if here is None:
-            verdict.note(number, "optimizer", name, math.inf, 0.0, "not among the optimizer's parameters")
-            return
-        for key, want in options_of(group).items():
-            got = here.get(key, want)
-            text = f"{got:.4g}, where the plain optimizer has {want:.4g}"
-            if key == "lr" and got in lrs:
-                text += f" and {got:.4g} is the lr of update {lrs.index(got) + 1}, not {self.updates}"
-            elif want and self.ranks > 1 and math.isclose(got, want * self.ranks):
-                text += f": times {self.ranks}, the number of ranks"
-            verdict.note(number, key, name, abs(got - want), 1e-6 * abs(want), text)
 
 
 _DRIFT = "a rank that draws, reduces or updates by itself"

@@ -21,6 +21,8 @@ from megamix.verify.reference import moved
 from megamix.verify.tape import plain_name
 from megamix.verify.verdict import U32, Tensors
 
+IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
+
 
 class WrongTrainer(ValueError):
     """What a trainer's author must change before anything can be compared."""
@@ -51,11 +53,13 @@ class ForeignTrainer:
         """Return the micro-batches of one rank in one step: tensors, or tuples, lists or mappings of tensors."""
         raise NotImplementedError(f"{type(self).__name__} lacks batches(self, step, rank, ranks): return a list")
 
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        """Return your optimizer for this module: called with the plain model here, and by your `setup` if you like."""
+    def optimizer(self, model: nn.Module) -> Optimizer | Sequence[Optimizer]:
+        """Return your optimizer for this module, or all of them: called with the plain model here, and by your `setup`
+        if you like.
+        """
         raise NotImplementedError(f"{type(self).__name__} lacks optimizer(self, model): return a torch optimizer")
 
-    def setup(self, model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    def setup(self, model: nn.Module) -> tuple[nn.Module, Optimizer | Sequence[Optimizer]]:
         """Wrap the model and make its optimizer, as your script does, and keep both. Each rank calls it once."""
         raise NotImplementedError(f"{type(self).__name__} lacks setup(self, model): return (module, optimizer)")
 
@@ -66,7 +70,7 @@ class ForeignTrainer:
         raise NotImplementedError(f"{type(self).__name__} lacks step(self, batches): train on them")
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """Return your schedule for the optimizer, if you have one: one step of it for each update."""
+        """Return your schedule for the optimizer, for each of them, if you have one: one step of it for each update."""
         return None
 
     def targets(self, batch: Any) -> float:
@@ -90,12 +94,12 @@ class ForeignTrainer:
         return {name: of[param] for param, name in names.items() if param in of}
 
     def states(self, module: nn.Module, optimizer: Optimizer) -> dict[tuple[str, str], Tensor]:
-        """Return the optimizer's states of a parameter's shape, whole, by state and name."""
+        """Return the optimizer's states of each parameter, whole, by state and name: what only counts is none."""
         inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds those of this rank in there
         return {
             (state, name): whole(tensor) for name, param in named_parameters(module)
             for state, tensor in inner.state.get(param, {}).items()
-            if isinstance(tensor, Tensor) and tensor.shape == param.shape
+            if isinstance(tensor, Tensor) and (tensor.dim() or tensor.shape == param.shape)
         }  # fmt: skip
 
 
@@ -134,6 +138,7 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     try:
         models = [trainer.model() for _ in range(2)]
         batches = [moved([*trainer.batches(0, 0, ranks)], cpu) for _ in range(2)]
+        optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
     except NotImplementedError as error:
         raise WrongTrainer(str(error)) from error
     if not _alike(*([*model.parameters()] for model in models)):
@@ -151,6 +156,30 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     if abs(one - other) > 64 * U32 * abs(one):
         changed = f"{who}.loss(model, batch) returned {one:.7g}, then {other:.7g} for the same weights and samples"
         raise WrongTrainer(f"{changed}; set dropout to 0 in model(), and draw nothing in loss()")
+
+
+def optimizers_of(made: Any, where: str) -> list[Optimizer]:
+    """Return one optimizer or several as a list. Raises: WrongTrainer for what is none."""
+    listed = [*made] if isinstance(made, list | tuple) else [made]
+    inner = [getattr(one, "optimizer", one) for one in listed]  # accelerate wraps one that has no hooks
+    for one in inner:
+        if not isinstance(one, Optimizer):
+            raise WrongTrainer(
+                f"{where} returned an optimizer of type {type(one).__name__}, must be a torch.optim.Optimizer or a "
+                "list of them; return the one that it wraps, or make your class a subclass"
+            )
+    return inner
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a parameter's group: lr, weight_decay, betas[0] and so on; how it is computed is none."""
+    options: dict[str, float] = {}
+    for key, value in group.items():
+        if isinstance(value, tuple):
+            options |= {f"{key}[{at}]": float(one) for at, one in enumerate(value) if one is not None}
+        elif key not in IMPLEMENTATIONS and isinstance(value, int | float | Tensor):
+            options[key] = float(value)
+    return options
 
 
 def _alike(one: Any, other: Any) -> bool:

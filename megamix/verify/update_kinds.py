@@ -1,17 +1,22 @@
-"""Which kind of mistake a wrong update looks like: what each kind would have given is computed, as for gradients."""
+"""An update as it should have been, its bound, and which kind of mistake a wrong one looks like: what each kind would
+have given is computed, as for gradients.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.hypotheses import HALVES, nearest
-from megamix.verify.verdict import Tensors
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict
 
 Rule = Callable[..., Tensors]  # of an optimizer: (name, grad, before, lr=, weight_decay=, update=) -> master and states
 
@@ -32,13 +37,59 @@ class AskedUpdate:
     decays: Mapping[str, float] = field(default_factory=dict)
     coefficient: float = 1.0  # of clipping, in the gradient
     loss_scale: float = 1.0
+    lacking: str = ""  # states with which the rule goes on, and this optimizer does not
 
     def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
         at = {"lr": self.lr, "weight_decay": self.weight_decay, "update": self.update} | other
         return self.rule(self.name, grad, self.before if before is None else before, **at)
 
+    def note(
+        self, verdict: Verdict, attempt: int, after: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype],
+        unseen: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Compare master and states after it with the equation in FP64.
+
+        Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
+        unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most
+        about 4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG. A half state is rounded
+        once more, in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide.
+        `unseen`: how far the gradient may be from the one that the update used; the update may be off by what that
+        moves it, looked at in four places. A master that comes of halves, as Muon's, may be off by NOISE times what
+        their rounding in the gradient moves. Shapes: each of `after` as in `before`.
+        """
+        grad = self.grad
+        for state, new in self.updated(grad).items():
+            error = (after[state].double() - new).abs()
+            bound = 64 * U32 * max(self._sizes(state, new))
+            if dtypes[state] != torch.float32:
+                bound += UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25  # FP16's subnormals
+            if error.max() > bound:
+                others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
+                others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
+                spread = sum(((self.updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
+                error = error - spread
+            if state == MASTER and error.max() > bound:
+                with _Halves() as halves:  # type: ignore[no-untyped-call]
+                    self.updated(grad)
+                signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
+                bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())
+            check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
+            if not torch.isfinite(after[state]).all():
+                worst = math.inf
+            verdict.note(attempt, check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
+
+    def _sizes(self, state: str, new: Tensor) -> Iterator[float]:
+        yield from (float(self.before[state].abs().max()), float(new.abs().max()))
+        largest = float(self.grad.abs().max())
+        if state == MASTER:
+            yield self.lr * max(8.0, largest)
+        else:
+            yield 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
+
     def explain(self, state: str, after: Tensor, bound: float) -> str:
         """Say what kind of mistake `after`, which is master or a state, looks like; "" for no known one."""
+        if self.lacking:
+            return f"another optimizer's: the plain one keeps {self.lacking}"
         want, found = self.updated(self.grad)[state], after.double()
         for dtype, text in HALVES.items():
             if bool((found.to(dtype).double() == found).all()) and bool((want.to(dtype).double() != want).any()):
@@ -80,3 +131,15 @@ class AskedUpdate:
         ):  # fmt: skip
             if factor != 1:
                 yield text, self.updated(grad * factor)
+
+
+class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes the rounding of the coarsest half dtype in which an operation gives anything."""
+
+    unit = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = function(*args, **(kwargs or {}))
+        if isinstance(given, Tensor) and given.dtype in HALVES:
+            self.unit = max(self.unit, UNIT[given.dtype])
+        return given

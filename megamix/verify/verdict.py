@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.observe import equal_bits
 
 Tensors = dict[str, Tensor]
@@ -50,6 +48,7 @@ class Verdict:
     skipped: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
+    left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # not compared, and why: of which parameters
     culprit: str = ""  # the first module that is wrong, where modules are recorded
 
     def note(
@@ -73,6 +72,10 @@ class Verdict:
         gap = 0.0 if same else float((got.double() - want.double()).abs().max())
         self.note(attempt, check, where, gap, 0.0, explain)
 
+    def leave(self, what: str, name: str, why: str) -> None:
+        """Add what cannot be compared of a parameter."""
+        self.left.setdefault((what, why), set()).add(name)
+
 
 def norm_of(grads: Tensors) -> float:
     """Return that of all of them, FP64."""
@@ -89,43 +92,3 @@ def gradient_bound(noise: float, magnitude: float, roundings: int, unit: float, 
     """
     tiny = 2.0**-25 * roundings / divisor if divisor else 0.0
     return NOISE * noise + roundings * unit * magnitude + tiny
-
-
-def note_update(
-    verdict: Verdict, attempt: int, name: str, updated: Callable[[Tensor], Tensors], grad: Tensor, before: Tensors,
-    after: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], lr: float,
-    explain: Callable[[str, float], str], unseen: float = 0.0,
-) -> None:  # fmt: skip
-    """Compare master and states with the optimizer's equation in FP64, `updated`, of this gradient.
-
-    Bound: 64 FP32 roundings of the largest number that enters. The norm in the clip coefficient has 34 of them,
-    unscaling and the equation fewer than 16; a square has the gradient's twice. A step of the master is at most about
-    4 lr in AdamW, whatever the gradient, and lr times gradient and momentum in NAG. A half state is rounded once more,
-    in its dtype. Where an equation jumps, as a sign does, 64 roundings of the gradient may decide. `unseen`: how far
-    the gradient may be from the one that the update used; the update may be off by what that moves it, looked at in
-    four places. Shapes: grad FP64, each of `before` and `after` like the parameter. `explain`: of a state's name and
-    bound.
-    """
-    for state, new in updated(grad).items():
-        error = (after[state].double() - new).abs()
-        bound = 64 * U32 * max(_sizes(state, new, before[state], grad, lr))
-        if dtypes[state] != torch.float32:
-            bound += UNIT[dtypes[state]] * float(new.abs().max()) + 2.0**-25  # FP16's subnormals
-        if error.max() > bound:
-            others = [grad * (1 - 64 * U32), grad * (1 + 64 * U32)]
-            others += [grad + unseen * part for part in (-1.0, -0.5, 0.5, 1.0) if unseen]
-            spread = sum(((updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
-            error = error - spread
-        check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
-        if not torch.isfinite(after[state]).all():
-            worst = math.inf
-        verdict.note(attempt, check, name, worst, bound, partial(explain, state, bound))
-
-
-def _sizes(state: str, new: Tensor, old: Tensor, grad: Tensor, lr: float) -> Iterator[float]:
-    yield from (float(old.abs().max()), float(new.abs().max()))
-    largest = float(grad.abs().max())
-    if state == MASTER:
-        yield lr * max(8.0, largest)
-    else:
-        yield 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megamix.ranks import environment
-from megamix.verify.plain_optimizer import options_of
 from megamix.verify.tape import Tape, plain_name, recorded
-from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, whole
+from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, optimizers_of, options_of, whole
 from megamix.verify.verdict import Tensors
 
 TOLD = ("loss", "grad_norm")  # what is compared of that which a step reports
@@ -28,12 +28,16 @@ class SeenStep:
     weights: Tensors
     states: dict[tuple[str, str], torch.Tensor]  # by state and parameter
     buffers: Tensors
-    updates: int  # how often the optimizer stepped
+    updates: list[int]  # how often each optimizer stepped
     gradients: Tensors  # those that it used
     options: dict[str, dict[str, float]]  # of each parameter, when it stepped
     loss_scale: float
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # computes in, sums in
     tape: Tape  # of the first micro-batch, where modules are recorded
+
+    @property
+    def counted(self) -> str:
+        return " and ".join(map(str, self.updates))
 
 
 def watch_trainer(where: str, steps: int, bisect: bool = False) -> list[SeenStep]:
@@ -53,16 +57,10 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
         raise ValueError(f"{type(trainer).__name__}.setup returned ({kinds}), must be (module, optimizer)")
-    module, optimizer = made[0], getattr(made[1], "optimizer", made[1])  # accelerate wraps one that has no hooks
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"{type(trainer).__name__}.setup returned an optimizer of type {type(optimizer).__name__}, must be a "
-            "torch.optim.Optimizer; return the one that it wraps, or make your class a subclass"
-        )
-    witness = _Witness(trainer, module, optimizer)
+    witness = _Witness(trainer, made[0], optimizers_of(made[1], f"{type(trainer).__name__}.setup"))
     seen = [witness.read({}, {})]
     for number in range(steps):
-        with recorded(module, wanted=bisect) as tape:
+        with recorded(made[0], wanted=bisect) as tape:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
         if not isinstance(told, Mapping | None):
             kind = type(told).__name__
@@ -72,42 +70,43 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
 
 
 class _Witness:
-    def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizer: Optimizer):
-        self.trainer, self.module, self.optimizer = trainer, module, optimizer
+    def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizers: Sequence[Optimizer]):
+        self.trainer, self.module, self.optimizers = trainer, module, optimizers
         self.dtypes = computes_in(module)
         self._forget()
-        self.inside = 0  # an optimizer's step may be its base's with something around it
-        optimizer.register_step_pre_hook(lambda *_: self._before_update())
-        optimizer.register_step_post_hook(lambda *_: self._after_update())
+        self.inside: Counter[Optimizer] = Counter()  # a step may be its base's with something around it
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda one, *_: self._before_update(one))
+            optimizer.register_step_post_hook(lambda one, *_: self.inside.subtract([one]))
 
     def _forget(self) -> None:
-        self.updates = 0
+        self.updates: Counter[Optimizer] = Counter()
         self.gradients: Tensors = {}
         self.options: dict[str, dict[str, float]] = {}
         self.loss_scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
 
-    def _after_update(self) -> None:
-        self.inside -= 1
-
-    def _before_update(self) -> None:
-        self.inside += 1
-        if self.inside > 1:
+    def _before_update(self, optimizer: Optimizer) -> None:
+        self.inside[optimizer] += 1
+        if self.inside[optimizer] > 1:
             return
-        found_inf = getattr(self.optimizer, "found_inf", None)  # GradScaler leaves the skip to a fused optimizer
+        found_inf = getattr(optimizer, "found_inf", None)  # GradScaler leaves the skip to a fused optimizer
         if found_inf is not None and found_inf.item():
             return
-        self.updates += 1
-        self.gradients = self.trainer.gradients(self.module, self.optimizer)
-        groups = self.trainer.groups(self.module, self.optimizer)
-        self.options = {name: options_of(group) for name, group in groups.items()}
+        self.updates[optimizer] += 1
+        grads = self.trainer.gradients(self.module, optimizer)
+        groups = self.trainer.groups(self.module, optimizer)
+        # What clipping or unscaling does to another optimizer's gradients may come between this step and that one's.
+        self.gradients = {**grads, **self.gradients, **{name: grads[name] for name in groups if name in grads}}
+        self.options |= {name: options_of(group) for name, group in groups.items()}
 
     def read(self, told: Mapping[str, float], tape: Tape) -> SeenStep:
-        weights = self.trainer.weights(self.module, self.optimizer)
-        states = self.trainer.states(self.module, self.optimizer)
+        weights = dict(ChainMap(*(self.trainer.weights(self.module, one) for one in self.optimizers)))
+        states = dict(ChainMap(*(self.trainer.states(self.module, one) for one in self.optimizers)))
         buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
         seen = SeenStep(
-            told=told, weights=weights, states=states, buffers=buffers, updates=self.updates, gradients=self.gradients,
-            options=self.options, loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape,
+            told=told, weights=weights, states=states, buffers=buffers,
+            updates=[self.updates[one] for one in self.optimizers], gradients=self.gradients, options=self.options,
+            loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape,
         )  # fmt: skip
         self._forget()
         return seen

@@ -21,7 +21,8 @@ from megamix.verify.judge_buffers import check_buffers
 from megamix.verify.judge_trainer import judge_trainer
 from megamix.verify.reference import Reference, finite
 from megamix.verify.trainer import load_trainer
-from megamix.verify.verdict import Verdict, note_update
+from megamix.verify.update_kinds import AskedUpdate
+from megamix.verify.verdict import Verdict
 from megamix.verify.watch import SeenStep, watch_trainer
 from tests.verify.catalogue.foreign import ByHand, Half
 
@@ -123,13 +124,11 @@ def test_what_is_not_finite_after_an_update_is_never_within_a_bound() -> None:
     verdict, weight = Verdict(), torch.ones(4)
     became = {"master": torch.tensor([1.0, 1.0, torch.nan, 1.0])}
 
-    def unchanged(grad: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"master": weight.double()}
-
-    note_update(
-        verdict, 0, "w", unchanged, torch.zeros(4, dtype=torch.float64), {"master": weight}, became,
-        {"master": torch.float32}, 1e-3, lambda state, bound: "",
+    asked = AskedUpdate(
+        rule=lambda name, grad, before, **_: {"master": weight.double()}, name="w", before={"master": weight}, lr=1e-3,
+        grad=torch.zeros(4, dtype=torch.float64), weight_decay=0.0, update=1, attempts=1,
     )  # fmt: skip
+    asked.note(verdict, 0, became, {"master": torch.float32})
     assert [(one.check, one.error) for one in verdict.differences] == [("weight", math.inf)]
 
 
@@ -146,8 +145,10 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() 
     assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
 
 
-@pytest.mark.parametrize(("updates", "wrong"), [(0, []), (1, ["0.running_mean", "0.running_var"])])
-def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(updates: int, wrong: list[str]) -> None:
+@pytest.mark.parametrize(("updates", "wrong"), [([0], []), ([1], ["0.running_mean", "0.running_var"])])
+def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
+    updates: list[int], wrong: list[str]
+) -> None:
     plain = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
 
     def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:

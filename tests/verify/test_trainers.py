@@ -10,6 +10,7 @@ import torch
 from megamix.cli import main
 from megamix.verify.command import _result, verify_trainer
 from megamix.verify.judge_trainer import judge_trainer
+from megamix.verify.plain_optimizer import torch_update
 from megamix.verify.trainer import load_trainer
 from megamix.verify.verdict import Verdict
 from megamix.verify.watch import _watch, watch_trainer
@@ -26,7 +27,7 @@ def _verify(run_ranks, name: str, ranks: int) -> Verdict:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "skipped"),
-    [("Fsdp", 2, 0), ("Zero", 2, 0), ("Scaled", 2, 1)]
+    [("Fsdp", 2, 0), ("Zero", 2, 0), ("Scaled", 2, 1), ("TwoOptimizers", 2, 0), ("Factored", 2, 0)]
     + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has their like
 )
 def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int) -> None:
@@ -45,6 +46,8 @@ def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int)
         ("ScaledNorm", "gradient", "of the gradient with the loss scale in it"),
         ("WrongDecay", "weight_decay", "0, where the plain optimizer has 0.1"),
         ("LateSchedule", "lr", "0.01 is the lr of update 1, not 2"),
+        ("MeansLost", "weight", "states lost: this update began with zeros"),
+        ("OneNeverSteps", "updates", "1 and 0 updates in one step"),
         ("AddedUp", "gradient", "before that 2 times the right one (counted twice"),
     ],
 )
@@ -52,6 +55,37 @@ def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, ki
     first = _verify(run_ranks, name, 2).differences[0]
     assert first.check == check
     assert kind in first.looks_like
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "left"),
+    [
+        ("Factored", None, ""),
+        ("More", None, "  shard of 7 parameter(s): not compared: the plain optimizer keeps none of this shape"),
+        ("Listed", None, "  weight of 7 parameter(s): not compared: the plain optimizer goes on from last, no tensor "),
+        ("AnotherOptimizer", "another optimizer's: the plain one keeps exp_avg, exp_avg_sq", "  square_avg of 7 "),
+    ],
+)
+def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name: str, first: str | None, left: str) -> None:
+    where = f"{TRAINERS}:{name}"
+    verdict = judge_trainer(load_trainer(where), [_watch(load_trainer(where), STEPS, bisect=False)])
+    assert [one.looks_like for one in verdict.differences[:1]] == ([first] if first else [])
+    assert verdict.worst["weight"] > 0  # in the first update, at least
+    lines = [str(line) for line in _result("1", verdict) if "not compared" in line]
+    assert all(line.startswith(left) for line in lines[:1])
+    assert bool(lines) == bool(left)
+
+
+def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> None:
+    weight = torch.ones(4, 4)
+    param = torch.nn.Parameter(weight.clone())
+    param.grad = torch.full_like(param, 1e-8)  # below both
+    optimizer = torch.optim.Adafactor([param])
+    group, grad = optimizer.param_groups[0], param.grad.double()
+    alone = torch_update(optimizer, group, "", grad, {"master": weight}, lr=1e-2, weight_decay=0.0, update=1)
+    optimizer.step()
+    assert not torch.equal(param, weight)
+    torch.testing.assert_close(alone["master"].float(), param.detach(), rtol=1e-6, atol=0.0)
 
 
 def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +127,10 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
             "returned other samples when called again",
         ),
         ("def batches(self, *_): return []", "returned nothing, must be a list of micro-batches"),
+        (
+            "def optimizer(self, model): return {}",
+            "of type dict, must be a torch.optim.Optimizer or a list",
+        ),
         ("def loss(self, *a): return super().loss(*a), 1", "returned tuple, must be the mean loss"),
         ("def loss(self, model, batch): return model(batch[0])", "returned a Tensor (16, 50), must be the mean loss"),
         ("def model(self): return super().model().append(nn.Dropout(0.1))", "set dropout to 0 in model()"),

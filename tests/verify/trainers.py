@@ -124,6 +124,101 @@ class Scheduled(Ddp):
         return told
 
 
+class TwoOptimizers(Fsdp):
+    """Muon for the hidden matrix, whose equation computes in BF16, and AdamW for the rest: each has its schedule."""
+
+    policy = MixedPrecisionPolicy()
+
+    def optimizer(self, model):
+        hidden = [model.get_parameter("1.weight")]
+        rest = [param for name, param in model.named_parameters() if name != "1.weight"]
+        return [torch.optim.Muon(hidden, lr=2e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if "momentum" in optimizer.defaults else 0.9)
+
+    def setup(self, model):
+        made = super().setup(model)
+        self.schedules = [self.scheduler(one) for one in self.optim]
+        return made
+
+    def step(self, batches):
+        self.module.zero_grad()
+        for batch in batches:
+            (self.loss(self.module, batch) / len(batches)).backward()
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+        self.update()
+
+    def update(self):
+        for one in (*self.optim, *self.schedules):
+            one.step()
+
+
+class OneNeverSteps(TwoOptimizers):
+    """The second optimizer is forgotten."""
+
+    def update(self):
+        self.optim[0].step()
+
+
+class Factored(Ddp):
+    """Adafactor, which keeps means over rows and columns in place of a moment."""
+
+    def optimizer(self, model):
+        return torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def wrap(self, model):
+        return super().wrap(model) if self.ranks > 1 else model
+
+
+class MeansLost(Factored):
+    """The means are lost between two steps, and the count is kept."""
+
+    def step(self, batches):
+        for of in self.optim.state.values():
+            for mean in (of[key] for key in of if key != "step"):
+                mean.zero_()
+        return super().step(batches)
+
+
+class More(Plain):
+    """Its optimizer keeps what the plain one does not; every rank its own."""
+
+    def step(self, batches):
+        told = super().step(batches)
+        for of in self.optim.state.values():
+            of["shard"] = torch.full((3,), 7.0)
+        return told
+
+
+class Listed(Plain):
+    """Its optimizer goes on from a list, which nobody can read."""
+
+    def optimizer(self, model):
+        return _Averaging(model.parameters(), {"lr": 1e-2})
+
+
+class _Averaging(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in filter(lambda param: param.grad is not None, group["params"]):
+                kept = self.state[param].setdefault("last", [])
+                kept.append(param.grad.clone())
+                param -= group["lr"] * torch.stack(kept).mean(0)
+
+
+class AnotherOptimizer(Plain):
+    """It trains with RMSprop."""
+
+    def setup(self, model):
+        self.module, self.optim = model, torch.optim.RMSprop(model.parameters(), lr=1e-2)
+        return self.module, self.optim
+
+    def optimizer(self, model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+
 class NotReduced(Ddp):
     def step(self, batches):
         with self.module.no_sync():
