@@ -73,7 +73,7 @@ def audit_job(config: Config, updates: int) -> AuditReport:
     topology, stages = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size), plan_pipeline(config)
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
     accumulation, fill = grad_accum_steps(config, topology.data.size), drawn(model, config.training.seed)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
+    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
     for attempt in range(updates + MOST_SKIPPED):
         is_last = int(engine.applied_updates) == updates - 1

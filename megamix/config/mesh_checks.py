@@ -134,9 +134,19 @@ def _split_backward_is_not_compiled(config: Config) -> Iterator[str]:
         )
 
 
+def _stages_keep_their_parameters(config: Config) -> Iterator[str]:
+    section = config.parallelism
+    if section.shard == "parameters" and section.pp_size > 1:
+        yield (
+            f'parallelism.shard: got "parameters" with pp_size {section.pp_size}, but a pipeline would gather each '
+            'stage twice for every micro-batch; write shard = "gradients", or pp_size = 1'
+        )
+
+
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tensor_parallel_divides,
     _stages_suit_schedule,
     _stages_have_layers,
+    _stages_keep_their_parameters,
     _split_backward_is_not_compiled,
 )

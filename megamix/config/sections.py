@@ -151,6 +151,9 @@ class ParallelismConfig(Section):
     sequence_parallel: bool = True
     """Whether tensor-parallel ranks also divide the positions between layers, instead of holding them all: the same
     traffic, less memory. tp_size must divide seq_len."""
+    shard: Literal["states", "gradients", "parameters"] = "states"
+    """What each data-parallel rank holds a share of: masters and optimizer states, the gradients too, the half
+    parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True

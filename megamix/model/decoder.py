@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megamix.config import DecoderConfig
 from megamix.model.context import KeyValueCache, find_borders, find_documents, most_borders
-from megamix.model.cross_entropy import Slopes, compiled_slopes, linear_cross_entropy, slopes
+from megamix.model.cross_entropy import Slopes, compiled_slopes, slopes
 from megamix.model.formats import Format
-from megamix.model.layers import Embedding, Linear, RMSNorm, RotaryTable, param_rules
+from megamix.model.layers import Embedding, Head, RMSNorm, RotaryTable, param_rules
 from megamix.model.ops import Ops, takes_borders
 
 EMBEDDING_WEIGHT, HEAD_WEIGHT = "embedding.weight", "head.weight"  # one parameter, if it is tied
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.position_embedding, self.rotary = self.positions()
         self.blocks = nn.ModuleList(self.block(config, layer) for layer in like)
         self.norm = self.last_norm()
-        self.head = Linear(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
+        self.head = Head(config.hidden_size, config.vocab_size, False, self.ops, std=std, divides="columns")
         self.slopes: Slopes = compiled_slopes() if config.compile else slopes
         self.is_compiled = config.compile
         self.rules = param_rules(self)
@@ -89,6 +89,12 @@ class Decoder(nn.Module):
             # Never the whole model: its gradients would all become ready at the very end of backward.
             for block in self.blocks:  # one graph serves all that are alike
                 block.compile(dynamic=False)
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """The parts that run one after the other, each with parameters that the others do not read, unless tied."""
+        tables = (self.embedding, self.position_embedding)
+        return [*(table for table in tables if table is not None), *self.blocks, self.head]
 
     def block(self, config: Any, layer: int) -> nn.Module:
         """Build one. It is called with hidden states half (B, T, hidden_size), the rotary tables' rows, documents and
@@ -248,10 +254,8 @@ class Decoder(nn.Module):
         if layers.stop < self.config.num_layers:
             return x
         x = self.norm(x if cache is None else x[:, -1:])
-        if targets is not None:
-            return linear_cross_entropy(x, self.head.weight, targets, self.slopes)
-        logits: Tensor = self.head(x)
-        return logits
+        out: Tensor = self.head(x, targets, self.slopes)
+        return out
 
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         x: Tensor = self.embedding(tokens)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.config import RopeScaling
+from megamix.model.cross_entropy import Slopes, linear_cross_entropy, slopes
 from megamix.model.initial import draw_normal
 from megamix.model.ops import Ops
 
@@ -76,6 +77,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.weight, self.bias)
+
+
+class Head(Linear):
+    """The last layer: logits, or with targets their loss, without ever holding all logits."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, slopes: Slopes = slopes) -> Tensor:
+        """As Linear; with targets as `linear_cross_entropy`."""
+        return super().forward(x) if targets is None else linear_cross_entropy(x, self.weight, targets, slopes)
 
 
 class Embedding(nn.Embedding):

@@ -10,6 +10,7 @@ wide on a CPU cannot take, at a dispatch of some ten microseconds per operation,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,9 +113,8 @@ def divide_layers(model: Decoder, border: Border) -> None:
             _swap(module, _RowOps, border)
     if isinstance(model.embedding, Embedding):  # a pipeline's rank may have neither end
         _swap(model.embedding, _TableOps, border)
-    # What the last norm gives goes to the head, or to the loss with the head's weight.
     model.norm.register_forward_hook(lambda _, args, out: border.enter(out))
-    model.head.register_forward_hook(lambda _, args, out: border.join_columns(out))
+    model.head.register_forward_hook(_join_logits(border))
     model.slopes = VocabularySlopes(border.tp)
     model.register_forward_pre_hook(lambda _, args: border.begin(_num_positions(*args)))
     if border.sequence:
@@ -123,6 +123,11 @@ def divide_layers(model: Decoder, border: Border) -> None:
                 _swap(module, _PositionOps, border)  # what they compute themselves is dropout
         if model.position_embedding is not None:
             model.position_embedding.register_forward_pre_hook(lambda _, args: (border.own_positions(args[0], -1),))
+
+
+def _join_logits(border: Border) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor]:
+    """Return the hook of a head: its loss is every rank's already."""
+    return lambda _, args, out: border.join_columns(out) if out.dim() else out
 
 
 def _num_positions(tokens: Tensor, targets: Tensor | None = None, *others: object) -> int:

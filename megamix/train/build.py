@@ -108,6 +108,7 @@ def build_engine(
             bucket_size=config.parallelism.bucket_size,
             overlap=config.parallelism.overlap,
             placements=placements or {},
+            shard=config.parallelism.shard,
         ),
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,

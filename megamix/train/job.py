@@ -233,7 +233,7 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None, m
         draw(spec, start, values)
         job.drawn_bytes += values.nbytes
 
-    engine = job.engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
+    engine = job.engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     job.console.line(_describe(config, engine, device))
     if stages:
         job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")

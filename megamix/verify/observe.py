@@ -69,7 +69,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     model, placements = build_model(config.model, topology, device, stages, sequence_parallel=section.sequence_parallel)
     accumulation = grad_accum_steps(config, topology.data.size)
     fill = drawn(model, config.training.seed)
-    engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
+    engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
     poison = Poison(engine)
     specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
@@ -87,7 +87,9 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
 def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None) -> ObservedStep:
     """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
     gradients = [] if result is None else _gradients(engine)
-    owned, copies = [*gradients, *_states(engine)], [*_copies(engine)]
+    with engine.whole_parameters():
+        copies = [*_copies(engine)]
+    owned = [*gradients, *_states(engine)]
     scalars, dp_rank = _scalars(engine, result), engine.topology.data.rank
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
