@@ -176,6 +176,10 @@ class _Judge:
             verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)
         for key, state in before.states.items():
             verdict.equal(number, f"{key[0]} after a skipped step", key[1], after.states[key], state)
+        text = "made by a step that is none, and never filled: the next update adds what its memory held before"
+        for key, made in after.states.items():
+            if key not in before.states:
+                verdict.equal(number, f"{key[0]} after a skipped step", key[1], made, torch.zeros_like(made), text)
 
     def _gradients(
         self, verdict: Verdict, number: int, asked: AskedStep, after: SeenStep, exact: Step, native: Step, noise: float,

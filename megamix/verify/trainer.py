@@ -160,15 +160,15 @@ def check_trainer(trainer: ForeignTrainer) -> None:
 
 def optimizers_of(made: Any, where: str) -> list[Optimizer]:
     """Return one optimizer or several as a list. Raises: WrongTrainer for what is none."""
-    listed = [*made] if isinstance(made, list | tuple) else [made]
-    inner = [getattr(one, "optimizer", one) for one in listed]  # accelerate wraps one that has no hooks
-    for one in inner:
+    listed = made if isinstance(made, list | tuple) else [made]
+    optimizers: list[Any] = [getattr(one, "optimizer", one) for one in listed]  # accelerate wraps one that has no hooks
+    for one in optimizers:
         if not isinstance(one, Optimizer):
             raise WrongTrainer(
                 f"{where} returned an optimizer of type {type(one).__name__}, must be a torch.optim.Optimizer or a "
                 "list of them; return the one that it wraps, or make your class a subclass"
             )
-    return inner
+    return optimizers
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, float]:

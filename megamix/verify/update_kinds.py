@@ -73,9 +73,8 @@ class AskedUpdate:
                     self.updated(grad)
                 signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
                 bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())
-            check, worst = "weight" if state == MASTER else state, max(0.0, float(error.max()))
-            if not torch.isfinite(after[state]).all():
-                worst = math.inf
+            check = "weight" if state == MASTER else state
+            worst = max(0.0, float(error.max())) if after[state].isfinite().all() else math.inf
             verdict.note(attempt, check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
 
     def _sizes(self, state: str, new: Tensor) -> Iterator[float]:

@@ -74,8 +74,8 @@ class Right(Unequal):
 
     def optimizer(self, model):
         made, options = OPTIMIZERS[self.of["optimizer"]]
-        # NAdam has no fused kernel, and that of SGD knows no shards of FSDP2. It leaves a buffer that nobody has filled
-        # where its first step is skipped (torch 2.13), which `verify` names: ranks' buffers differ.
+        # NAdam has no fused kernel, and that of SGD knows no shards of FSDP2. Where its first step is skipped it leaves
+        # its momentum unfilled (torch 2.13), which `verify` names: FusedFirstSkipped of the catalogue.
         has_one = made is torch.optim.Adam or made is torch.optim.AdamW
         fused = {"fused": True} if self.of["fused"] and has_one else {}
         return made(self.grouped(model), lr=self.lr, **options, **fused)

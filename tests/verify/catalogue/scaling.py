@@ -118,6 +118,21 @@ class BufferOnSkipped(Half):
         super().update()
 
 
+@bug("LibreYOLO #771, torch 2.13", "momentum_buffer after a skipped step", "", "made by a step that is none", fast=True)
+class FusedFirstSkipped(Half):
+    """Fused SGD makes its momentum in a first step that the scaler skips, and leaves it unfilled."""
+
+    def optimizer(self, model):
+        return torch.optim.SGD(self.grouped(model), lr=self.lr, momentum=0.9, fused=True)
+
+    def update(self):
+        torch.use_deterministic_algorithms(True)  # what nobody has filled is NaN then, and not what is there by chance
+        try:
+            super().update()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 @bug("pytorch #88955", "gradient", "", "times the root of 2, the ranks", ranks=2)
 class NormTimesRanks(Clipped):
     """Ranks that hold the same gradients add up their squares: the norm counts each once per rank."""
