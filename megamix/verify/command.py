@@ -14,7 +14,7 @@ from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
 from megamix.verify.judge import judge
 from megamix.verify.judge_trainer import judge_trainer
-from megamix.verify.layouts import Layout, size_told
+from megamix.verify.layouts import Layout, size_told, without_dropout
 from megamix.verify.observe import observe
 from megamix.verify.trainer import check_trainer, load_trainer
 from megamix.verify.verdict import Verdict
@@ -66,7 +66,7 @@ def verify_layout(
     config: Config, layout: Layout, pool: RankPool, bisect: bool = False, deadline_s: float = DEADLINE_S
 ) -> Verdict:
     """Run one layout on its ranks and judge it."""
-    here = layout.apply(config)
+    here = without_dropout(layout.apply(config))
     ranks = pool.call(observe, here, UPDATES, OVERFLOW_AT, bisect, deadline_s=deadline_s)
     return judge(here, ranks, torch.device("cuda" if pool.on_gpus else "cpu"), UPDATES, OVERFLOW_AT)
 

@@ -76,6 +76,11 @@ def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
     return layouts
 
 
+def without_dropout(config: Config) -> Config:
+    """Return it where no unit drops out: other ones would in one process, and their bounds would hide every mistake."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})})
+
+
 def at_own_size(config: Config, overrides: Iterable[str]) -> Config:
     """Return it with short sequences and small micro-batches, where no override says otherwise."""
     given = {text.partition("=")[0].strip() for text in overrides}

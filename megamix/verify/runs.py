@@ -26,7 +26,7 @@ from megamix.train.build_data import training_source
 from megamix.train.run_folder import METRICS
 from megamix.verify.data_order import DataOrder, Read, write_data
 from megamix.verify.judge import judge_attempts
-from megamix.verify.layouts import Layout
+from megamix.verify.layouts import Layout, without_dropout
 from megamix.verify.observe import assemble, elements, equal_bits
 from megamix.verify.reference import Reference
 from megamix.verify.watched_run import BORDERS, STEPS, JobPart, Seen, run_config, watch_job
@@ -88,8 +88,8 @@ def run_results(
     same = watched("resumed twice", [layouts[0]] * PARTS, config)
     problems = [*problems_alone(same, order, planned), *first_difference(straight, same)]
     yield same, [*problems, *log_problems(straight, same, None)], 0.0
-    whole = config.model_copy(update={"model": config.model.model_copy(update={"dropout": 0.0})})  # as one rank in FP64
-    changed = watched("resumed twice", [layouts[n % len(layouts)] for n in range(PARTS)], whole, judged=True)
+    in_turn = [layouts[number % len(layouts)] for number in range(PARTS)]
+    changed = watched("resumed twice", in_turn, without_dropout(config), judged=True)
     problems = [*problems_alone(changed, order, planned), *log_problems(straight, changed, _LAYOUT_FREE)]
     steps, share = _judged(changed, device) if not problems else ([], 0.0)  # else the cause is known
     yield changed, [*problems, *steps], share

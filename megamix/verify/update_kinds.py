@@ -109,6 +109,9 @@ class AskedUpdate:
             yield f"{text}, {decay:.4g}, not {self.weight_decay:.4g}", self.updated(grad, weight_decay=decay)
         decayed = grad + self.weight_decay * before[MASTER].double()
         yield "weight decay added to the gradient, not to the weights", self.updated(decayed, weight_decay=0.0)
+        plain = self.updated(grad, weight_decay=0.0)
+        shrunk = plain[MASTER] - self.lr * self.weight_decay * before[MASTER].double()
+        yield "weight decay taken from the weights, not added to the gradient", plain | {MASTER: shrunk}
         for count in {self.update - 1, self.update + 1, self.attempts} - {self.update, 0}:
             text = "the skipped steps are counted" if count == self.attempts else f"that of update {count}"
             yield f"bias correction: {text}, where this is update {self.update}", self.updated(grad, update=count)

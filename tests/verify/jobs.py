@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
@@ -17,8 +20,10 @@ from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.grad_stats import PieceStats
+from megamix.mixed_precision.optimizers import NAG, Optimizer, UpdateGroup
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
+from megamix.model import decoder
 from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
 from megamix.verify.layouts import parse_layout
@@ -42,6 +47,7 @@ def make_config(
     sequence_parallel: bool = False,
     loss_scale: float | None = None,
     packing: str = "none",
+    model: Mapping[str, object] | None = None,
     **optimizer: object,
 ) -> Config:
     """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
@@ -57,7 +63,7 @@ def make_config(
         "model": {
             "vocab_size": 72, "seq_len": 8, "hidden_size": 32, "num_layers": max(2, 2 * stages), "num_heads": 8,
             "tie_embeddings": tied,
-            **FAMILIES[family],
+            **FAMILIES[family], **(model or {}),
         },
         "data": {"train": "none", "packing": packing},
         "optimizer": {"lr": 1e-2, "compile": False, **optimizer},
@@ -78,8 +84,8 @@ def observe_bugs(cases: Sequence[tuple[Config, str]], overflow_at: int | None = 
 
 
 def observe_bug(config: Config, bug: str, overflow_at: int | None = None) -> list[ObservedStep]:
-    """The same with a bug planted on every rank."""
-    with BUGS[bug]():
+    """The same with a bug planted on every rank, or with none."""
+    with BUGS[bug]() if bug else nullcontext():
         return observe(config, UPDATES, overflow_at)
 
 
@@ -173,6 +179,45 @@ def table_moves_on_skipped() -> Iterator[None]:
         yield
 
 
+def _groups(change: Callable[[UpdateGroup], UpdateGroup]) -> object:
+    right = Optimizer.group_of
+    return mock.patch.object(Optimizer, "group_of", lambda *args: change(right(*args)))
+
+
+def decay_on_all() -> object:
+    return _groups(lambda group: group._replace(weight_decay=0.1))
+
+
+def frozen_moves() -> object:
+    """A group's factor of the learning rate, zero, is lost."""
+    return _groups(lambda group: group._replace(lr_factor=1.0))
+
+
+def decay_by_the_other_rule() -> object:
+    """Coupled where it should be decoupled, or the reverse."""
+    right = NAG.equation
+
+    def wrong(self, *args):
+        return right(replace(self, decoupled_weight_decay=not self.decoupled_weight_decay), *args)
+
+    return mock.patch.multiple(NAG, equation=wrong, library_update_=Optimizer.library_update_)  # not torch's kernel
+
+
+def recomputed_elsewhere() -> object:
+    """Backward recomputes a block as if the positions were turned by one."""
+
+    def wrong(block, x, rotary, *context, **settings):
+        calls = itertools.count()
+
+        def forward(x):
+            tables = rotary if next(calls) == 0 else [table.roll(1, -2) for table in rotary]
+            return block(x, tables, *context)
+
+        return checkpoint(forward, x, **settings)
+
+    return mock.patch.object(decoder, "checkpoint", wrong)
+
+
 @contextmanager
 def _loss_times(factor: Callable[[StepUnderWay], Tensor | float]) -> Iterator[None]:
     """Of what the plain loop and a pipeline's last stage back-propagate."""
@@ -224,6 +269,10 @@ BUGS: dict[str, Callable[[], object]] = {
         positions_of_one_rank,
         tables_in_half,
         table_moves_on_skipped,
+        decay_on_all,
+        frozen_moves,
+        decay_by_the_other_rule,
+        recomputed_elsewhere,
         wrong_divisor,
         stale_gather,
         scale_applied_twice,

@@ -4,13 +4,18 @@ gather, a scale applied twice, a tied table that a pipeline's ends do not sum, o
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from megamix.config import Config
+from megamix.verify.command import verify_layout
 from megamix.verify.judge import judge
+from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import MOST_SKIPPED, ObservedStep
-from megamix.verify.verdict import EXPLAINED, Verdict
+from megamix.verify.verdict import EXPLAINED, Difference, Verdict
 from tests.conftest import FULL
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_bug, observe_bugs, observe_case
 
@@ -98,6 +103,64 @@ def test_buffers_that_are_rounded_or_move_are_named(run_ranks) -> None:
     assert (rounded[0].attempt, rounded[0].check, rounded[0].where) == (-1, "buffer", "rotary.cos on rank 0")
     assert rounded[0].looks_like == "rounded to FP16, as parameters are"
     assert (moved[0].attempt, moved[0].check, moved[0].where) == (1, "buffer", "rotary.cos on rank 1")
+
+
+NAG_FORMS = [
+    {"momentum": 0.9, "momentum_form": form, "decoupled_weight_decay": decoupled}
+    for form in ("gradient", "velocity")
+    for decoupled in (False, True)
+]
+COUPLED, DECOUPLED = "weight decay added to the gradient, not to the", "weight decay taken from the weights, not added"
+# What a job may have, the mistake that is planted in it, and the first difference: check, place, kind.
+PARTS = [
+    *[
+        (make_config("dp2", loss_scale=4.0, name="nag", nag=form), "decay_by_the_other_rule", "weight", "", kind)
+        for form, kind in zip(NAG_FORMS, (DECOUPLED, COUPLED) * 2, strict=True)
+    ],
+    (
+        make_config("dp2", loss_scale=4.0, name="nag", nag={"momentum": 0.0}), "decay_on_all", "weight", "norm.weight",
+        "another group's weight decay",
+    ),
+    (
+        make_config("tp2", loss_scale=4.0, groups=[{"pattern": "*.up.weight", "weight_decay": 0.3}]), "decay_on_all",
+        "weight", "up.weight", "another group's weight decay",
+    ),
+    (
+        make_config("dp2", loss_scale=4.0, groups=[{"pattern": "embedding.*", "lr_factor": 0.0}]), "frozen_moves",
+        "weight", "embedding.weight", "updated with the lr without its factor",
+    ),
+    (
+        make_config("tp2", loss_scale=4.0, model={"recompute": "full"}), "recomputed_elsewhere", "gradient", "blocks.",
+        "",
+    ),
+    (
+        make_config("dp2", loss_scale=4.0, model={"recompute": "selective"}, packing="documents"),
+        "documents_seen_across", "gradient", "", "",
+    ),
+]  # fmt: skip
+
+
+def test_what_a_job_may_have_passes_and_its_mistakes_are_named(run_ranks) -> None:
+    cases = [(config, "") for config, *_ in PARTS] + [(config, bug) for config, bug, *_ in PARTS]
+    verdicts = [
+        _judge(config, ranks, OVERFLOW_AT)
+        for (config, _), *ranks in zip(cases, *run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True)
+    ]
+    right, wrong = verdicts[: len(PARTS)], verdicts[len(PARTS) :]
+    assert [verdict.differences for verdict in right] == [[]] * len(PARTS)
+    for (_, bug, check, where, kind), verdict in zip(PARTS, wrong, strict=True):
+        first = next((one for one in verdict.differences if where in one.where), verdict)
+        assert isinstance(first, Difference), (bug, verdict)
+        assert (bug, first.attempt, first.check) == (bug, 0, check)
+        assert kind in first.looks_like, bug
+
+
+def test_no_unit_drops_out_where_one_process_would_drop_others(run_ranks) -> None:
+    pool = SimpleNamespace(on_gpus=False, call=lambda work, *args, deadline_s: run_ranks(work, 1, *args))
+    configs = [make_config("dp1", model={"dropout": share}) for share in (0.0, 0.3)]
+    without, dropped = (verify_layout(config, parse_layout("dp1"), cast(Any, pool)) for config in configs)
+    assert without.differences == []
+    assert without == dropped  # every share of a bound is the same
 
 
 def test_packed_documents_pass_and_attention_that_crosses_them_is_caught(run_ranks) -> None:
