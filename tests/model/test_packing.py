@@ -1,5 +1,7 @@
 """A packed sequence's logits and gradients are those of its documents alone, in every family."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -55,12 +57,14 @@ def test_logits_are_those_of_the_documents_alone(
     model = model_of(family, shape)
     with torch.no_grad():
         want = torch.cat(alone(model))
+        exact = torch.cat(alone(copy.deepcopy(model).double()))
         if masked:
             as_masks(monkeypatch)
         got = model(TOKENS[:, :-1], positions=POSITIONS).flatten(0, 1)
         unpacked = model(TOKENS[:, :-1]).flatten(0, 1)
-    # FP32 products over other numbers of rows are summed in another order.
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    # FP32 products over other numbers of rows are summed in another order, each as far from FP64 as the next: on one
+    # machine or another up to 1.6e-4 of the largest logit, where a wrong document is 1e-2 away.
+    assert (got - exact).abs().max() <= 4 * (want - exact).abs().max()
     assert (unpacked - want).abs().max() > 1e-2 * want.abs().max()  # the documents do matter
 
 
