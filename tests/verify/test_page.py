@@ -1,5 +1,6 @@
-"""The FSDP2 script of docs/verify.md passes by the page's own command; a trainer whose gradients cannot be had is
-judged by its updates, one whose optimizer is none of torch's is told so, and what overflows is never within a bound.
+"""Every command of docs/verify.md runs and prints what stands below it, and its script passes. A trainer whose
+gradients cannot be had is judged by its updates, one whose optimizer is none of torch's is told so, and what overflows
+is never within a bound.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from megamix.cli import main
 from megamix.ranks import RankFailure
-from megamix.verify import command
+from megamix.verify import command, command_runs
 from megamix.verify.hypotheses import AskedStep
 from megamix.verify.judge_buffers import check_buffers
 from megamix.verify.judge_trainer import judge_trainer
@@ -25,6 +26,8 @@ from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import Verdict
 from megamix.verify.watch import SeenStep, watch_trainer
 from tests.verify.catalogue.foreign import ByHand, Half
+from tests.verify.test_command import CONFIG, SMALL
+from tests.verify.test_runs import Pool
 
 PAGE = (Path(__file__).parents[2] / "docs/verify.md").read_text(encoding="utf-8")
 
@@ -72,12 +75,12 @@ def _verify(run_ranks, name: str, ranks: int = 1) -> Verdict:
     return judge_trainer(load_trainer(where, ranks=ranks), run_ranks(watch_trainer, ranks, where, 3))
 
 
-def test_the_page_s_script_passes_by_its_command(
+def test_every_command_of_the_page_runs_and_prints_what_stands_below_it(
     run_ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = PAGE.split("## A training of your own\n")[1].partition("\n## ")[0]
-    (tmp_path / "my_trainer.py").write_text(re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)[0])
-    line, *_ = re.findall(r"^megamix (verify --trainer .*)$", section, re.M)
+    _, script = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)  # tests/auditing runs the other one
+    (tmp_path / "my_trainer.py").write_text(script)
+    (tmp_path / "configs").symlink_to(Path(CONFIG).parent)
     monkeypatch.chdir(tmp_path)
 
     def by_these_ranks(where: str, world: int, steps: int, bisect: bool) -> Verdict:
@@ -85,9 +88,24 @@ def test_the_page_s_script_passes_by_its_command(
         return judge_trainer(load_trainer(whole, ranks=world), run_ranks(watch_trainer, world, whole, steps, bisect))
 
     monkeypatch.setattr(command, "verify_trainer", by_these_ranks)
-    assert main(shlex.split(line)) == 0
-    rows = capsys.readouterr().out.splitlines()[1:3]
-    assert [(row.split()[0], row.split()[-1]) for row in rows] == [("1", "passes"), ("2", "passes")]
+    monkeypatch.setattr(command_runs, "RankPool", Pool)
+    monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
+    said = {}
+    for line, below in re.findall(r"^```\nmegamix ([^\n]*)\n```\n(?:\n```\n(.*?)^```$)?", PAGE, re.M | re.S):
+        assert main([*shlex.split(line), *(SMALL if "configs/" in line else [])]) == 0
+        said[line] = capsys.readouterr().out
+        assert _masked(below or said[line]) == _masked(said[line])
+    assert len(said) == PAGE.count("\nmegamix ") == 5
+    rows = [line.split() for line in said["verify --trainer my_trainer.py:Mine --ranks 1,2"].splitlines()[1:3]]
+    assert [(row[0], row[-1]) for row in rows] == [("1", "passes"), ("2", "passes")]
+    assert said["verify configs/quickstart.toml --twice --layouts dp2"].endswith(
+        "dp2           the same, bit for bit\n"
+    )
+
+
+def _masked(text: str) -> str:
+    """Return it without sizes, which are smaller here, and shares, which another machine rounds in another order."""
+    return re.sub(r"=\d+|\d+\.\d+", "#", text)
 
 
 def test_without_gradients_updates_are_judged(run_ranks) -> None:

@@ -203,23 +203,6 @@ class Pool:
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.toml")
 
 
-def test_the_command_prints_a_row_for_each_run_and_ends_with_0(
-    run_ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command_runs, "RankPool", Pool)
-    monkeypatch.setattr(Pool, "run", staticmethod(run_ranks), raising=False)
-    assert main(["verify", CONFIG, *SMALL, "--runs"]) == 0
-    size, head, *rows = capsys.readouterr().out.splitlines()
-    assert size == "at training.micro_batch_size=1 model.seq_len=8 (overrides take another size)"
-    assert head.split() == ["run", "attempts", "skipped"]
-    names = ("never stopped on dp1", "resumed twice on dp1", "resumed twice on dp1, dp2")
-    assert [row.split("  ")[0] for row in rows[:3]] == list(names)
-    assert all(row.split()[-3:] == ["13", "4", "passes"] for row in rows[:3])
-    assert rows[3].startswith("  each step by itself: at most 0.")
-    assert main(["verify", CONFIG, *SMALL, "--twice", "--layouts", "dp1"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "dp1           the same, bit for bit"
-
-
 def test_the_command_names_what_differs_and_ends_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
