@@ -89,7 +89,8 @@ class Collectives:
         place, or memory of its own; parts (size, padded_numel / size).
         """
         then = partial(use, half_grads.unsqueeze(0)) if use else partial(grad_shard.copy_, half_grads)
-        return Pending(then=None if use is None and grad_shard.is_set_to(half_grads) else then)
+        in_place = grad_shard.untyped_storage()._cdata == half_grads.untyped_storage()._cdata
+        return Pending(then=None if use is None and in_place else then)
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:
         """Start filling `flat` (padded_numel,) with every rank's `shard`, a view of flat at this rank's place."""
@@ -176,8 +177,7 @@ class GlooCollectives(_ManyRanks):
     """Gloo: reduce-scatter is an all-to-all, an FP32 sum in rank order and one rounding.
 
     2.4 times faster than Gloo's own, in a fixed order, and it overflows to inf as NCCL's does. The parts arrive in
-    one scratch buffer as large as the largest bucket, so a reduction is completed before the next one starts to fill
-    it.
+    one scratch buffer as large as the largest bucket, so a reduction is completed before the next one starts.
     """
 
     def all_gather(self, flat: Tensor, shard: Tensor) -> Pending:

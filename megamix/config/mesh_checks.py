@@ -141,6 +141,11 @@ def _stages_keep_their_parameters(config: Config) -> Iterator[str]:
             f'parallelism.shard: got "parameters" with pp_size {section.pp_size}, but a pipeline would gather each '
             'stage twice for every micro-batch; write shard = "gradients", or pp_size = 1'
         )
+    if section.accumulate == "owner" and section.pp_size > 1:
+        yield (
+            f'parallelism.accumulate: got "owner" with pp_size {section.pp_size}, whose stages have several '
+            'micro-batches under way at a time; write accumulate = "local", or pp_size = 1'
+        )
 
 
 MESH_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

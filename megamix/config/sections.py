@@ -154,6 +154,9 @@ class ParallelismConfig(Section):
     shard: Literal["states", "gradients", "parameters"] = "states"
     """What each data-parallel rank holds a share of: masters and optimizer states, the gradients too, the half
     parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before."""
+    accumulate: Literal["local", "owner"] = "local"
+    """Who adds up the micro-batches of a step: each rank its own, which are reduced once; or the owners, in FP32, each
+    micro-batch's sum over the ranks. Then no rank keeps gradients in between; each is sent; sums round otherwise."""
     bucket_size: PositiveInt | None = None
     """Elements of a bucket, the unit of communication. Not set: chosen from the number of parameters and ranks."""
     overlap: bool = True

@@ -17,7 +17,7 @@ from megamix.mixed_precision import settings
 from megamix.mixed_precision.examination import look, new_examination, watch
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update, update_shard
-from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, require_equal_buckets
+from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_sums, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import describe_params, describe_whole, single_device
@@ -69,11 +69,10 @@ class ShardedEngine:
         self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
         by_axis = connect_axes(layout, axes, precision, device, sharding.collectives)
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
-        self.clock = Clock(device)
-        self.loss_scale = precision.loss_scale or StaticLossScale()
+        self.clock, self.loss_scale = Clock(device), precision.loss_scale or StaticLossScale()
         self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)
         dtypes = (precision.dtype, grad_dtype, precision.reduce_dtype)
-        chosen = (dtypes, clip_grad, grad_accum_steps, compile_update, sharding.shard)
+        chosen = (dtypes, clip_grad, grad_accum_steps, compile_update, sharding.shard, sharding.accumulate)
         settings.require_equal(world, device, optimizer, self.loss_scale.settings(), chosen)
         require_equal_buckets(by_axis, device, layout.buckets)
 
@@ -85,11 +84,12 @@ class ShardedEngine:
         grads = self.half_grads = HalfGrads(layout, half.params, grad_dtype, device, make_buffers())
         self.param_gather = make_gather(model, sharding.units, half, among, sharding.overlap, self.clock, grads.came)
         require_equal_buckets(by_axis, device, [layout.buckets[k] for k in self.param_gather.order_of_need])
-        sums = [grads.buffers.sum_place(k, own, precision.sum_dtype(own.axis.size)) for k, own in enumerate(among)]
-        self._update, stats = choose_update(optimizer, groups, half.flat, grads.flat, sums, world, compile_update)
+        sums, totals = make_sums(grads.buffers, among, precision, sharding, grad_accum_steps)
+        kinds = (half.flat, grads.flat, totals or sums)
+        self._update, stats = choose_update(optimizer, groups, *kinds, world, compile_update)
         self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
-        self.grad_reduce = GradReduce(grads.buffers, sums, stats, among, sharding.overlap, self.clock)
+        self.grad_reduce = GradReduce(grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -119,7 +119,7 @@ class ShardedEngine:
         """
         settings.check_loss(loss, weight)
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1
-        completes = self.half_grads.names if last else ()
+        completes = self.half_grads.names if last or self.grad_reduce.takes_each else ()
         with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes):
             self.under_way.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # no types
 
@@ -138,9 +138,10 @@ class ShardedEngine:
         except BaseException:
             self.discard_step()
             raise
-        if self.under_way.add(micro_batches, last):
+        ends = self.under_way.add(micro_batches, last)
+        if ends or self.grad_reduce.takes_each:
             self.half_grads.fill_missing()
-            self.grad_reduce.launch()
+            self.grad_reduce.end_micro_batch(ends)
 
     def backward_pass(self, micro_batch: int, completes: Collection[str]) -> AbstractContextManager[None]:
         """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
@@ -223,9 +224,8 @@ class ShardedEngine:
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
         self.under_way.require_complete(call)
-        self.param_gather.require_passing(call)
         self.half_params.check()
-        self.param_gather.wait_all()  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
+        self.param_gather.leave(call)  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])

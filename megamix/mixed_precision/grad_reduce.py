@@ -13,9 +13,10 @@ from torch import Tensor
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, MakeCollectives, Pending
 from megamix.comm.topology import Axis, num_on_machine
+from megamix.mixed_precision import settings
 from megamix.mixed_precision.flat_buffers import FlatBuffers
 from megamix.mixed_precision.flat_layout import Bucket, FlatLayout
-from megamix.mixed_precision.settings import Precision, require_equal
+from megamix.mixed_precision.settings import Precision, Sharding
 
 log = logging.getLogger("megamix")
 
@@ -48,7 +49,18 @@ def connect_axes(
 def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, buckets: Sequence[Bucket]) -> None:
     """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""
     for number, own in enumerate(by_axis):
-        require_equal(own, device, [bucket for bucket in buckets if bucket.axis == number])
+        settings.require_equal(own, device, [bucket for bucket in buckets if bucket.axis == number])
+
+
+def make_sums(
+    half_grads: FlatBuffers, among: Sequence[Collectives], precision: Precision, sharding: Sharding, micro_batches: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return where each bucket's sum over its owners lands, `sum_dtype`, and where the owner adds up those of several
+    micro-batches, FP32, if it does. Shapes: (shard_numel,) each.
+    """
+    adds = sharding.accumulate == "owner" and micro_batches > 1
+    sums = [half_grads.sum_place(k, own, precision.sum_dtype(own.axis.size)) for k, own in enumerate(among)]
+    return sums, [torch.zeros_like(own_sum, dtype=torch.float32) for own_sum in sums] if adds else []
 
 
 class RowStats(NamedTuple):
@@ -68,12 +80,17 @@ class GradReduce:
     """
 
     def __init__(
-        self, half_grads: FlatBuffers, grad_shards: list[Tensor], row_stats: RowStats,
+        self, half_grads: FlatBuffers, sums: list[Tensor], totals: list[Tensor], row_stats: RowStats,
         collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
-        self._half_grads, self.grad_shards, self._row_stats = half_grads, grad_shards, row_stats
+        """`sums`: where each bucket's sum over its owners lands. `totals`: FP32, which add up those of all
+        micro-batches; none where each rank adds up its own, and sends them once. Shapes: (shard_numel,) per bucket.
+        """
+        self._half_grads, self._sums, self._totals, self._row_stats = half_grads, sums, totals, row_stats
+        self.grad_shards = totals or sums  # of the whole step
+        self._is_first = True  # of the step's micro-batches
         self._collectives, self._overlap, self._clock = collectives, overlap, clock
-        self._full = [False] * len(grad_shards)
+        self._full = [False] * len(sums)
         self._pending: list[Pending] = []
         self._rows: dict[int, Tensor] = {}  # statistics that were taken while their sum was made
 
@@ -89,12 +106,13 @@ class GradReduce:
                 return
         while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
             bucket = len(self._pending)
-            half_grads, grad_shard = self._half_grads.flat[bucket], self.grad_shards[bucket]
+            half_grads, own_sum = self._half_grads.flat[bucket], self._sums[bucket]
             # A backend whose scratch buffers are all in use finishes an earlier bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
-                use = None if grad_shard.dtype == half_grads.dtype else partial(self._sum, bucket)
-                self._pending.append(self._collectives[bucket].reduce_scatter(half_grads, grad_shard, use))
-                self._clock.watch("reduce_scatter", bucket, self._pending[-1])
+                use = None if own_sum.dtype == half_grads.dtype else partial(self._sum, bucket)
+                pending = self._collectives[bucket].reduce_scatter(half_grads, own_sum, use)
+                self._clock.watch("reduce_scatter", bucket, pending)
+                self._pending.append(Pending(then=partial(self._add, bucket, pending)) if self._totals else pending)
                 if not self._overlap:
                     self.wait(bucket)
                 elif bucket:
@@ -109,8 +127,20 @@ class GradReduce:
 
     def rows(self, bucket: int) -> Tensor:
         """Return the `row_stats` of a part that `wait` has given: FP32 (2, rows)."""
-        rows = self._rows.get(bucket)
+        rows = None if self._totals else self._rows.get(bucket)
         return self._row_stats.of_shard(self.grad_shards[bucket]) if rows is None else rows
+
+    @property
+    def takes_each(self) -> bool:
+        """Whether every micro-batch's gradients are reduced by themselves."""
+        return bool(self._totals)
+
+    def end_micro_batch(self, ends: bool) -> None:
+        """Start what is left: backward is over. `ends`: the step, too; else the next micro-batch's buckets come."""
+        self.launch()
+        if not ends:
+            self._land()
+            self._is_first = False
 
     def reset(self) -> None:
         """Expect the next step's buckets: the step has used all sums, or its backward has failed.
@@ -118,13 +148,22 @@ class GradReduce:
         What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
         over the gradients of the next attempt.
         """
+        self._land()
+        self._is_first = True
+        self._rows.clear()
+
+    def _land(self) -> None:
         for pending in self._pending:
             pending.wait()
         for bucket in range(len(self._full)):
             self._half_grads.free(bucket)
         self._full = [False] * len(self._full)
         self._pending.clear()
-        self._rows.clear()
 
     def _sum(self, bucket: int, parts: Tensor) -> None:
-        self._rows[bucket] = self._row_stats.of_sum(parts, self.grad_shards[bucket])
+        self._rows[bucket] = self._row_stats.of_sum(parts, self._sums[bucket])
+
+    def _add(self, bucket: int, pending: Pending) -> None:
+        pending.wait()
+        total, own_sum = self._totals[bucket], self._sums[bucket]
+        _ = total.copy_(own_sum) if self._is_first else total.add_(own_sum)

@@ -79,8 +79,9 @@ class ParamGather:
         self.wait_all()
         return nullcontext()
 
-    def require_passing(self, call: str) -> None:
-        """Nothing comes or goes that `call` could disturb."""
+    def leave(self, call: str) -> None:
+        """Await all, since `call` is about to write them."""
+        self.wait_all()
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""

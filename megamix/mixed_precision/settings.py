@@ -108,10 +108,15 @@ class Sharding:
     # For the owners of parameters: who adds an axis says how their sums travel over it.
     collectives: MakeCollectives = make_collectives
     shard: Shard = "states"
+    # Who adds up a step's micro-batches: each rank its own, before they are reduced once; or the owner, in FP32, each
+    # one's sum over the ranks, so that no rank keeps gradients from one to the next.
+    accumulate: Literal["local", "owner"] = "local"
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
             raise ValueError(f"sharding.shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
+        if self.accumulate not in ("local", "owner"):
+            raise ValueError(f"sharding.accumulate must be one of local, owner, got {self.accumulate!r}")
         if self.shard == "parameters" and not self.units:
             raise ValueError(
                 'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '

@@ -99,10 +99,11 @@ class UnitGather:
             self._is_whole = False
             self._free(self._units)
 
-    def require_passing(self, call: str) -> None:
-        """Raises: RuntimeError inside `whole`, whose parameters would be those of before."""
+    def leave(self, call: str) -> None:
+        """Free all, since `call` is about to write the shards. Raises: RuntimeError inside `whole`."""
         if self._is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
+        self.wait_all()
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:

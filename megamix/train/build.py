@@ -109,6 +109,7 @@ def build_engine(
             overlap=config.parallelism.overlap,
             placements=placements or {},
             shard=config.parallelism.shard,
+            accumulate=config.parallelism.accumulate,
         ),
         clip_grad=config.optimizer.clip_grad,
         grad_accum_steps=grad_accum_steps,

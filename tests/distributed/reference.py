@@ -29,10 +29,11 @@ def train_reference(
     model: nn.Module,
     loss_of: Callable[[nn.Module, int, int, int], Tensor],  # model, step, rank, micro-batch
     optimizer: Optimizer,
-    settings: Any,  # steps, dp_size, micro_batches, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
+    settings: Any,  # steps, dp_size, micro_batches, accumulate, dtype, grad_dtype, reduce_dtype, loss_scale, clip_grad
 ) -> Reference:
     """Each rank's micro-batches are added in order in the gradient's dtype, then the ranks' sums in FP32, rounded
-    once unless the sum stays in FP32.
+    once unless the sum stays in FP32. With `accumulate` "owner" that is done for each micro-batch, and these are added
+    in FP32.
     """
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     # Padded, since a fused kernel's scalar tail rounds otherwise than its vector body, and a row of the norm has 64
@@ -45,24 +46,28 @@ def train_reference(
     for step in range(settings.steps):
         for name, param in params.items():
             param.data = masters[name][: param.numel()].view(param.shape).to(settings.dtype)
-        rank_sums, losses = [], []
+        # By what is summed over the ranks at a time: all micro-batches, or each one; by rank and name.
+        turns = dict[int, dict[int, dict[str, Tensor]]]()
+        losses = []
         for rank in range(settings.dp_size):
-            sums: dict[str, Tensor] = {}
             for micro_batch in range(settings.micro_batches(step, rank)):
                 loss = loss_of(model, step, rank, micro_batch).float()
                 losses.append(loss.item())
                 grads = torch.autograd.grad(loss * settings.loss_scale, list(params.values()), allow_unused=True)
+                turn = turns.setdefault(micro_batch if settings.accumulate == "owner" else 0, {})
+                sums = turn.setdefault(rank, {})
                 for name, grad in zip(params, grads, strict=True):
                     if grad is not None:
                         grad = grad.to(settings.grad_dtype)
                         sums[name] = sums[name] + grad if name in sums else grad
-            rank_sums.append(sums)
         total = {}
         for name, param in params.items():
             zeros = torch.zeros_like(param, dtype=settings.grad_dtype)
-            total[name] = sum(sums.get(name, zeros).float() for sums in rank_sums)
-            if settings.reduce_dtype != "half_fp32_sum":
-                total[name] = total[name].to(settings.grad_dtype).float()
+            parts = []
+            for turn in turns.values():
+                part = sum(turn[rank].get(name, zeros).float() for rank in range(settings.dp_size))
+                parts.append(part if settings.reduce_dtype == "half_fp32_sum" else part.to(settings.grad_dtype).float())
+            total[name] = sum(parts[1:], start=parts[0])
             total[name] = F.pad(total[name].flatten(), (0, -param.numel() % 64))
         divisor = settings.loss_scale * len(losses)
         rows = torch.cat([grad.view(-1, 64).square().sum(1) for grad in total.values()])

@@ -51,6 +51,8 @@ class Case:
     units: bool = True
     recompute: bool = False
     flavours: str = "all"  # which blocks a rank's batch runs: "all", or "differ" between ranks
+    shard: str = "states"
+    accumulate: str = "local"
     ends: str = "full"  # a step's micro-batches: "full", grad_accum_steps; "short", 1 to that, by step and rank
     steps: int = 4
 
@@ -106,11 +108,15 @@ def run_engine(
 ) -> tuple[ShardedEngine, list[list[float]], list[float]]:
     model = make_model(case.tied, case.recompute)
     scale = StaticLossScale(case.loss_scale)
+    sharding = Sharding(
+        [*model.blocks] if case.units else [], Topology.current(group), case.bucket_size, case.overlap,
+        shard=case.shard, accumulate=case.accumulate,
+    )  # fmt: skip
     engine = ShardedEngine(
         model,
         OPTIMIZERS[case.optimizer],
         Precision(case.dtype, case.grad_dtype, scale, case.reduce_dtype),
-        Sharding([*model.blocks] if case.units else [], Topology.current(group), case.bucket_size, case.overlap),
+        sharding,
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
@@ -148,6 +154,8 @@ def differences(
     reference = reference or plain_loop(case)
     rank, dp_size = engine.topology.dp.rank, case.dp_size
     wrong = []
+    with engine.whole_parameters():
+        halves = [flat.cpu().clone() for flat in engine.half_params.flat]
     for index, bucket in enumerate(engine.layout.buckets):
         kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}
         own = {
@@ -163,7 +171,7 @@ def differences(
                 if not torch.equal(mine, full.view(dp_size, -1)[rank]):
                     gap = (mine - full.view(dp_size, -1)[rank]).abs().max()
                     wrong.append(f"{kind} {number} of bucket {index}: off by up to {gap:.3g}")
-                if kind == "master" and not torch.equal(engine.half_params.flat[index].cpu(), full.to(case.dtype)):
+                if kind == "master" and not torch.equal(halves[index], full.to(case.dtype)):
                     wrong.append(f"half parameters of bucket {index}")
     want_losses = []
     for step, all_ranks in enumerate(reference.losses):
@@ -176,7 +184,7 @@ def differences(
     return [f"{case}: {what}" for what in wrong]
 
 
-def _check_cases(cases: list[Case]) -> list[str]:
+def check_cases(cases: list[Case]) -> list[str]:
     """Each rank trains some of the references and tells them to all: they are the same on each."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if cases[0].dp_size > 1 else (0, 1)
     references = {number: plain_loop(case) for number, case in enumerate(cases) if number % size == rank}
@@ -193,12 +201,12 @@ def _check_cases(cases: list[Case]) -> list[str]:
 @pytest.mark.parametrize("dp_size", [2, 3, 4, 8])
 def test_many_ranks_equal_the_plain_loop(run_ranks, dp_size: int) -> None:
     count = ({2: 400, 3: 100, 4: 100, 8: 60} if FULL else {2: 12, 3: 4, 4: 6, 8: 4})[dp_size]
-    wrong = run_ranks(_check_cases, dp_size, _cases(dp_size, count)[:count], deadline_s=900.0)
+    wrong = run_ranks(check_cases, dp_size, _cases(dp_size, count)[:count], deadline_s=900.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
 
 
 def test_one_process_equals_the_plain_loop() -> None:
-    wrong = _check_cases(_cases(1, 200 if FULL else 12))
+    wrong = check_cases(_cases(1, 200 if FULL else 12))
     assert not wrong, "\n".join(wrong[:5])
 
 

@@ -47,7 +47,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
     shards = [buffers.sum_place(bucket, own, sum_dtype) for bucket, own in enumerate(wires)]
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
-    reduce = GradReduce(buffers, shards, stats, wires, overlap=True, clock=Clock(cpu))
+    reduce = GradReduce(buffers, shards, [], stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):
@@ -112,7 +112,7 @@ def _train_where_every_sum_exceeds_fp16(reduce_dtype: str) -> tuple[list[bool], 
 def test_a_sum_that_fp16_cannot_hold_is_no_overflow_and_equals_the_reference(run_ranks) -> None:
     settings = SimpleNamespace(
         steps=3, dp_size=2, micro_batches=lambda step, rank: 1, dtype=torch.float16, grad_dtype=torch.float16,
-        reduce_dtype="half_fp32_sum", loss_scale=1.0, clip_grad=0.5,
+        reduce_dtype="half_fp32_sum", accumulate="local", loss_scale=1.0, clip_grad=0.5,
     )  # fmt: skip
     want = train_reference(_Slope(), _steep, AdamW(lr=0.1), settings)
     for found_inf, norms, weight in run_ranks(_train_where_every_sum_exceeds_fp16, 2, "half_fp32_sum"):

@@ -23,8 +23,9 @@ from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.optimizers import MASTER
 from tests.conftest import FULL
+from tests.distributed import test_equals_reference as plain
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
-from tests.distributed.test_equals_reference import OPTIMIZERS
+from tests.distributed.test_equals_reference import OPTIMIZERS, check_cases
 
 pytestmark = pytest.mark.uncounted
 
@@ -194,6 +195,30 @@ def test_ranks_compute_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> Non
 def test_one_rank_computes_the_bits_of_the_kept_copy() -> None:
     cases = _cases(1, COUNTS[1])
     _check(cases, [_both(cases, False)])
+
+
+def _added_by_owners(seed: int, dp_size: int, count: int) -> list[plain.Case]:
+    rng = random.Random(seed)
+    return [
+        plain.Case(
+            *rng.choice(plain.AXES["dtypes"]), dp_size=dp_size, shard=rng.choice(["states", *SHARDS]),
+            accumulate="owner", optimizer=rng.choice([*OPTIMIZERS]), bucket_size=rng.choice([1111, 10**9]),
+            overlap=rng.random() < 0.5, grad_accum_steps=rng.choice([1, 2, 3]), clip_grad=rng.choice([0.0, 0.05]),
+            tied=rng.random() < 0.5, recompute=rng.random() < 0.5,
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_micro_batches_that_owners_add_up_equal_a_plain_loop(run_ranks, dp_size: int) -> None:
+    cases = _added_by_owners(dp_size, dp_size, 40 if FULL else 8)
+    wrong = run_ranks(check_cases, dp_size, cases, deadline_s=600.0)
+    assert not any(wrong), "\n".join(sum(wrong, [])[:5])
+
+
+def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does() -> None:
+    assert check_cases(_added_by_owners(1, 1, 20 if FULL else 8)) == []
 
 
 def _engine(shard: str = "parameters", group: dist.ProcessGroup | None = None, **settings: bool) -> ShardedEngine:

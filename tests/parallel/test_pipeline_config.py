@@ -42,6 +42,18 @@ def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **tr
             'pp_schedule: got "interleaved_zero_bubble", which splits backward in two, and that of compiled blocks '
             '(model.compile = true) cannot be; write pp_schedule = "interleaved_1f1b", or compile = false',
         ),
+        (
+            {"shard": "parameters"},
+            {},
+            'shard: got "parameters" with pp_size 2, but a pipeline would gather each stage twice for every micro-batch; '
+            'write shard = "gradients", or pp_size = 1',
+        ),
+        (
+            {"accumulate": "owner"},
+            {},
+            'accumulate: got "owner" with pp_size 2, whose stages have several micro-batches under way at a time; '
+            'write accumulate = "local", or pp_size = 1',
+        ),
     ],
 )
 def test_what_a_schedule_cannot_run_is_refused(parallelism: dict[str, Any], model: dict[str, Any], wrong: str) -> None:
