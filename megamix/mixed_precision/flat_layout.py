@@ -182,29 +182,27 @@ class FlatLayout:
         """
         return self.padded_numel * (half_bytes + grad_bytes) + self.owned_numel * 4 + state_bytes
 
-    def passing_grads(self, grad_bytes: int) -> int:
-        """Return the most bytes of gradients at a time, where a bucket's come with its first one and go with its sum:
-        one bucket is filled while the one before it travels.
+    def passing_grads(self, grad_bytes: int) -> list[int]:
+        """Return the bytes of gradients while backward fills each bucket, where a bucket's come with its first one and
+        go with its sum: the bucket before it travels meanwhile.
         """
         numels = [0, *(bucket.padded_numel for bucket in self.buckets)]
-        return grad_bytes * max(map(sum, pairwise(numels)))
+        return [grad_bytes * sum(pair) for pair in pairwise(numels)]
 
-    def passing_bytes(self, half_bytes: int, grad_bytes: int) -> int:
-        """Return the most bytes of gradients and half parameters at a time, where the latter come and go by units, too:
-        the root's, those of the unit that computes, and of the next one that backward comes to.
+    def passing_params(self, half_bytes: int) -> list[int]:
+        """Return the bytes of half parameters while backward fills each bucket, where they come and go by units: the
+        root's, those of the unit that computes, and of the next one that backward comes to.
         """
         by_unit: dict[int, int] = {0: 0}
         for bucket in self.buckets:
             by_unit[bucket.unit] = by_unit.get(bucket.unit, 0) + bucket.padded_numel
         root, order = by_unit.pop(0), [*by_unit]
-        peak, unit, before = 0, 0, 0
+        found, pair = [], slice(0)
         for bucket in self.buckets:
-            unit = bucket.unit or unit
-            place = order.index(unit) if unit else -1
-            there = sum(by_unit[one] for one in order[place : place + 2]) if unit else 0
-            grads = (bucket.padded_numel + before) * grad_bytes
-            peak, before = max(peak, (root + there) * half_bytes + grads), bucket.padded_numel
-        return peak
+            if bucket.unit:
+                pair = slice(place := order.index(bucket.unit), place + 2)
+            found.append(half_bytes * (root + sum(by_unit[unit] for unit in order[pair])))
+        return found
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:

@@ -41,7 +41,8 @@ class Activations:
     blocks: int  # at the peak: what all blocks keep from forward to backward
     others: int  # likewise the rest: embedding, norm, head and loss, and the batch
     forward: int  # the most that lives at once until the loss is there
-    backward: int  # and after it
+    backward: int  # and after it, until backward has left the blocks
+    end: int  # and after that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +90,16 @@ class StageMemory:
     blocks: int = 0  # kept by the blocks from forward to backward
     kept: int = 0  # by all, with the output
     forward: int = 0
-    backward: int = 0
-    backward_end: int = 0  # its end, when nothing of the blocks is kept any more
+    backward_blocks: int = 0
+    backward_end: int = 0  # the rest of it, when nothing of the blocks is kept any more
     # Of a backward in two halves: the most of each, and what is kept between them.
     input: int = 0
     between: int = 0
     weight: int = 0
+
+    @property
+    def backward(self) -> int:
+        return max(self.backward_blocks, self.backward_end)
 
 
 def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
@@ -115,7 +120,6 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
             added = getattr(twice[kind], name) - getattr(one, name)
             setattr(found, name, getattr(found, name) + (count - 1) * added)
         found.blocks += count * (twice[kind].kept - one.kept)
-    found.backward = max(found.backward, found.backward_end)
     return found
 
 
@@ -152,7 +156,7 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
                 _trace_halves(stage, run, x, grads, meter, found)
 
             def blocks_are_done() -> None:
-                found.backward = max(found.backward, meter.peak())
+                found.backward_blocks = max(found.backward_blocks, meter.peak())
 
             stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
             meter.peak()
@@ -162,7 +166,7 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
             torch.autograd.backward(out, grads or torch.empty_like(out))
             found.backward_end = meter.peak()
     if not halves:
-        found.input, found.between, found.weight = found.kept, found.kept, max(found.backward, found.backward_end)
+        found.input, found.between, found.weight = found.kept, found.kept, found.backward
     return found
 
 

@@ -16,7 +16,7 @@ import torch
 from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout
 from megamix.mixed_precision.optimizers import UpdateGroup
-from megamix.mixed_precision.settings import Precision
+from megamix.mixed_precision.settings import Precision, Shard
 
 _FP32 = 4
 _FP64 = 8
@@ -30,8 +30,16 @@ class EngineMemory:
     held: dict[str, int]  # by category
     tables: int  # borders of the pieces, learning rates
 
+    # What comes and goes: half parameters and gradients while backward fills each bucket, what of both is there when it
+    # has ended, and the gradients of micro-batches before the last one.
+    passing_params: list[int]
+    passing_grads: list[int]
+    left_params: int
+    left_grads: int
+    accumulated: int
+
     fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
-    trial: int  # of the compiler, when the engine is built
+    building: int  # while the engine is built, beside what it has by then
     reduce: int
     statistics: int
     update: int
@@ -39,7 +47,8 @@ class EngineMemory:
 
 def engine_memory(
     layout: FlatLayout, precision: Precision, groups: Sequence[UpdateGroup], *,
-    num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool, shards: Sequence[int] | None = None,
+    shard: Shard, grad_accum_steps: int, num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool,
+    shards: Sequence[int] | None = None,
 ) -> EngineMemory:  # fmt: skip
     """Count for the rank with the most pieces: all ranks hold the same, but for the tables and for states that not all
     parameters have. Of these the most are counted, or those of a rank's own shards, by axis. `num_updates`: entries of
@@ -60,23 +69,35 @@ def engine_memory(
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
-    trial = tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
+    trial = 0 if by_torch else tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
     piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
+    grads_pass, params_pass = shard != "states", shard == "parameters"
+    all_grads, nothing = layout.padded_numel * grad.itemsize, [0] * len(layout.buckets)
+    # Those of several micro-batches stay until the last one.
+    accumulated = all_grads if grads_pass and grad_accum_steps > 1 else 0
+    root = sum(bucket.padded_numel for bucket in layout.buckets if bucket.unit == 0)
+    sums = sum(bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets)
+    # A bucket has memory before all sums have: its weights, as they come, or its gradients.
+    first = grads_pass * layout.largest_bucket * max(params_pass * half, grad.itemsize) - sums
     # Of a piece: its gradient and its half states, in FP32.
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
         held={
-            "half parameters": layout.padded_numel * half,
-            "half gradients": layout.padded_numel * grad.itemsize,
+            "half parameters": (owned if params_pass else layout.padded_numel) * half,
+            "half gradients": sums if grads_pass else all_grads,
             "FP32 masters": owned * _FP32,
             "optimizer states": state_bytes,
-            "exchange scratch": (1 + on_gpu)
-            * sum(scratch.values())
-            * grad.itemsize,  # where other ranks' parts of a bucket arrive
+            # Where other ranks' parts of a bucket arrive.
+            "exchange scratch": (1 + on_gpu) * sum(scratch.values()) * grad.itemsize,
         },
         tables=_INT64 * borders + _FP32 * num_updates,
+        passing_params=layout.passing_params(half) if params_pass else nothing,
+        passing_grads=[max(accumulated, grads_pass * size) for size in layout.passing_grads(grad.itemsize)],
+        left_params=params_pass * root * half,
+        left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize,
+        accumulated=accumulated,
         fp32_bucket=_FP32 * layout.largest_bucket,
-        trial=0 if by_torch else trial,
+        building=max(trial, first),
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
         statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),

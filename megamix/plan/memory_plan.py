@@ -13,7 +13,7 @@ from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
@@ -83,6 +83,7 @@ def plan_rank(
     stages = plan_pipeline(config) if stages is None else stages
     part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
     activations = _activations(part)
+    passes = _passes(part, activations)
     evaluates = config.data.valid is not None or config.data.split is not None
     if part.pipeline is not None and evaluates:
         part.held[EVALUATION] = part.pipeline.evaluation_buffers()
@@ -95,16 +96,10 @@ def plan_rank(
         micro_batch_size=config.training.micro_batch_size,
         grad_accum_steps=grad_accum_steps(config, dp_size),
         parameters=part.weights // FP32,
-        buckets=part.buckets,
+        buckets=len(part.layout.buckets),
         held=part.held,
-        in_step={
-            "activations of the blocks": activations.blocks,
-            "of embedding, norm, head and loss": activations.others,
-            "scratch of single operations": max(
-                0, max(activations.forward, activations.backward) - activations.blocks - activations.others
-            ),
-        },
-        phases=_phases(part, activations),
+        in_step=_in_step(passes, activations),
+        phases=_phases(part, passes),
         host=_host(config, part),
     )
 
@@ -121,7 +116,7 @@ class _RankPart(NamedTuple):
     """A rank's part of the model, and the engine that will train it."""
 
     engine: EngineMemory
-    buckets: int
+    layout: FlatLayout
     weights: int  # bytes in FP32, without padding
     held: dict[str, int]
     work: TracedWork
@@ -136,12 +131,15 @@ def _plan_part(
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    specs, groups, axes = describe_params(module, optimizer, topology, Sharding(placements=placements))
+    sharding = Sharding(module.units, placements=placements, shard=section.shard)
+    specs, groups, axes = describe_params(module, optimizer, topology, sharding)
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     engine = engine_memory(
         layout,
         precision,
         groups,
+        shard=section.shard,
+        grad_accum_steps=grad_accum_steps(config, dp_size),
         num_ranks=topology.world.size,
         num_updates=training.steps,
         on_gpu=machine == "gpu",
@@ -165,25 +163,59 @@ def _plan_part(
         micro_batches = grad_accum_steps(config, dp_size)
         pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
         held[PIPELINE] = pipeline.held_buffers()
-    return _RankPart(engine, len(layout.buckets), FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
+    return _RankPart(engine, layout, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
 
 
 def _activations(part: _RankPart) -> Activations:
     if part.pipeline is not None:
         return part.pipeline.activations()
     whole, batch = trace_stage(part.work, range(part.work.model.num_layers)), part.work.batch_bytes
-    return Activations(whole.blocks, whole.kept - whole.blocks + batch, whole.forward + batch, whole.backward + batch)
+    most = (size + batch for size in (whole.forward, whole.backward_blocks, whole.backward_end))
+    return Activations(whole.blocks, whole.kept - whole.blocks + batch, *most)
 
 
-def _phases(part: _RankPart, activations: Activations) -> dict[str, int]:
+class _Pass(NamedTuple):
+    """Bytes at the most of forward, of backward through the blocks, or of the rest of it."""
+
+    activations: int
+    params: int  # halves that come and go
+    grads: int
+
+
+def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
+    params, grads, buckets = part.engine.passing_params, part.engine.passing_grads, part.layout.buckets
+    of_blocks = [bucket.unit > 0 and bucket.slots[0].spec.name.startswith("blocks.") for bucket in buckets]
+    end = len(buckets) - of_blocks[::-1].index(True) if any(of_blocks) else len(buckets)
+    through = [*zip(params, grads, strict=True)]
+    return {
+        "forward": _Pass(activations.forward, max(params), part.engine.accumulated),  # two units have memory here, too
+        "backward": _Pass(activations.backward, *max(through[:end], key=sum)),
+        "end": _Pass(activations.end, *max(through[end:], key=sum, default=(0, 0))),
+    }
+
+
+def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:
+    name = max(passes, key=lambda name: sum(passes[name]))
+    most, blocks = passes[name], 0 if name == "end" else activations.blocks
+    others = min(activations.others, most.activations - blocks)
+    return {
+        "activations of the blocks": blocks,
+        "of embedding, norm, head and loss": others,
+        "scratch of single operations": most.activations - blocks - others,
+        "half parameters while units compute": most.params,
+        "half gradients until they are summed": most.grads,
+    }
+
+
+def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
-        "build": held - later + engine.trial,
-        "forward": held + activations.forward,
-        "backward": held + max(activations.backward, engine.reduce),
-        "statistics": held + max(engine.statistics, engine.reduce),
+        "build": held - later + engine.building,
+        "forward": held + sum(passes["forward"]),
+        "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
+        "statistics": held + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
         "update": held + engine.update,
         "final weights": held + engine.fp32_bucket,
     }

@@ -111,7 +111,8 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
     grad_bytes = precision.sum_dtype(dp_size).itemsize
     halves = layout.padded_numel if shard == "gradients" else layout.owned_numel
     resident = 2 * halves + layout.owned_numel * (grad_bytes + 12) + scratch
-    peak = layout.passing_grads(2) if shard == "gradients" else layout.passing_bytes(2, 2)
+    passing, halves = layout.passing_grads(2), layout.passing_params(2)
+    peak = max(passing) if shard == "gradients" else max(map(sum, zip(passing, halves, strict=True)))
     return tracker.live_bytes - _named(engine), resident, max(seen), peak
 
 

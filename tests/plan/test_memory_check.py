@@ -68,7 +68,7 @@ def _held_on_a_mesh(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     )
     accumulation = grad_accum_steps(config, topology.dp.size)
     engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, undrawn)
-    held = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held_by(engine).items()}
+    held = held_by(engine)
     planned, _ = memory_plan.held_memory(config, topology.dp.size, topology.world.rank, "cpu")
     return {name: planned[name] for name in held}, held
 

@@ -1,8 +1,10 @@
-"""Memory that is planned is memory that ranks of five layouts hold: parameters, gradients, states and buckets to the
-byte, each phase's peak within 5 %.
+"""Memory that is planned is memory that ranks of five layouts and every `shard` hold: parameters, gradients,
+states and buckets to the byte, each phase's peak within 5 %.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ GPT = {
     "norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True, "hidden_size": 64,
     "vocab_size": 2048,
 }  # fmt: skip
+LARGE = {"tie_embeddings": False, "num_layers": 4, "vocab_size": 2048}
 CONFIGS = {  # the layout, and what is not as in BASE
     "gpt bf16, two ranks": ("dp2", {"model": GPT, "precision": {"dtype": "bf16"}}),
     "llama with few kv heads, untied, fp32 sums, divided": (
@@ -78,6 +81,31 @@ CONFIGS = {  # the layout, and what is not as in BASE
         {"model": {**GPT, "num_layers": 6}, "parallelism": _pipeline("zbv_zero_bubble")},
     ),
 }
+SHARDED = {  # with the micro-batches of a step: gradients of one alone come and go
+    "gradients, fp32 sums": (
+        "dp2", {"precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "gradients"}}, 1,
+    ),
+    "parameters, untied": ("dp2", {"model": LARGE, "parallelism": {"shard": "parameters"}}, 1),
+    "parameters, gpt bf16, full recompute": (
+        "dp2",
+        {"model": GPT | {"recompute": "full"}, "precision": {"dtype": "bf16"},
+         "parallelism": {"shard": "parameters", "bucket_size": 20_000}},
+        1,
+    ),
+    "parameters, gradients kept over micro-batches": ("dp2", {"parallelism": {"shard": "parameters"}}, 3),
+}  # fmt: skip
+MORE_SHARDED = {
+    "gradients, fp32": (
+        "dp2", {"precision": {"dtype": "fp32"}, "model": LARGE, "parallelism": {"shard": "gradients"}}, 1,
+    ),
+    "gradients, two stages": ("dp2pp2", {"model": GPT, "parallelism": {"shard": "gradients"}}, 4),
+    "parameters, divided": ("dp2tp2", {"model": LARGE, "parallelism": {"shard": "parameters"}}, 1),
+    "parameters, one rank, fp32 sums": (
+        "dp1",
+        {"model": LARGE, "precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "parameters"}},
+        1,
+    ),
+}  # fmt: skip
 MORE = {
     "llama fp16, one rank": ("dp1", {}),
     "llama, full recompute, divided": ("tp2", {"model": {"recompute": "full"}}),
@@ -93,17 +121,25 @@ MORE = {
     "four stages": ("pp4", {"model": {"num_layers": 5}}),
     "four on a V": ("pp4", {"model": {"num_layers": 9}, "parallelism": _pipeline("zbv_zero_bubble", 4)}),
 }  # fmt: skip
+ALL = CONFIGS | MORE | SHARDED | MORE_SHARDED
 
 
-def held_by(engine: ShardedEngine) -> dict[str, list[Tensor]]:
-    """What an engine holds between steps, by the plan's categories."""
-    return {
-        "half parameters": engine.half_params.flat,
-        "half gradients": engine.half_grads.flat,
+def held_by(engine: ShardedEngine) -> dict[str, int]:
+    """Bytes of what an engine holds between steps, by the plan's categories."""
+    held = {
+        "half parameters": [*engine.half_params.flat, *engine.half_params.shards],
+        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce.grad_shards],
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
         "exchange scratch": [one for own in {*engine.bucket_collectives} if own.axis.size > 1 for one in own.scratch],
     }
+    return {name: bytes_of(tensors) for name, tensors in held.items()}
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Each storage once, as large as it is now."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]:
@@ -118,6 +154,7 @@ def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]
 
         def ends(phase: str) -> None:
             phases[phase] = max(phases.get(phase, 0), tracker.peak_bytes)
+            tracker._recount()
             tracker.peak_bytes = tracker.live_bytes
 
         model, placements = build_model(
@@ -125,7 +162,7 @@ def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]
         )
         accumulation = grad_accum_steps(config, topology.dp.size)
         fill = drawn(model, seed=0)
-        engine = build_engine(config, model, [*model.blocks], accumulation, topology, placements, fill)
+        engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
         passes = build_passes(config, engine, model, stages)
         ends("build")
         for _ in range(2):
@@ -134,10 +171,10 @@ def _measured(config: Config) -> tuple[int, dict[str, int], dict[str, int], int]
             engine.step()
             ends("step")
         engine.wait()
+        tracker._recount()
         live = tracker.live_bytes
-    held = held_by(engine) | {"model buffers": [*model.buffers()]}
-    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()}
-    return topology.pp.rank, sizes, phases, live
+    held = held_by(engine) | {"model buffers": bytes_of(model.buffers())}
+    return topology.pp.rank, held, phases, live
 
 
 def _batch(config: Config) -> MicroBatch:
@@ -147,11 +184,11 @@ def _batch(config: Config) -> MicroBatch:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("name", {**CONFIGS, **MORE} if FULL else CONFIGS)
+@pytest.mark.parametrize("name", ALL if FULL else CONFIGS | SHARDED)
 def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
-    layout_name, sections = (CONFIGS | MORE)[name]
+    layout_name, sections, *given = ALL[name]
     layout = parse_layout(layout_name)
-    config = layout.apply(_config(**sections), 4 if FULL else 2)
+    config = layout.apply(_config(**sections), *given or [4 if FULL else 2])
     size = layout.world_size
     ranks = [_measured(config)] if size == 1 else run_ranks(_measured, size, config)
     for pp_rank, held, phases, live in ranks:
