@@ -52,7 +52,8 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
         f'checkpoint.folder="{tmp_path / "run"}"',
     ]
     if not FULL:
-        overrides += ["training.micro_batch_size=2", "training.global_batch_size=4", "model.num_layers=2"]
+        overrides += ["training.micro_batch_size=2", "training.global_batch_size=4"]
+        overrides += ["model.num_layers=2", "model.seq_len=64"]
     result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
     assert result.returncode == 0, result.stderr
     assert "2 rank(s)" in result.stdout

@@ -1,11 +1,14 @@
 """Every command of README.md's jobs, and every command, file and line of Python of docs/start_to_end.md, runs in order
 in a copy of the repository with nothing on PATH but Python: texts, training, resume, evaluation, export, import.
 
---full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts.
+--full installs into the copy, runs the quickstart as it is, and each command as the program that a user starts. Else
+README's training is the one that the script and torchrun start, and its `doctor` measures nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import re
@@ -13,12 +16,17 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megamix.cli import main
+from megamix.config import load_config
+from megamix.doctor import command as doctor
 from tests.conftest import FULL
+from tests.train.jobs import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start_to_end.md").read_text(encoding="utf-8")
@@ -52,8 +60,8 @@ def _small(page: str, smaller: dict[str, str]) -> str:
 class Clone:
     """A folder with the repository's files as they are now, and a shell that finds Python in it and nothing of ours."""
 
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "megamix"
+    def __init__(self, folder: Path, run_ranks: Callable[..., list[Any]]) -> None:
+        self.root, self.run_ranks = folder / "megamix", run_ranks
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, listed.stdout.split("\0")):
             if (ROOT / name).is_file():  # a file may be deleted and not yet committed
@@ -81,21 +89,33 @@ class Clone:
         return done.stdout
 
     def run(self, command: str, capsys: pytest.CaptureFixture[str]) -> str:
-        """Run a line of a page and return what it prints; unless --full a verb of megamix in this process, for every
-        new one imports torch anew.
+        """Run a line of a page and return what it prints; unless --full a verb of megamix, and a job on two ranks, in
+        processes that are there: every new one imports torch anew.
         """
         if FULL:
             return self.bash(f". .venv/bin/activate\n{command}")
         words = shlex.split(command, comments=True)
+        if words[:2] == ["NPROC_PER_NODE=2", "launch/pretrain.sh"]:
+            said: str = self.run_ranks(_train, 2, self.root, *words[2:])[0]
+            return said
+        if words[0] == "./launch/pretrain.sh" and words[-1] == "--check":
+            words = ["megamix", "train", *words[1:]]
         if words[0] != "megamix":
             return self.bash(command)
         assert main(words[1:]) == 0, command
         return capsys.readouterr().out
 
 
+def _train(root: Path, config: str, *overrides: str) -> str:
+    """Train on this rank by a file of the copy. Return what is said."""
+    with contextlib.chdir(root), contextlib.redirect_stdout(io.StringIO()) as said:
+        run_on_ranks(load_config(Path(config), overrides))
+    return said.getvalue()
+
+
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
-    return Clone(tmp_path_factory.mktemp("clone"))
+def clone(tmp_path_factory: pytest.TempPathFactory, run_ranks: Callable[..., list[Any]]) -> Clone:
+    return Clone(tmp_path_factory.mktemp("clone"), run_ranks)
 
 
 @pytest.mark.uncounted
@@ -171,6 +191,8 @@ def test_every_command_of_the_readme_runs(
     clone: Clone, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(clone.root)
+    if not FULL:
+        monkeypatch.setattr(doctor, "CPU_LIMIT_S", 0.0)  # what it measures is tested in tests/doctor and tests/gpu
     config = _small(Path("configs/quickstart.toml").read_text(encoding="utf-8"), CONFIG_SMALLER)
     Path("small.toml").write_text(config, encoding="utf-8")
     Path("my_texts").symlink_to("docs")
