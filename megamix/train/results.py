@@ -24,6 +24,8 @@ from megamix.supervise.console import Console
 from megamix.train import run_folder
 from megamix.train.metrics import MetricsWriter
 
+SAMPLE_TOKENS = 128
+
 
 def write_results(
     config: Config, engine: ShardedEngine, console: Console, gave_up: GaveUpError | None, writer: MetricsWriter | None
@@ -51,7 +53,7 @@ def write_results(
         if first or (topology.pp.size == 1 and topology.data.rank == 0):  # those that divide layers compute together
             assert isinstance(model, Decoder)
             model.eval()  # else units would drop out
-            sampling = Sampling(max_new_tokens=128, seed=config.training.seed)
+            sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
             tokenizer = open_tokenizer(Path(config.data.tokenizer))
             text = sample_text(model, tokenizer, config.metrics.sample_prompt, sampling)
             if writer is not None:

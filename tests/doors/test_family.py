@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, toy: ModuleType) -> Path:
     """With data, and the run of one process."""
     path = tmp_path_factory.mktemp("toy")
     write_data(path / "data", tokenizer=True)
-    run_job(_job(path, "alone"))
+    run_on_ranks(_job(path, "alone"))
     return path
 
 
