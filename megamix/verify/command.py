@@ -51,11 +51,9 @@ def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False
             # Ranks of one number serve all its layouts.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
             try:
-                verdict = verify_layout(config, layout, pool, bisect)
+                yield from _result(layout.name, verify_layout(config, layout, pool, bisect))
             except RankFailure as failure:
                 yield Failed(f"{layout.name:<14}fails\n{failure}")
-                continue
-            yield from _result(layout.name, verdict)
     finally:
         for pool in pools.values():
             pool.close()

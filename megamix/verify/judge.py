@@ -138,7 +138,8 @@ class _Judged:
         tp_size = config.parallelism.tp_size
         self.asked = AskedStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
-            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars), owners=after.owners_of(GRADIENT),
+            loss_scale=self.of["loss_scale"], earlier=earlier, ranks=len(scalars),
+            owners={name: after.owners[GRADIENT, name] for name in self.grads},
             tp_size=tp_size, replicated=self.grads.keys() - after.divided if tp_size > 1 else (),
         )  # fmt: skip
 

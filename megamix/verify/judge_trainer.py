@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from statistics import median
 from typing import Any
 
@@ -141,17 +142,14 @@ class _Judge:
 
     def _samples(self, verdict: Verdict, number: int, by_rank: Sequence[MicroBatches]) -> None:
         """Check that no micro-batch of a step is there twice."""
-        held: list[tuple[str, list[Any]]] = []
-        for rank, mine in enumerate(by_rank):
-            for at, batch in enumerate(mine):
-                where, parts = f"micro-batch {at} of rank {rank}", tree_leaves(moved(batch, torch.device("cpu")))
-                for other, theirs in held:
-                    twice = len(parts) == len(theirs) and all(
-                        isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
-                        for one, two in zip(parts, theirs, strict=True)
-                    )  # fmt: skip
-                    verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
-                held.append((where, parts))
+        all_parts = [(f"micro-batch {at} of rank {rank}", tree_leaves(moved(batch, torch.device("cpu"))))
+                     for rank, mine in enumerate(by_rank) for at, batch in enumerate(mine)]  # fmt: skip
+        for (other, theirs), (where, parts) in combinations(all_parts, 2):
+            twice = len(parts) == len(theirs) and all(
+                isinstance(one, Tensor) and isinstance(two, Tensor) and torch.equal(one, two)
+                for one, two in zip(parts, theirs, strict=True)
+            )
+            verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
 
     def _loss(
         self, told: Sequence[Mapping[str, float]], asked: AskedStep, exact: Step, native: Step, noise: float

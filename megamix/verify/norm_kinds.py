@@ -16,29 +16,29 @@ def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", 
     that was clipped by it; `slack`: how far rounding may take its square, relative.
     """
     squares = {other: float(grad.square().sum()) for other, grad in grads.items()}
-    norm, ranks, numbers = norm_of(grads), len(asked.by_rank), len(asked.by_rank[0])
+    norm, numbers = norm_of(grads), {asked.ranks, len(asked.by_rank), len(asked.by_rank[0])}
     told = f"that of all gradients is {norm:.4g}"
+    sets = {f"group {group}": [other for other in squares if asked.groups.get(other) == group]
+            for group in sorted(set(asked.groups.values()))}  # fmt: skip
+    sets |= {"what tensor-parallel ranks replicate": [*asked.replicated]}
+    sums = {text: sum(map(squares.__getitem__, others)) for text, others in sets.items()}
+    sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
 
     def near(other: float) -> bool:
-        return abs(used / max(other, 1e-300) - 1) < 1e-3
+        return abs(used / max(other, 1e-300) - 1) < 100 * slack
 
     if asked.loss_scale != 1 and near(norm * asked.loss_scale):
         return f"{told}: of the gradient with the loss scale in it"
     if len(squares) > 1 and name and near(math.sqrt(squares[name])):
         return f"{told}: its own"
-    for group in sorted(set(asked.groups.values())):
-        if near(math.sqrt(sum(square for other, square in squares.items() if asked.groups.get(other) == group))):
-            return f"{told}: that of group {group} alone"
-    shards = {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
-    for text, square in shards.items():
+    for text, square in sums.items():
         if near(math.sqrt(square)):
             return f"{told}: that of {text} alone"
-    for times in sorted({asked.ranks, ranks, numbers} - {1}):
+    for times in sorted(numbers - {1}):
         for text, by in (("", float(times)), ("the root of ", math.sqrt(times))):
             if near(norm * by) or near(norm / by):
                 return f"{told}: {'times' if used > norm else 'over'} {text}{times}, the ranks or micro-batches"
-    replicated = {"what tensor-parallel ranks replicate": sum(squares[other] for other in asked.replicated)}
-    for other, square in (squares | shards | replicated).items():
+    for other, square in (squares | sums).items():
         for verb, more in (("leaves out", -1), ("counts twice", 1)):
             off = abs(used**2 - norm**2 - more * square)
             if square > 1e3 * slack * norm**2 and off < max(1e-3 * square, slack * norm**2):

@@ -200,9 +200,6 @@ class Whole:
     def of(self, state: str) -> dict[str, Tensor]:
         return {name: tensor for (kind, name), tensor in self.tensors.items() if kind == state}
 
-    def owners_of(self, state: str) -> dict[str, Tensor]:
-        return {name: ranks for (kind, name), ranks in self.owners.items() if kind == state}
-
 
 def assemble(ranks: Sequence[Iterable[Fragment]]) -> Whole:
     """Put the ranks' fragments together: every element once, or alike wherever there are several copies."""
