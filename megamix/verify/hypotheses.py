@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.verify.reference import MicroBatches, Reference
+from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.verdict import UNIT, Tensors
 
 Candidates = Iterator[tuple[str, Tensor]]
@@ -31,10 +31,6 @@ def nearest(found: Tensor, want: Tensor, bound: float, candidates: Candidates) -
         if off <= bound * size and off < 0.99 * best:  # of two that are the same numbers, the first
             best, kind = off, sentence
     return kind
-
-
-def _flat(by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-    return [one for mine in by_rank for one in mine]
 
 
 def _targets_moved(batch: Any, by: int) -> Any:
@@ -79,9 +75,18 @@ class AskedStep:
     def _of(self, batches: MicroBatches, shares: Sequence[float]) -> Tensors:
         return self.reference.exact_step(self.weights, batches, shares).grads
 
+    @property
+    def flat(self) -> tuple[list[Any], list[float]]:
+        """The micro-batches of all ranks, and what each counts."""
+        return [*chain.from_iterable(self.by_rank)], [*chain.from_iterable(self.shares)]
+
     @cached_property
+    def exact(self) -> Step:
+        return self.reference.exact_step(self.weights, *self.flat)
+
+    @property
     def whole(self) -> Tensors:
-        return {name: self._sum(name) for name in self.parts[0][0]}
+        return self.exact.grads
 
     def _sum(self, name: str, rank: int | None = None, number: int | None = None) -> Tensor:
         """Add up the parts of a rank, of the micro-batches of a number, or all."""
@@ -208,7 +213,7 @@ class AskedStep:
     @cached_property
     def _other_steps(self) -> dict[str, Tensors]:
         """What other weights, samples or targets would have given."""
-        shares, batches = _flat(self.shares), _flat(self.by_rank)
+        batches, shares = self.flat
         steps = {}
         for by in (1, -1):
             moved = [_targets_moved(batch, by) for batch in batches]
@@ -216,7 +221,7 @@ class AskedStep:
         if earlier := self.earlier:
             text = "that of the weights before the last update: stale weights"
             steps[text] = self.reference.exact_step(earlier.weights, batches, shares).grads
-            steps["that of the last step's samples"] = self._of(_flat(earlier.by_rank), _flat(earlier.shares))
+            steps["that of the last step's samples"] = self._of(*earlier.flat)
         return steps
 
     def _uses(self, name: str) -> Candidates:
@@ -227,7 +232,7 @@ class AskedStep:
 
     @cached_property
     def _by_use(self) -> dict[str, Tensors]:
-        return self.reference.grads_by_use(self.weights, _flat(self.by_rank), _flat(self.shares))
+        return self.reference.grads_by_use(self.weights, *self.flat)
 
     def _places(self, name: str, found: Tensor) -> Candidates:
         """The right numbers in wrong places."""

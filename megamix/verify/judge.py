@@ -128,13 +128,11 @@ class _Judged:
         self.before, self.after, self.by_rank, self.of = before, after, scalars, scalars[0]
         self.dtype = DTYPES[config.precision.dtype]
         self.found_inf = bool(self.of["found_inf"])
-        self.batches = [batch for mine in by_rank for batch in mine]
-        weight = sum(batch.weight for batch in self.batches)
+        weight = sum(batch.weight for mine in by_rank for batch in mine)
         self.divisor = self.of["loss_scale"] * weight
         self.grads = {name: grad.double() / self.divisor for name, grad in after.of(GRADIENT).items()}
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
         each = 1 / weight
-        self.shares = [each] * len(self.batches)
         tp_size = config.parallelism.tp_size
         self.asked = AskedStep(
             reference, weights, by_rank, [[each] * len(mine) for mine in by_rank],
@@ -165,17 +163,17 @@ class _Judged:
         verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
 
     def _native(self) -> Step:
-        return self.reference.native_step(self.asked.weights, self.batches, self.shares, self.of["loss_scale"])
+        return self.reference.native_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
 
     def gradients(self, verdict: Verdict) -> None:
         """Compare the gradient with FP64's at the same weights."""
-        exact, native = self.reference.exact_step(self.asked.weights, self.batches, self.shares), self._native()
+        exact, native, roundings = self.asked.exact, self._native(), sum(map(len, self.asked.by_rank)) + 1
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
         for name, grad in self.grads.items():
             want = exact.grads[name]
             noise = float((native.grads[name] - want).abs().max())
-            bound = gradient_bound(noise, exact.magnitudes[name], len(self.batches) + 1, unit, divisor)
+            bound = gradient_bound(noise, exact.magnitudes[name], roundings, unit, divisor)
             explain = partial(self.asked.explain, name, self.grads, bound)
             verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
         self._loss(verdict, exact, native)

@@ -99,11 +99,9 @@ class _Judge:
             loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,
             earlier=self.earlier, ranks=self.ranks,
         )  # fmt: skip
-        batches = [batch for mine in by_rank for batch in mine]
-        flat = [share for mine in shares for share in mine]
-        exact = self.reference.exact_step(weights, batches, flat)
-        scale = after.loss_scale * self.ranks * max(flat)  # what a rank multiplies the largest of its losses by
-        native = self.reference.native_step(weights, batches, flat, scale)
+        exact = asked.exact
+        scale = after.loss_scale * self.ranks * max(asked.flat[1])  # by which a rank multiplies its largest loss
+        native = self.reference.native_step(weights, *asked.flat, scale)
         if not any(after.updates):
             verdict.skipped += 1
             self._skipped(verdict, number, before, after, native)
@@ -113,7 +111,7 @@ class _Judge:
             verdict.note(number, "updates", "the optimizer", float({*after.updates} != {1}), 0.0, text)
             if not finite(native):
                 # Ranks round in another order, and may stay just below FP16's end where one process does not.
-                native, used = self.reference.finite_step(weights, batches, flat, scale)
+                native, used = self.reference.finite_step(weights, *asked.flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
             norm = norm_of(exact.grads)

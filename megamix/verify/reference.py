@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from megamix.config import Config
 from megamix.data.loader import IGNORE, Batch
@@ -78,7 +79,7 @@ class Reference:
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            if not isinstance(out, Tensor) or out.dim() < 2:
+            if not (module._parameters and isinstance(out, Tensor) and out.dim() > 1):
                 return out
             held = dict(module._parameters)
             for key, param in held.items():
@@ -88,13 +89,8 @@ class Reference:
             places = torch.arange(out.shape[-2], device=out.device) * parts // out.shape[-2]
             return torch.where((places == part).unsqueeze(-1), out, elsewhere)
 
-        modules = [module for module in self.exact.modules() if any(True for _ in module.parameters(recurse=False))]
-        handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-        try:
+        with register_module_forward_hook(hook, with_kwargs=True):
             return self.exact_step(weights, batches, shares).grads
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def grads_by_use(
         self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]
