@@ -149,14 +149,13 @@ class AskedStep:
         """What the ranks that own a parameter's elements have without the others' parts."""
         if name not in self.owners:
             return
-        if name in self.replicated:
-            parts = torch.stack([grads[name] for grads in self._by_part])
-        else:
-            parts = torch.stack([self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)])
+        by_part = [grads[name] for grads in self._by_part] if name in self.replicated else []
+        by_rank = [self._sum(name, rank) for rank in range(len(self.parts)) for _ in range(self.tp_size)]
+        parts = torch.stack(by_part or by_rank)
         owner = self.owners[name].clamp(min=0) % len(parts)  # the same one of each stage
         text = "each rank's own: the others' parts are missing, or not reduced over the ranks"
         yield text, parts.gather(0, owner.unsqueeze(0))[0]
-        for rank in range(self.tp_size if name in self.replicated else 0):
+        for rank in range(self.tp_size if by_part else 0):
             missing = parts[rank :: self.tp_size].sum(0)
             yield f"tensor-parallel rank {rank}'s part is missing", self.whole[name] - missing
 

@@ -157,8 +157,7 @@ class _Judged:
 
     def overflow(self, verdict: Verdict) -> None:
         """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
-        native = self._native()
-        largest = max(float(grad.abs().max()) * self.divisor for grad in native.grads.values())
+        largest = max(float(grad.abs().max()) * self.divisor for grad in self._native().grads.values())
         near = not largest < 0.5 * torch.finfo(self.dtype).max
         verdict.note(self.number, "overflow flag", "one rank, which has none", float(not near), 0.0)
 
@@ -182,9 +181,8 @@ class _Judged:
         """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""
         noise = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * noise + UNIT[self.dtype] * exact.loss
-        told = self.of["loss"]
-        explain = partial(self.asked.explain_loss, [told] * len(self.asked.by_rank), exact.losses, bound)
-        verdict.note(self.number, "loss", "the global batch", abs(told - exact.loss), bound, explain)
+        explain = partial(self.asked.explain_loss, [self.of["loss"]] * len(self.asked.by_rank), exact.losses, bound)
+        verdict.note(self.number, "loss", "the global batch", abs(self.of["loss"] - exact.loss), bound, explain)
 
     def norm(self, verdict: Verdict) -> None:
         """Check that the reported norm is that of the gathered gradient.
@@ -207,7 +205,6 @@ class _Judged:
         lr = table[min(count, len(table)) - 1]
         told = f"{self.of['lr']:.4g}, where the schedule has {lr:.4g} for update {count}"
         verdict.note(self.number, "lr", "the update", abs(self.of["lr"] - lr), U32 * lr, told)
-        rule = partial(exact_update, self.optimizer)
         for name, unclipped in self.grads.items():
             grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
@@ -216,10 +213,10 @@ class _Judged:
             others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
             asked = AskedUpdate(
-                rule=rule, name=name, grad=grad, before=before, lr=lr * group.lr_factor,
-                weight_decay=group.weight_decay, update=count, attempts=self.number + 1, coefficient=coefficient,
-                loss_scale=self.of["loss_scale"], lrs=others | {"the lr without its factor": lr},
-                decays={"another group's weight decay": self.optimizer.weight_decay},
+                rule=partial(exact_update, self.optimizer), name=name, grad=grad, before=before,
+                lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
+                weight_decay=group.weight_decay, decays={"another group's weight decay": self.optimizer.weight_decay},
+                update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
             )  # fmt: skip
             asked.note(verdict, self.number, after, dtypes)
 

@@ -23,26 +23,21 @@ def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", 
     sets |= {"what tensor-parallel ranks replicate": [*asked.replicated]}
     sums = {text: sum(map(squares.__getitem__, others)) for text, others in sets.items()}
     sums |= {f"the shards of rank {rank}": own**2 for rank, own in enumerate(_shard_norms(asked, grads))}
-
-    def near(other: float) -> bool:
-        return abs(used / max(other, 1e-300) - 1) < 100 * slack
-
-    if asked.loss_scale != 1 and near(norm * asked.loss_scale):
-        return f"{told}: of the gradient with the loss scale in it"
-    if len(squares) > 1 and name and near(math.sqrt(squares[name])):
-        return f"{told}: its own"
-    for text, square in sums.items():
-        if near(math.sqrt(square)):
-            return f"{told}: that of {text} alone"
+    kinds = {"of the gradient with the loss scale in it": norm * asked.loss_scale} if asked.loss_scale != 1 else {}
+    kinds |= {"its own": math.sqrt(squares[name])} if name and len(squares) > 1 else {}
+    kinds |= {f"that of {text} alone": math.sqrt(square) for text, square in sums.items()}
     for times in sorted(numbers - {1}):
-        for text, by in (("", float(times)), ("the root of ", math.sqrt(times))):
-            if near(norm * by) or near(norm / by):
-                return f"{told}: {'times' if used > norm else 'over'} {text}{times}, the ranks or micro-batches"
-    for other, square in (squares | sums).items():
+        for by, text in (times, f"{times}"), (math.sqrt(times), f"the root of {times}"):
+            text += ", the ranks or micro-batches"
+            kinds |= {f"times {text}": norm * by, f"over {text}": norm / by}
+    for text, other in kinds.items():
+        if abs(used / max(other, 1e-300) - 1) < 100 * slack:
+            return f"{told}: {text}"
+    for text, square in (squares | sums).items():
         for verb, more in (("leaves out", -1), ("counts twice", 1)):
             off = abs(used**2 - norm**2 - more * square)
             if square > 1e3 * slack * norm**2 and off < max(1e-3 * square, slack * norm**2):
-                return f"{told}: it {verb} {other}"
+                return f"{told}: it {verb} {text}"
     return ""
 
 
@@ -54,9 +49,8 @@ def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -
     if factor <= 0 or float((found - factor * whole).abs().max()) > bound:
         norms = torch.tensor(_shard_norms(asked, asked.whole), dtype=torch.float64)
         coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
-        if not len(norms) or float((found - coefficients[_owner(asked, name)] * whole).abs().max()) > bound:
-            return ""
-        return "clipped on each rank by the norm of its own shards"
+        near = len(norms) and float((found - coefficients[_owner(asked, name)] * whole).abs().max()) <= bound
+        return "clipped on each rank by the norm of its own shards" if near else ""
     if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
         norm = norm_of(asked.whole)
         texts = [text for times, text in asked.meanings() if times > factor]

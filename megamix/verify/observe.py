@@ -90,10 +90,10 @@ def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None
     with engine.whole_parameters():
         copies = [*_copies(engine)]
     owned = [*gradients, *_states(engine)]
-    scalars, dp_rank = _scalars(engine, result), engine.topology.data.rank
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
-        scalars=scalars, owned=owned, copies=copies, buffers=buffers, tape=tape or {}, dp_rank=dp_rank
+        scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
+        dp_rank=engine.topology.data.rank,
     )  # fmt: skip
 
 
