@@ -137,6 +137,10 @@ PARTS = [
         make_config("dp2", loss_scale=4.0, model={"recompute": "selective"}, packing="documents"),
         "documents_seen_across", "gradient", "", "",
     ),
+    *[
+        (make_config("dp2", loss_scale=4.0, model={"compile": True}), "wrong_divisor", "gradient", "", "0.5 times the")
+        for _ in range(FULL)  # the compiler takes a minute
+    ],
 ]  # fmt: skip
 
 
