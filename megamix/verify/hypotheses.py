@@ -124,7 +124,7 @@ class AskedStep:
             kept = all(float(torch.tensor(one).to(dtype)) == one for one in told)
             if kept and abs(found / whole - 1) < 4 * UNIT[dtype]:
                 return f"computed or kept in {text}"
-        return "another forward or other samples: these weights give another loss in one process"
+        return "another forward, other samples or other weights: those after the last step give another loss"
 
     def meanings(self) -> Iterator[tuple[float, str]]:
         """Yield every factor that is easily in a gradient, and what each may mean."""
@@ -174,10 +174,12 @@ class AskedStep:
             yield f"rank {rank}'s part is missing", whole - mine
             yield f"rank {rank}'s part is missing from the mean", (whole - mine) * (ranks / (ranks - 1))
             yield f"rank {rank}'s own, not reduced over the ranks, or all ranks read its samples", mine * ranks
-            for other in range(ranks):
-                if other != rank:
-                    text = f"rank {rank} reads the samples of rank {other}"
-                    yield text, whole - mine + self._sum(name, other)
+            for other in {*range(ranks)} - {rank}:
+                yield f"rank {rank} reads the samples of rank {other}", whole - mine + self._sum(name, other)
+        for size in (size for size in range(2, ranks) if ranks % size == 0):  # of a mesh's rows and columns
+            for group in (range(size), range(0, ranks, ranks // size)):
+                mine = torch.stack([self._sum(name, rank) for rank in group]).sum(0)
+                yield f"that of ranks {[*group]} alone, not reduced over the others", mine * (ranks / size)
         for number in range(numbers if numbers > 1 else 0):
             part = self._sum(name, number=number)
             yield f"micro-batch {number} is missing", whole - part

@@ -78,12 +78,10 @@ class AskedUpdate:
             verdict.note(attempt, check, self.name, worst, bound, partial(self.explain, state, after[state], bound))
 
     def _sizes(self, state: str, new: Tensor) -> Iterator[float]:
-        yield from (float(self.before[state].abs().max()), float(new.abs().max()))
         largest = float(self.grad.abs().max())
-        if state == MASTER:
-            yield self.lr * max(8.0, largest)
-        else:
-            yield 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
+        enters = 2 * max(largest, largest**2) if state == "exp_avg_sq" else largest
+        yield from (float(self.before[state].abs().max()), float(new.abs().max()))
+        yield self.lr * max(8.0, largest) if state == MASTER else enters
 
     def explain(self, state: str, after: Tensor, bound: float) -> str:
         """Say what kind of mistake `after`, which is master or a state, looks like; "" for no known one."""

@@ -163,6 +163,21 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() 
     assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
 
 
+@pytest.mark.parametrize("group", [[0, 1], [0, 2]])
+def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) -> None:
+    plain = torch.nn.Linear(3, 2, bias=False)
+
+    def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch.to(model.weight.dtype)).square().sum()
+
+    reference = Reference(plain, copy.deepcopy(plain).double(), loss_of, loss_of)
+    batches = [[torch.eye(3)[:1] * (rank + 1) + rank] for rank in range(4)]
+    asked = AskedStep(reference, dict(plain.named_parameters()), batches, [[0.25]] * 4)
+    found = {"weight": torch.stack([asked.parts[rank][0]["weight"] for rank in group]).sum(0) * 2}
+    told = asked.explain("weight", found, 1e-9)
+    assert told == f"that of ranks {group} alone, not reduced over the others"
+
+
 @pytest.mark.parametrize(("updates", "wrong"), [([0], []), ([1], ["0.running_mean", "0.running_var"])])
 def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
     updates: list[int], wrong: list[str]

@@ -348,7 +348,7 @@ class ShiftedTwice(ByHand):
         return None
 
 
-@bug("NeMo Automodel #2591", "gradient", "", "another forward or other samples")
+@bug("NeMo Automodel #2591", "gradient", "", "another forward, other samples or other weights")
 class BiasUnweighted(ByHand):
     """A bias is added with another weight than the model has: the loss starts too high."""
 
@@ -368,7 +368,7 @@ class LossInHalf(ByHand):
         return loss + (loss.detach().bfloat16() - loss.detach())
 
 
-@bug("torchao #4300", "gradient", "", "another forward or other samples", ranks=2)
+@bug("torchao #4300", "gradient", "", "another forward, other samples or other weights", ranks=2)
 class LowPrecisionGather(ByHand):
     """The weights that others gather are rounded: 3 bits of mantissa are left."""
 
