@@ -352,9 +352,12 @@ TORCH_LIBRARY(simulated, m) {
     std::lock_guard hold(lock);
     lent.insert({id, {begin, begin + span(x), written, by}});
   });
-  m.def("free(Tensor x) -> ()", [](const Tensor& x) {  // untyped_storage().resize_(0), which a CPU build has not
-    x.storage().set_data_ptr_noswap({nullptr, x.device()});
-    x.storage().set_nbytes(0);
+  m.def("resize(Tensor x, int size) -> ()", [](const Tensor& x, int64_t size) {  // x.untyped_storage().resize_(size)
+    auto* storage = x.storage().unsafeGetStorageImpl();
+    auto memory = device_memory.allocate(size);
+    if (size_t kept = std::min(size_t(size), storage->nbytes())) std::memcpy(memory.get(), storage->data(), kept);
+    storage->set_data_ptr_noswap(std::move(memory));
+    storage->set_nbytes(size);
   });
   m.def("give_back(int id) -> str", [](int64_t id) {  // also: by which collective memory was in use that has been freed
     std::lock_guard hold(lock);

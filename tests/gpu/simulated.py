@@ -118,6 +118,19 @@ def _index(device: Any = None) -> int:
     return int(ops.current_device()) if index is None else index
 
 
+_resize_on_cpu = torch.UntypedStorage.resize_
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """What torch's CPU build does not do for a GPU's memory."""
+    if storage.device.type == "cpu":
+        return _resize_on_cpu(storage, size)
+    ops.resize(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,)), size)
+    return storage
+
+
+torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+
 # What programs ask `torch.cuda`.
 _properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
 vars(torch.cuda).update(

@@ -85,7 +85,7 @@ def freed_while_in_use() -> object:
     def wrong(self: GradReduce, full: int | None = None) -> None:
         right(self, full)
         for bucket in range(len(self._pending)):
-            torch.ops.simulated.free(self._half_grads[bucket])
+            self._half_grads.flat[bucket].untyped_storage().resize_(0)
 
     return mock.patch.object(GradReduce, "launch", wrong)
 

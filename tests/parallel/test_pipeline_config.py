@@ -45,8 +45,8 @@ def _tree(parallelism: dict[str, Any], model: dict[str, Any] | None = None, **tr
         (
             {"shard": "parameters"},
             {},
-            'shard: got "parameters" with pp_size 2, but a pipeline would gather each stage twice for every micro-batch; '
-            'write shard = "gradients", or pp_size = 1',
+            'shard: got "parameters" with pp_size 2, but a pipeline would gather each stage twice for every '
+            'micro-batch; write shard = "gradients", or pp_size = 1',
         ),
         (
             {"accumulate": "owner"},
