@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
 from megamix.auditing.command import add_audit
 from megamix.checkpoint.folder import checkpoints_at, folder_of
-from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
+from megamix.config import (
+    Config,
+    ConfigError,
+    config_schema,
+    config_to_toml,
+    data_parallel_size,
+    load_config,
+    override_meant,
+)
 from megamix.data import import_extra
 from megamix.doctor.command import add_doctor
 from megamix.durable import unwritable
@@ -76,6 +84,7 @@ def _parser() -> Parser:
     train = add_verb(verbs, "train", _train, "train by a configuration file (many ranks: launch/pretrain.sh)", job)
     add_config(train)
     train.add_argument("--check", action="store_true", help="only look for mistakes, as before a job; start nothing")
+    train.add_argument("--memory", metavar="SIZE", help="with --check: what a rank may hold, as 3GiB; refuse more")
 
     plan_help = "the memory that each rank of a job will need; exit status 1 if that does not fit"
     plan = add_verb(verbs, "plan", lines_told(_plan), plan_help, "job.toml --world 64 --memory 80GiB")
@@ -169,6 +178,7 @@ def _add_checkpoint(checkpoint: Parser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    limit = None if arguments.memory is None else _memory(arguments)
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: say_on_first_rank(f"megamix train: {line}")
     )
@@ -178,7 +188,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
     nothing_found = check(config, say_on_first_rank, starts=not arguments.check)
     if arguments.check:
-        say_on_first_rank(f"{nothing_found}; {outlook(config)}")
+        told = f"{nothing_found}; {outlook(config)}"
+        if limit is not None:
+            from megamix.plan.report import require_fit  # and torch
+
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), limit)}"
+        say_on_first_rank(told)
         return
     tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():
@@ -186,6 +202,20 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.job import run_job  # and torch, which takes seconds
 
     run_job(config, _memory_line)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    """What a rank may hold, in bytes."""
+    from megamix.plan.command import memory_bytes
+
+    problems = list[str]()
+    limit = memory_bytes(arguments.memory, problems)
+    if not arguments.check:
+        fix = f"write megamix train {arguments.config} --check --memory 3GiB"
+        problems.append(f"--memory: got {arguments.memory!r} without --check, which alone asks for memory; {fix}")
+    if limit is None or problems:
+        raise ConfigError(problems, "flags")
+    return limit
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

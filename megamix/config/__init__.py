@@ -7,6 +7,7 @@ from megamix.config.load import config_from_dict as config_from_dict
 from megamix.config.load import effective_tables as effective_tables
 from megamix.config.load import load_config as load_config
 from megamix.config.loss_scales import loss_scale_rule as loss_scale_rule
+from megamix.config.mesh_checks import data_parallel_size as data_parallel_size
 from megamix.config.mesh_checks import stages_per_rank as stages_per_rank
 from megamix.config.model_and_data import FAMILY as FAMILY
 from megamix.config.model_and_data import DataSource as DataSource

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from megamix.config import Config, check_world_size
 from megamix.config.checks import check_config
+from megamix.mixed_precision.settings import Shard
 from megamix.plan.command import MOST_RANKS
 from megamix.plan.memory_plan import MemoryPlan, plan_memory
 
@@ -21,29 +23,48 @@ class Advice:
     peak: int  # bytes
 
 
+def by_shard(config: Config, plan: MemoryPlan) -> Iterator[tuple[Shard, int | str]]:
+    """Yield the peak with each `parallelism.shard`, in bytes, or why it cannot be."""
+    for shard in get_args(Shard):
+        changed = _with(config, "parallelism", dp_size=plan.dp_size, shard=shard)
+        problems = check_config(changed)
+        yield shard, problems[0] if problems else _peak(changed, plan)
+
+
 def advise(config: Config, plan: MemoryPlan, memory: int) -> list[Advice]:
-    """Return the smallest change of each kind that fits, or the largest where none does; the smallest peaks last."""
-    advice = []
-    for changes in _kinds(_with(config, "parallelism", dp_size=plan.dp_size)):
-        best = None
-        for words, changed in changes:
-            dp_size = changed.parallelism.dp_size or 1
-            if not _can_be(changed, dp_size):
-                continue
-            peak = plan_memory(changed, dp_size, plan.machine).peak
-            if peak < (plan.peak if best is None else best.peak):
-                best = Advice(words, peak)
-            if peak <= memory:
-                break
-        if best is not None:
-            advice.append(best)
-    return sorted(advice, key=lambda one: -one.peak)
+    """Return the smallest change of each kind that fits, or the largest where none does: `shard` first, which changes
+    no bit; then the others, the smallest peak last.
+    """
+    config = _with(config, "parallelism", dp_size=plan.dp_size)
+    shards = _least(_shards(config), plan, memory)
+    others = [one for changes in _kinds(config, plan) for one in _least(changes, plan, memory)]
+    return [*shards, *sorted(others, key=lambda one: -one.peak)]
 
 
 Changes = Iterator[tuple[str, Config]]
 
 
-def _kinds(config: Config) -> Iterator[Changes]:
+def _least(changes: Changes, plan: MemoryPlan, memory: int) -> list[Advice]:
+    """The first of them that fits, or the one with the smallest peak, if that is smaller than the plan's."""
+    best: list[Advice] = []
+    for words, changed in changes:
+        if not _can_be(changed, changed.parallelism.dp_size or 1):
+            continue
+        peak = _peak(changed, plan)
+        if peak < min((one.peak for one in best), default=plan.peak):
+            best = [Advice(words, peak)]
+        if peak <= memory:
+            break
+    return best
+
+
+def _peak(config: Config, plan: MemoryPlan) -> int:
+    return plan_memory(config, config.parallelism.dp_size or 1, plan.machine).peak
+
+
+def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
+    if plan.grad_accum_steps > 1 and config.parallelism.accumulate == "local":
+        yield _shards(_with(config, "parallelism", accumulate="owner"), ' and accumulate = "owner"')
     yield _recompute(config)
     yield _micro_batches(config)
     yield _ranks(config)
@@ -55,6 +76,13 @@ def _kinds(config: Config) -> Iterator[Changes]:
     yield _meshes(config, [(size, pp_size) for size in larger_tp])
     yield _meshes(config, [(tp_size, size) for size in larger_pp])
     yield _meshes(config, [(larger_tp[-1], size) for size in larger_pp if larger_tp])
+
+
+def _shards(config: Config, beside: str = "") -> Changes:
+    shards = get_args(Shard)
+    for shard in shards[shards.index(config.parallelism.shard) + (not beside) :]:
+        if shard != "states":
+            yield f'parallelism.shard = "{shard}"{beside}', _with(config, "parallelism", shard=shard)
 
 
 def _recompute(config: Config) -> Changes:

@@ -35,7 +35,7 @@ def plan_lines(
         problems += check_world_size(config, world)
     else:
         problems.append(f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}")
-    limit = None if memory is None else _bytes(memory, problems)
+    limit = None if memory is None else memory_bytes(memory, problems)
     if problems:
         raise ConfigError(problems, "plan")
     if device is None and not as_json:
@@ -50,7 +50,8 @@ def plan_lines(
         late.cancel()
 
 
-def _bytes(memory: str, problems: list[str]) -> int | None:
+def memory_bytes(memory: str, problems: list[str]) -> int | None:
+    """Return what `--memory` says; None, and one more of `problems`, if that is no size."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) *([kMGT]i?)B?", memory)
     if match is not None:
         return int(float(match[1]) * UNITS[match[2]])

@@ -16,7 +16,7 @@ import torch
 from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout
 from megamix.mixed_precision.optimizers import UpdateGroup
-from megamix.mixed_precision.settings import Precision, Shard
+from megamix.mixed_precision.settings import Precision, Sharding
 
 _FP32 = 4
 _FP64 = 8
@@ -46,8 +46,8 @@ class EngineMemory:
 
 
 def engine_memory(
-    layout: FlatLayout, precision: Precision, groups: Sequence[UpdateGroup], *,
-    shard: Shard, grad_accum_steps: int, num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool,
+    layout: FlatLayout, precision: Precision, sharding: Sharding, groups: Sequence[UpdateGroup], *,
+    grad_accum_steps: int, num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool,
     shards: Sequence[int] | None = None,
 ) -> EngineMemory:  # fmt: skip
     """Count for the rank with the most pieces: all ranks hold the same, but for the tables and for states that not all
@@ -64,17 +64,19 @@ def engine_memory(
             if bucket.num_shards > 1:
                 scratch[bucket.axis] = max(scratch.get(bucket.axis, 0), bucket.padded_numel)
     rounds = scratch and sum_dtype != torch.float32
-    by_torch, copies = not compiled, 1 if sum_dtype == torch.float32 else 2
+    adds = sharding.accumulate == "owner" and grad_accum_steps > 1
+    grad_of_update = torch.float32 if adds else sum_dtype
+    by_torch, copies = not compiled, 1 if grad_of_update == torch.float32 else 2
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)
     rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
-    trial = 0 if by_torch else tuned.TRIAL * (half + sum_dtype.itemsize + _FP32 + max(by_group))
+    trial = 0 if by_torch else tuned.TRIAL * (half + grad_of_update.itemsize + _FP32 + max(by_group))
     piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
-    grads_pass, params_pass = shard != "states", shard == "parameters"
+    grads_pass, params_pass = sharding.shard != "states", sharding.shard == "parameters"
     all_grads, nothing = layout.padded_numel * grad.itemsize, [0] * len(layout.buckets)
-    # Those of several micro-batches stay until the last one.
-    accumulated = all_grads if grads_pass and grad_accum_steps > 1 else 0
+    # Those of several micro-batches stay until the last one, unless the owners add them up.
+    accumulated = all_grads if grads_pass and grad_accum_steps > 1 and not adds else 0
     root = sum(bucket.padded_numel for bucket in layout.buckets if bucket.unit == 0)
     sums = sum(bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets)
     # A bucket has memory before all sums have: its weights, as they come, or its gradients.
@@ -85,6 +87,7 @@ def engine_memory(
         held={
             "half parameters": (owned if params_pass else layout.padded_numel) * half,
             "half gradients": sums if grads_pass else all_grads,
+            "FP32 sums of micro-batches": adds * owned * _FP32,
             "FP32 masters": owned * _FP32,
             "optimizer states": state_bytes,
             # Where other ranks' parts of a bucket arrive.

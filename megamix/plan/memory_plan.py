@@ -131,14 +131,14 @@ def _plan_part(
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
     optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
-    sharding = Sharding(module.units, placements=placements, shard=section.shard)
+    sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     specs, groups, axes = describe_params(module, optimizer, topology, sharding)
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
     engine = engine_memory(
         layout,
         precision,
+        sharding,
         groups,
-        shard=section.shard,
         grad_accum_steps=grad_accum_steps(config, dp_size),
         num_ranks=topology.world.size,
         num_updates=training.steps,

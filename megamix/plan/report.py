@@ -10,9 +10,11 @@ import torch
 
 from megamix.arguments import Failed
 from megamix.comm.topology import Topology
-from megamix.config import Config
+from megamix.config import Config, ConfigError
+from megamix.machine import has_gpu
+from megamix.mixed_precision.settings import Shard
 from megamix.plan.activations import Machine
-from megamix.plan.advice import Advice, advise
+from megamix.plan.advice import Advice, advise, by_shard
 from megamix.plan.memory_plan import MemoryPlan, amount, plan_memory
 
 # Of a GPU's memory, for its context, the workspaces of cuBLAS and cuDNN, and NCCL. Not measured.
@@ -26,19 +28,44 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
     plan = plan_memory(config, dp_size, machine)
     if not as_json:
         yield from _table(plan)  # before the changes, which take longer to count
+    shards = dict(by_shard(config, plan))
+    if not as_json:
+        yield from _shard_rows(shards, config.parallelism.shard, limit)
     advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
     if as_json:
-        record = _record(plan, limit, advice)
+        record = _record(plan, limit, shards, advice)
         yield (str if record["fits"] is not False else Failed)(json.dumps(record, indent=2))
     else:
         yield from _verdict(plan, limit, advice)
 
 
-def _record(plan: MemoryPlan, limit: int | None, advice: list[Advice]) -> dict[str, object]:
+def require_fit(config: Config, dp_size: int, limit: int) -> str:
+    """Return what a rank will need, beside `limit` bytes that it may hold on this kind of machine.
+
+    Raises: ConfigError with the first setting of `parallelism.shard` that fits, or another change, if it is more.
+    """
+    plan = plan_memory(config, dp_size, "gpu" if has_gpu() else "cpu")
+    peak = f"a rank needs {amount(plan.peak)} at its peak ({plan.peak_phase})"
+    if plan.peak <= limit:
+        return f"{peak}, which fits {amount(limit)}"
+    changes = [Advice(f'parallelism.shard = "{shard}"', at) for shard, at in by_shard(config, plan) if type(at) is int]
+    fitting = [one for one in changes if one.peak <= limit] or [
+        one for one in advise(config, plan, limit) if one.peak <= limit
+    ]
+    if fitting:
+        fix = f"write {fitting[0].change}, which needs {amount(fitting[0].peak)}"
+    else:
+        fix = f"no change here is enough: {_what_else(plan, limit)}"
+    raise ConfigError([f"--memory: got {amount(limit)}, but {peak}; {fix}"], "job")
+
+
+def _record(
+    plan: MemoryPlan, limit: int | None, shards: dict[Shard, int | str], advice: list[Advice]
+) -> dict[str, object]:
     fits = None if limit is None else plan.peak <= limit
     return {
         **dataclasses.asdict(plan), "resident": plan.resident, "peak": plan.peak, "peak_phase": plan.peak_phase,
-        "memory": limit, "fits": fits, "advice": [dataclasses.asdict(one) for one in advice],
+        "memory": limit, "fits": fits, "shards": shards, "advice": [dataclasses.asdict(one) for one in advice],
     }  # fmt: skip
 
 
@@ -57,6 +84,14 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
         yield _row(phase, size) + (" <- peak" if phase == plan.peak_phase else "")
     beside = "beside it in the same memory" if plan.machine == "cpu" else "on the host"
     yield from _rows(beside, plan.host, sum(plan.host.values()))
+
+
+def _shard_rows(shards: dict[Shard, int | str], own: Shard, limit: int | None) -> Iterator[str]:
+    yield "the peak by parallelism.shard"
+    fits = [shard for shard, peak in shards.items() if isinstance(peak, int) and peak <= (limit or 0)]
+    for shard, peak in shards.items():
+        marks = [" <- this job"] * (shard == own) + [" <- the first that fits"] * ([shard] == fits[:1])
+        yield (_row(shard, peak) if isinstance(peak, int) else f"  {shard:<36} left out: {peak}") + "".join(marks)
 
 
 def _rows(title: str, sizes: dict[str, int], total: int) -> Iterator[str]:

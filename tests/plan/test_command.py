@@ -4,6 +4,7 @@ without ranks.
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,25 @@ def test_an_8b_model_on_64_gpus_by_hand() -> None:
     assert plan["fits"]
 
 
+def test_an_8b_model_by_share_of_parameters_works_in_three_gib() -> None:
+    config = load_config(
+        CONFIGS / "llama3.1-8b.toml", ["training.global_batch_size=64", "parallelism.shard=parameters"]
+    )
+    plan = json.loads(next(plan_lines(config, 64, "40GiB", "gpu", True)))
+    held, in_step = plan["held"], plan["in_step"]
+    # 16/64 bytes a parameter; padding at the ends of 99 buckets.
+    states = sum(held[name] for name in ("half parameters", "half gradients", "FP32 masters", "optimizer states"))
+    assert states == pytest.approx(PARAMETERS_8B / 4, abs=99 * 64 * 16)
+    # The head and the last block are there while the head's gradient is filled; the root is the last norm.
+    head, block = 128_256 * 4096, 4096 * (4096 * 2 + 1024 * 2 + 3 * 14_336) + 2 * 4096
+    assert in_step["half parameters while units compute"] == pytest.approx(2 * (head + block + 4096), rel=1e-4)
+    assert in_step["half gradients until they are summed"] == pytest.approx(2 * head, rel=1e-4)
+    assert 2 * (2 * head + block) == pytest.approx(2.37 * 2**30, rel=0.01)  # of the 3 GiB
+    assert plan["fits"]
+    assert [*plan["shards"]] == ["states", "gradients", "parameters"]
+    assert plan["shards"]["states"] > plan["shards"]["gradients"] > plan["shards"]["parameters"] == plan["peak"]
+
+
 def test_nccl_exchanges_into_two_buffers_and_gloo_into_one() -> None:
     config = load_config(CONFIGS / "gpt2-124m.toml", ["model.num_layers=1", "precision.reduce_dtype=half_fp32_sum"])
     gpu, cpu = (json.loads(next(plan_lines(config, 2, None, device, True)))["held"] for device in ("gpu", "cpu"))
@@ -73,6 +93,35 @@ def test_a_model_too_large_for_any_data_parallel_rank_is_cut_by_advice_that_fits
     assert cut_lines[0].startswith("1024 rank(s) (pp 2 x dp 64 x tp 8), each on a GPU: ")
     assert cut_lines[0].endswith("which need the most")
     assert cut_lines[-1].startswith("fits: ")
+
+
+def test_the_first_setting_of_shard_that_fits_is_named_and_comes_first_among_the_changes() -> None:
+    overrides = ["parallelism.tp_size=1", "parallelism.pp_size=1", "training.global_batch_size=64"]
+    lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, "160GiB", "gpu", False)]
+    start = lines.index("the peak by parallelism.shard")
+    states, gradients, parameters = lines[start + 1 : start + 4]
+    assert states.endswith(" <- this job")
+    assert "<-" not in gradients
+    assert parameters.split()[0] == "parameters"
+    assert parameters.endswith(" <- the first that fits")
+    assert re.match(r'  parallelism.shard = "parameters": .* GiB, fits, ', lines[start + 5])
+
+
+def test_a_pipeline_is_told_why_parameters_are_left_out() -> None:
+    overrides = ["training.global_batch_size=8", "parallelism.tp_size=8", "parallelism.pp_size=4"]
+    lines = [*plan_lines(load_config(CONFIGS / "llama3.1-70b.toml", overrides), 64, None, "gpu", False)]
+    (line,) = (line for line in lines if line.startswith("  parameters  "))
+    assert 'left out: parallelism.shard: got "parameters" with pp_size 4, but a pipeline would gather' in line
+
+
+def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 8 micro-batches a step, whose gradients stay
+    lines = [*plan_lines(config, 64, "12GiB", "gpu", False)]
+    start = next(index for index, line in enumerate(lines) if isinstance(line, Failed))
+    assert lines[start + 1].startswith('  parallelism.shard = "parameters": ')
+    assert lines[start + 1].endswith(" too much")
+    (owner,) = (line for line in lines[start + 2 :] if ' and accumulate = "owner": ' in line)
+    assert ", fits, " in owner
 
 
 def test_where_no_change_is_enough_that_is_said() -> None:

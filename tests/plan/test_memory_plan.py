@@ -93,6 +93,7 @@ SHARDED = {  # with the micro-batches of a step: gradients of one alone come and
         1,
     ),
     "parameters, gradients kept over micro-batches": ("dp2", {"parallelism": {"shard": "parameters"}}, 3),
+    "parameters, owners add up": ("dp2", {"parallelism": {"shard": "parameters", "accumulate": "owner"}}, 3),
 }  # fmt: skip
 MORE_SHARDED = {
     "gradients, fp32": (
@@ -128,7 +129,8 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
     """Bytes of what an engine holds between steps, by the plan's categories."""
     held = {
         "half parameters": [*engine.half_params.flat, *engine.half_params.shards],
-        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce.grad_shards],
+        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce._sums],
+        "FP32 sums of micro-batches": engine.grad_reduce._totals,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
         "exchange scratch": [one for own in {*engine.bucket_collectives} if own.axis.size > 1 for one in own.scratch],

@@ -16,6 +16,8 @@ import pytest
 from megamix.checkpoint.manifest import UNTRAINED, FileRecord, LayoutRecord, Manifest, ParamRecord, manifest_text
 from megamix.cli import main
 from megamix.config import config_to_toml, load_config
+from megamix.plan.advice import by_shard
+from megamix.plan.memory_plan import amount, plan_memory
 from megamix.supervise.run_lock import LOCK, run_lock
 from megamix.train.build_data import data_fingerprints
 from megamix.train.run_folder import checkpoint_folder
@@ -242,6 +244,35 @@ def test_a_check_of_a_run_imports_no_torch(job) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[-2:] == ["0", "False"]
+
+
+def test_a_check_of_memory_names_the_setting_that_would_fit(job, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    large = [
+        "model.hidden_size=256",
+        "model.num_layers=8",
+        "optimizer.compile=false",
+        "training.micro_batch_size=1",
+        "training.global_batch_size=2",
+    ]
+    config = load_config(job[1], large)
+    peaks = dict(by_shard(config, plan_memory(config, 2, "cpu")))
+    assert peaks["states"] > peaks["gradients"] > peaks["parameters"]
+
+    def check(limit: int) -> int:
+        return main(["train", str(job[1]), *large, "--check", "--memory", f"{limit / 2**20!r}MiB"])
+
+    assert check(peaks["states"]) == 0
+    assert capsys.readouterr().out.endswith(f", which fits {amount(peaks['states'])}\n")
+    for limit, fits in ((peaks["states"] - 1, "gradients"), (peaks["gradients"] - 1, "parameters")):
+        assert check(limit) == 2
+        said = capsys.readouterr().err
+        assert (
+            f"job.toml: 1 problem\n  --memory: got {amount(limit)}, but a rank needs {amount(peaks['states'])}" in said
+        )
+        assert f'; write parallelism.shard = "{fits}", which needs {amount(peaks[fits])}' in said
+    assert check(2**16) == 2
+    assert "no change here is enough: half parameters and gradients, " in capsys.readouterr().err
 
 
 def test_two_mistakes_are_shown_at_once(job, monkeypatch, capsys) -> None:
