@@ -129,14 +129,15 @@ class AskedStep:
     def meanings(self) -> Iterator[tuple[float, str]]:
         """Yield every factor that is easily in a gradient, and what each may mean."""
         ranks, numbers, scale = len(self.by_rank), len(self.by_rank[0]), self.loss_scale
+        both = ranks * numbers if min(ranks, numbers) > 1 else 1
         meanings: dict[float, list[str]] = {}
         for factor, meaning in (
             (2.0, "counted twice"), (0.5, "halved"),
             (ranks, "added up over ranks, not averaged"), (1 / ranks, "divided by the number of ranks twice"),
             (numbers, "added up over micro-batches, not averaged"),
             (1 / numbers, "divided by the number of micro-batches twice"),
-            (ranks * numbers, "added up over ranks and micro-batches, not averaged"),
-            (1 / (ranks * numbers), "divided by the number of ranks and of micro-batches twice"),
+            (both, "added up over ranks and micro-batches, not averaged"),
+            (1 / both, "divided by the number of ranks and of micro-batches twice"),
             (scale, "the loss scale left in"), (1 / scale, "divided by the loss scale twice"),
             (-1.0, "its sign turned"), (0.0, "lost: nothing but zeros"),
         ):  # fmt: skip

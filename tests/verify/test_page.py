@@ -163,6 +163,16 @@ def test_a_micro_batch_of_few_targets_overflows_by_its_own_share_of_the_scale() 
     assert step.grads["weight"].item() == pytest.approx(0.75 * 1 + 0.25 * 3, rel=2**-9)
 
 
+@pytest.mark.parametrize(("ranks", "numbers"), [(1, 2), (2, 1)])
+def test_a_factor_is_told_of_ranks_and_of_micro_batches_only_where_there_are_several(ranks: int, numbers: int) -> None:
+    plain = torch.nn.Linear(1, 1)
+    asked = AskedStep(Reference(plain, plain, *[lambda model, batch: batch] * 2), {}, [[0] * numbers] * ranks, [[1.0]])
+    (twice,) = (text for factor, text in asked.meanings() if factor == 2)
+    absent = "ranks" if ranks == 1 else "micro-batches"
+    assert "added up over" in twice
+    assert absent not in twice
+
+
 @pytest.mark.parametrize("group", [[0, 1], [0, 2]])
 def test_the_gradient_of_one_row_or_column_of_a_mesh_is_named(group: list[int]) -> None:
     plain = torch.nn.Linear(3, 2, bias=False)
