@@ -13,20 +13,13 @@ from typing import TYPE_CHECKING
 from megamix.arguments import Parser, add_config, add_verb, check_plugins, lines_told
 from megamix.auditing.command import add_audit
 from megamix.checkpoint.folder import checkpoints_at, folder_of
-from megamix.config import (
-    Config,
-    ConfigError,
-    config_schema,
-    config_to_toml,
-    data_parallel_size,
-    load_config,
-    override_meant,
-)
+from megamix.config import Config, ConfigError, config_schema, config_to_toml, load_config, override_meant
 from megamix.data import import_extra
 from megamix.doctor.command import add_doctor
 from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
 from megamix.machine import has_gpu, keep_freed_memory, tell_torch
+from megamix.plan.command import fit_line, memory_of_check, plan_lines
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
 from megamix.supervise.status import EndedEarlyError
@@ -178,7 +171,7 @@ def _add_checkpoint(checkpoint: Parser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    limit = None if arguments.memory is None else _memory(arguments)
+    limit = None if arguments.memory is None else memory_of_check(arguments.memory, checks=arguments.check)
     config = load_config(
         arguments.config, arguments.overrides, say=lambda line: say_on_first_rank(f"megamix train: {line}")
     )
@@ -190,10 +183,7 @@ def _train(arguments: argparse.Namespace) -> None:
     if arguments.check:
         told = f"{nothing_found}; {outlook(config)}"
         if limit is not None:
-            from megamix.plan.report import require_fit  # and torch
-
-            world_size = int(os.environ.get("WORLD_SIZE", "1"))
-            told = f"{told}\n  {require_fit(config, data_parallel_size(config, world_size), limit)}"
+            told = f"{told}\n  {fit_line(config, limit)}"
         say_on_first_rank(told)
         return
     tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
@@ -202,20 +192,6 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.job import run_job  # and torch, which takes seconds
 
     run_job(config, _memory_line)
-
-
-def _memory(arguments: argparse.Namespace) -> int:
-    """What a rank may hold, in bytes."""
-    from megamix.plan.command import memory_bytes
-
-    problems = list[str]()
-    limit = memory_bytes(arguments.memory, problems)
-    if not arguments.check:
-        fix = f"write megamix train {arguments.config} --check --memory 3GiB"
-        problems.append(f"--memory: got {arguments.memory!r} without --check, which alone asks for memory; {fix}")
-    if limit is None or problems:
-        raise ConfigError(problems, "flags")
-    return limit
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:
@@ -229,8 +205,6 @@ def _memory_line(config: Config, engine: ShardedEngine) -> str:
 
 def _plan(arguments: argparse.Namespace) -> Iterator[str]:
     config = load_config(arguments.config, arguments.overrides)
-    from megamix.plan.command import plan_lines
-
     return plan_lines(config, arguments.world, arguments.memory, arguments.device, arguments.json)
 
 

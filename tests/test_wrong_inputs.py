@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "verify job.toml --layouts dp2,zz": ("--layouts", "got zz", "write dp2, dp4 or dp2tp2"),
     "plan job.toml --memory 80": ("--memory", "'80'", "a number and a unit; write --memory 80GiB"),
     "train job.toml --check --memory 80": ("--memory", "'80'", "a number and a unit; write --memory 80GiB"),
-    "train job.toml --memory 3GiB": ("--memory", "'3GiB'", "without --check", "write megamix train job.toml --check"),
+    "train job.toml --memory 3GiB": ("--memory", "'3GiB'", "without --check", "write --check --memory 3GiB"),
     "plan job.toml --memory lots": ("--memory", "'lots'", "write --memory 80GiB"),
     # files and folders
     "train job.toml training.global_batch_size=7 --check": ("job.toml: 1 problem", "training.global_batch_size: got 7"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
 from threading import Timer
 from typing import TYPE_CHECKING
 
-from megamix.config import Config, ConfigError, check_world_size
+from megamix.config import Config, ConfigError, check_world_size, data_parallel_size
 from megamix.supervise.console import say
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def plan_lines(
         problems += check_world_size(config, world)
     else:
         problems.append(f"--world: got {world}, must be from 1 to {MOST_RANKS}; write --world {8 * parts}")
-    limit = None if memory is None else memory_bytes(memory, problems)
+    limit = None if memory is None else _bytes(memory, problems)
     if problems:
         raise ConfigError(problems, "plan")
     if device is None and not as_json:
@@ -50,8 +51,29 @@ def plan_lines(
         late.cancel()
 
 
-def memory_bytes(memory: str, problems: list[str]) -> int | None:
-    """Return what `--memory` says; None, and one more of `problems`, if that is no size."""
+def memory_of_check(memory: str, *, checks: bool) -> int:
+    """Return what `train --check --memory` lets a rank hold, in bytes. `checks`: whether --check is there.
+
+    Raises: ConfigError for no size, or without --check.
+    """
+    problems = list[str]()
+    limit = _bytes(memory, problems)
+    if not checks:
+        problems.append(f"--memory: got {memory!r} without --check; write --check --memory {memory}")
+    if limit is None or problems:
+        raise ConfigError(problems, "flags")
+    return limit
+
+
+def fit_line(config: Config, limit: int) -> str:
+    """Return what a rank of the job that this environment would start needs. Raises: ConfigError if that is more."""
+    from megamix.plan.report import require_fit  # and torch
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return require_fit(config, data_parallel_size(config, world_size), limit)
+
+
+def _bytes(memory: str, problems: list[str]) -> int | None:
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+) *([kMGT]i?)B?", memory)
     if match is not None:
         return int(float(match[1]) * UNITS[match[2]])
