@@ -19,7 +19,7 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.optimizers import AdamW
-from megamix.mixed_precision.settings import Precision, ReduceDtype, Sharding
+from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
 from megamix.model.decoder import Decoder
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
@@ -102,14 +102,14 @@ class Ours(Engine):
 
     def __init__(
         self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
-        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None,
+        wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
     ):  # fmt: skip
         model = make_model(work, wide=wide)
         reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
         precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
-        self.engine = make_engine(work, model, precision, Sharding(units=[*model.blocks], overlap=overlap))
+        self.engine = make_engine(work, model, precision, Sharding(model.units, overlap=overlap, shard=shard))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(tokens, targets)
@@ -197,14 +197,20 @@ class Zero(Ddp):
 
 
 class Fsdp(Ddp):
-    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded."""
+    """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded. `settings`: its
+    own, for all of them.
+    """
 
-    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16):
+    def __init__(
+        self, work: Work, dtype: torch.dtype = torch.bfloat16, reduce_dtype: torch.dtype = torch.bfloat16,
+        **settings: Any,
+    ):  # fmt: skip
         from torch.distributed.device_mesh import init_device_mesh
 
         self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
         model = self.model = make_model(work)
-        shard_fully(model, model.blocks, init_device_mesh(work.device, (dist.get_world_size(),)), dtype, reduce_dtype)
+        mesh = init_device_mesh(work.device, (dist.get_world_size(),))
+        shard_fully(model, model.blocks, mesh, dtype, reduce_dtype, **settings)
         self.optimizer = self._make_optimizer(model, work)
 
 

@@ -55,9 +55,16 @@ class Measured(NamedTuple):
 
 
 def train(settings: Settings) -> Result:
-    """Compare ours with torch's three ways and with forward and backward alone, in BF16."""
+    """Compare ours with torch's three ways, with less kept on each rank, and with forward and backward alone, in BF16.
+    "resharded" is FSDP2 with nothing left of any part between its forward and its backward.
+    """
     peers = [Side("ddp", Ddp), Side("zero", Zero), Side("fsdp2", Fsdp)]
-    measured = measure([Side("ours", Ours), *peers, Side("forward and backward", ForwardBackward)], settings)
+    shares = [Side(shard, partial(Ours, shard=shard)) for shard in ("gradients", "parameters")]
+    others = [
+        Side("resharded", partial(Fsdp, reshard_after_forward=True)),
+        Side("forward and backward", ForwardBackward),
+    ]
+    measured = measure([Side("ours", Ours), *shares, *peers, *others], settings)
     ours = measured["ours"]
     ratios = {peer.name: speed_up(ours, measured[peer.name]) for peer in peers}
     best = min(ratios, key=lambda name: ratios[name].median)
@@ -68,6 +75,15 @@ def train(settings: Settings) -> Result:
         *(
             Goal(f"peak live bytes over {name}'s", _memory(ours, measured[name]), 1.0, at_least=False)
             for name in ("ddp", "zero")
+        ),
+        Goal("gradients: tokens/s over ours", speed_up(measured["gradients"], ours), 0.98),
+        Goal("parameters: tokens/s over ours", speed_up(measured["parameters"], ours), 0.95),
+        Goal("parameters: tokens/s over resharded", speed_up(measured["parameters"], measured["resharded"]), 1.15),
+        Goal(
+            "parameters: peak live bytes over resharded's",
+            _memory(measured["parameters"], measured["resharded"]),
+            1.0,
+            at_least=False,
         ),
     ]
     return result("train", settings, measured, goals, exposed(measured))

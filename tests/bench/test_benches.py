@@ -60,6 +60,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 def test_train_compares_with_the_peer_that_comes_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = {
         "ours": _measured([110.0, 100.0, 120.0], 90),
+        "gradients": _measured([110.0, 99.0, 120.0], 80),
+        "parameters": _measured([99.0, 90.0, 108.0], 60),
+        "resharded": _measured([66.0, 75.0, 60.0], 50),
         "ddp": _measured([100.0, 100.0, 100.0], 180),
         "zero": _measured([100.0, 200.0, 60.0], 80),  # by its own median as fast as DDP
         "fsdp2": _measured([50.0, 50.0, 50.0], 60),
@@ -73,6 +76,10 @@ def test_train_compares_with_the_peer_that_comes_nearest(monkeypatch: pytest.Mon
         ("tokens/s over forward and backward alone", 0.8, False),
         ("peak live bytes over ddp's", 0.5, True),
         ("peak live bytes over zero's", 1.125, False),
+        ("gradients: tokens/s over ours", 1.0, True),
+        ("parameters: tokens/s over ours", 0.9, False),
+        ("parameters: tokens/s over resharded", 1.5, True),
+        ("parameters: peak live bytes over resharded's", 1.2, False),
     ]
 
 

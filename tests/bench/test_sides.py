@@ -14,16 +14,20 @@ from tests.bench.tiny import WORK
 
 FP32 = {
     "ours": partial(Ours, dtype=torch.float32),
+    "gradients": partial(Ours, dtype=torch.float32, shard="gradients"),
+    "parameters": partial(Ours, dtype=torch.float32, shard="parameters"),
     "ours, no overlap": partial(Ours, dtype=torch.float32, overlap=False),
     "ddp": partial(Ddp, dtype=torch.float32),
     "zero": partial(Zero, dtype=torch.float32),
     "fsdp2": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32),
+    "resharded": partial(Fsdp, dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=True),
 }
 HALF = {
     "ours": Ours,
     "half_fp32_sum": partial(Ours, reduce_dtype="half_fp32_sum"),
     "fp32 gradients": partial(Ours, reduce_dtype="fp32"),
     "fp16": partial(Ours, dtype=torch.float16),
+    "parameters": partial(Ours, shard="parameters"),
     "examined": Examined,
     "fp16 native": partial(Ours, dtype=torch.float16, wide=False),
     "ddp": Ddp,
