@@ -172,16 +172,6 @@ class FlatLayout:
     def owned_numel(self) -> int:
         return sum(bucket.shard_numel for bucket in self.buckets)
 
-    def resident_bytes(self, half_bytes: int, grad_bytes: int, state_bytes: int) -> int:
-        """Return the bytes that one rank holds between steps: half parameters and gradients whole, the FP32 master by
-        share, and its `state_bytes`.
-
-        With half gradients and Adam (two states) 4 + 12 / num_shards per padded element; NAG (one) 4 + 8 / num_shards,
-        without momentum (none) 4 + 4 / num_shards. With gradients by share 2 + 14 / num_shards, with half parameters,
-        too, 16 / num_shards: their elements are `owned_numel` then.
-        """
-        return self.padded_numel * (half_bytes + grad_bytes) + self.owned_numel * 4 + state_bytes
-
     def passing_grads(self, grad_bytes: int) -> list[int]:
         """Return the bytes of gradients while backward fills each bucket, where a bucket's come with its first one and
         go with its sum: the bucket before it travels meanwhile.

@@ -262,6 +262,10 @@ class HalfParams:
             place = param.data_ptr() - flat.data_ptr()
             self._installed[-1].append((slot.spec.name, param, place, param._version))
 
+    def kept(self, bucket: int, among: Collectives) -> tuple[Tensor, range]:
+        """Return what this rank keeps of a bucket between steps, half (owners * shard_numel,), and of which owners."""
+        return self.flat[bucket], range(among.axis.size)
+
     def put(self, bucket: int, full: Tensor, among: Collectives) -> None:
         """Set a bucket's values. Shapes: full FP32 (padded_numel,)."""
         self.flat[bucket].copy_(full)

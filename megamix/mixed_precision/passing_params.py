@@ -80,6 +80,9 @@ class PassingHalfParams(HalfParams):
         self.shards[bucket] = self.shards[bucket].clone()
         self.free(bucket)
 
+    def kept(self, bucket: int, among: Collectives) -> tuple[Tensor, range]:
+        return self.shards[bucket], range(among.axis.rank, among.axis.rank + 1)
+
     def put(self, bucket: int, full: Tensor, among: Collectives) -> None:
         self.shards[bucket].copy_(among.own_part(full))
 

@@ -20,6 +20,7 @@ from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
+from megamix.live_storage import storage_bytes
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import parameter_count
@@ -287,13 +288,13 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     numel = parameter_count(config.model)
-    resident = engine.layout.resident_bytes(
-        engine.half_params.dtype.itemsize, engine.half_grads.flat[0].dtype.itemsize, engine.master_shard.state_bytes
-    )
+    half, grads, sums = engine.half_params, engine.half_grads.flat, engine.grad_reduce.grad_shards
+    held = storage_bytes([*half.flat, *half.shards, *grads, *sums, *engine.master_shard.master])
+    held += engine.master_shard.state_bytes
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
         f"update {engine.update_path}\n"
-        f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {resident / 2**20:.1f} MiB a rank | "
+        f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {held / 2**20:.1f} MiB a rank | "
         f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
         f"accumulation {engine.grad_accum_steps}"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.checkpoint.snapshot import DTYPE_NAMES
 from megamix.checkpoint.tensor_file import safetensors_header, tensor_chunks
@@ -50,18 +50,24 @@ def write_results(
             model = family_of(config.model)(config.model)
             model.load_state_dict(weights)
             model.to(engine.half_params.dtype)
-        if first or (topology.pp.size == 1 and topology.data.rank == 0):  # those that divide layers compute together
-            assert isinstance(model, Decoder)
-            model.eval()  # else units would drop out
-            sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
-            tokenizer = open_tokenizer(Path(config.data.tokenizer))
-            text = sample_text(model, tokenizer, config.metrics.sample_prompt, sampling)
-            if writer is not None:
-                path = folder / run_folder.SAMPLE
-                with console.telling(path):
-                    write_text(path, text)
-                console.line(f"sample of text ({path}):\n{text}")
-                writer.text(config.training.steps, "sample", text)
+        with engine.whole_parameters():  # some ranks compute alone
+            # Those that divide layers compute together.
+            if first or (topology.pp.size == 1 and topology.data.rank == 0):
+                _write_sample(config, model, console, writer)
+
+
+def _write_sample(config: Config, model: nn.Module, console: Console, writer: MetricsWriter | None) -> None:
+    assert isinstance(model, Decoder)
+    assert config.data.tokenizer is not None
+    model.eval()  # else units would drop out
+    sampling = Sampling(max_new_tokens=SAMPLE_TOKENS, seed=config.training.seed)
+    text = sample_text(model, open_tokenizer(Path(config.data.tokenizer)), config.metrics.sample_prompt, sampling)
+    if writer is not None:
+        path = Path(config.checkpoint.folder) / run_folder.SAMPLE
+        with console.telling(path):
+            write_text(path, text)
+        console.line(f"sample of text ({path}):\n{text}")
+        writer.text(config.training.steps, "sample", text)
 
 
 def write_weights(path: Path, weights: dict[str, Tensor]) -> None:

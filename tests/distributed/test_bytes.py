@@ -32,8 +32,10 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
         engine.wait()
         gc.collect()
     named = _named(engine)
-    grad_bytes = grad_dtype.itemsize
-    resident = engine.layout.resident_bytes(2, grad_bytes, engine.layout.state_bytes([4 * num_states] * 2, [rank]))
+    grad_bytes, layout = grad_dtype.itemsize, engine.layout
+    # Half parameters and gradients whole, masters and states by share.
+    resident = layout.padded_numel * (2 + grad_bytes) + layout.owned_numel * 4
+    resident += layout.state_bytes([4 * num_states] * 2, [rank])
     scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
     padding = engine.layout.padded_numel - num_params
     per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params

@@ -99,8 +99,8 @@ def test_bytes_by_hand() -> None:
     layout = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2], bucket_size=None)
     padded = 10_112  # 10,000 rounded up to a multiple of 128
     assert layout.padded_numel == layout.largest_bucket == padded
-    assert layout.resident_bytes(2, 2, layout.state_bytes([8])) == padded * (4 + 12 // 2)
-    assert layout.resident_bytes(2, 4, layout.state_bytes([4])) == padded * (6 + 8 // 2)
+    assert layout.owned_numel == padded // 2
+    assert layout.state_bytes([8]) == padded * 8 // 2
 
 
 def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:

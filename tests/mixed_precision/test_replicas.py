@@ -1,11 +1,13 @@
 """A bit that differs in any copy of any parameter is found and named, on all ranks alike; so is a counter or a state
-of any loss scale rule, with its values; what is whole is never accused.
+of any loss scale rule, with its values; what is whole is never accused; where each half parameter has one owner, the
+parameter is named, and the owner.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import get_args
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from megamix import (
 )
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.replicas import DamagedMemory, Numbers, check_replicas, shard_hashes
+from megamix.mixed_precision.settings import Shard
 from tests.conftest import FULL
 from tests.distributed.models import loss_of, make_batch, make_model
 
@@ -46,14 +49,14 @@ COUNTERS = {"plan.cursor": 40, "plan.waiting": [7, 2**60], "plan.last_applied_sc
 
 
 def _trained(
-    dtype: torch.dtype, steps: int = 3, optimizer: Optimizer | None = None, rule: str = "StaticLossScale"
-) -> ShardedEngine:
+    dtype: torch.dtype, steps: int = 3, optimizer: Optimizer | None = None, rule: str = "StaticLossScale",
+    shard: Shard = "states",
+) -> ShardedEngine:  # fmt: skip
     model = make_model()
     rank = dist.get_rank() if dist.is_initialized() else 0
     precision = Precision(dtype, loss_scale=RULES[rule](2.0**8))
-    engine = ShardedEngine(
-        model, optimizer or AdamW(lr=0.01), precision, Sharding(bucket_size=1500), compile_update=False
-    )
+    sharding = Sharding([*model.blocks], bucket_size=1500, shard=shard)
+    engine = ShardedEngine(model, optimizer or AdamW(lr=0.01), precision, sharding, compile_update=False)
     for step in range(steps):
         engine.backward(loss_of(model, make_batch(step, rank, 0)))
         engine.step()
@@ -73,24 +76,27 @@ def _flip(values: Tensor, element: int, bit: int) -> None:
     values.view(torch.uint8)[element * values.itemsize + bit // 8] ^= 1 << bit % 8
 
 
-def _damage_and_check(dtype: torch.dtype, seeds: range) -> list[tuple[str, str]]:
+def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tuple[str, str]]:
     """For each seed (what was damaged, what was said), and after it the same of a check with the damage undone."""
-    engine = _trained(dtype)
+    engine = _trained(dtype, shard=shard)
+    engine.wait()
     rank, size = engine.topology.dp.rank, engine.topology.dp.size
     outcomes = []
     for seed in seeds:
         rng = random.Random(seed)
         victim, bucket = rng.randrange(size), rng.randrange(len(engine.layout.buckets))
         slot = rng.choice(engine.layout.buckets[bucket].slots)
-        element = rng.randrange(slot.start, slot.end)
-        if rng.random() < 0.5:
+        element, shard_numel = rng.randrange(slot.start, slot.end), engine.master_shard.master[bucket].numel()
+        half, name = rng.random() < 0.5, slot.spec.name
+        if half and shard != "parameters":
             damaged, values, bit = victim, engine.half_params.flat[bucket], rng.randrange(8 * dtype.itemsize)
-            done = f"rank {victim}: the half parameter {slot.spec.name}"
+            done = f"rank {victim}: the half parameter {name}"
         else:
-            shard_numel = engine.master_shard.master[bucket].numel()
-            bit = _bit_of_the_cast(engine, bucket, element, rng)
-            damaged, values, element = element // shard_numel, engine.master_shard.master[bucket], element % shard_numel
-            done = f"rank {damaged}: the master of {slot.spec.name}"
+            bit = rng.randrange(8 * dtype.itemsize) if half else _bit_of_the_cast(engine, bucket, element, rng)
+            damaged, element = divmod(element, shard_numel)
+            values = (engine.half_params.shards if half else engine.master_shard.master)[bucket]
+            which = f"{name} (half parameter or master)" if shard == "parameters" else f"the master of {name}"
+            done = f"rank {damaged}: {which}"
         for what in (done, "clean"):
             if rank == damaged:
                 _flip(values, element, bit)
@@ -109,9 +115,10 @@ def _bit_of_the_cast(engine: ShardedEngine, bucket: int, element: int, rng: rand
             return bit
 
 
+@pytest.mark.parametrize("shard", get_args(Shard))
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 2), (torch.bfloat16, 3)])
-def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype, size) -> None:
-    answers = run_ranks(_damage_and_check, size, dtype, range(TRIALS))
+def test_single_bits_are_found_and_named_and_clean_checks_pass(run_ranks, dtype, size, shard) -> None:
+    answers = run_ranks(_damage_and_check, size, dtype, shard, range(TRIALS))
     assert all(answer == answers[0] for answer in answers)
     for done, said in answers[0]:
         assert (said == "clean") == (done == "clean"), (done, said)

@@ -1,0 +1,119 @@
+"""Whole jobs with `parallelism.shard` "gradients" and "parameters" end with the bits of "states": weights, every number
+of metrics.jsonl, what was requeued, redone or set aside, the validation and the sample; packed documents, dropout, each
+recompute, tied tables, several micro-batches and tensor-parallel ranks included. The log says what a rank holds.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megamix.model.transformer import Transformer
+from megamix.train import job
+from megamix.train.build import build_engine
+from tests.conftest import FULL
+from tests.train.jobs import Record, run_recorded, tiny_job, write_data
+from tests.train.outcome import metrics_of
+
+pytestmark = pytest.mark.uncounted
+
+SHARDS = ("states", "gradients", "parameters")
+BAD_ATTEMPTS, BAD_SAMPLE = frozenset((2, 5)), frozenset((7,))
+AXES: dict[tuple[str, str], list[Any]] = {
+    ("model", "recompute"): ["none", "selective", "full"],
+    ("model", "tie_embeddings"): [True, False],
+    ("model", "dropout"): [0.0, 0.1],
+    ("model", "position"): ["rotary", "learned"],
+    ("data", "packing"): ["none", "documents"],
+    ("precision", "dtype"): ["fp16", "bf16"],
+    ("precision", "reduce_dtype"): ["half", "half_fp32_sum"],
+    ("precision", "on_overflow"): ["requeue", "redo", "skip"],
+    ("training", "global_batch_size"): [1, 2],  # times the ranks: one micro-batch or several
+    ("parallelism", "overlap"): [True, False],
+    ("parallelism", "tp_size"): [1, 2],
+}
+
+
+def _cases(count: int) -> list[dict[str, dict[str, Any]]]:
+    """`count` seeded picks, each axis through all of its values in turn."""
+    rng, cases = random.Random(0), [dict[str, dict[str, Any]]() for _ in range(count)]
+    for (section, key), values in AXES.items():
+        turns = [value for start in range(0, count, len(values)) for value in rng.sample(values, len(values))]
+        for case, value in zip(cases, turns, strict=False):
+            case.setdefault(section, {})[key] = value
+    return cases
+
+
+def _run_each(folder: Path, data: Path, cases: list[dict[str, dict[str, Any]]]) -> list[list[Record]]:
+    """Each case with each setting; what the runs did with their data."""
+    done = []
+    for number, case in enumerate(cases):
+        given: dict[str, dict[str, Any]] = {
+            "model": {"vocab_size": 280},
+            "data": {"train": f"{data}/train", "valid": f"{data}/valid", "tokenizer": f"{data}/tokenizer.json"},
+            "training": {"steps": 5, "eval_interval": 3, "micro_batch_size": 1, "eval_batches": 1},
+            "checkpoint": {"save_interval": 4, "replica_check_interval": 2},
+            "metrics": {"tensorboard": False, "log_interval": 1, "precision_interval": 2},
+        }
+        sections = {name: given.get(name, {}) | case.get(name, {}) for name in {**given, **case}}
+        sections["training"]["global_batch_size"] *= dist.get_world_size()
+        runs = []
+        for shard in SHARDS:
+            sections["parallelism"] = sections["parallelism"] | {"shard": shard}
+            job = tiny_job(folder / f"{number}-{shard}", **sections)
+            runs.append(run_recorded(job, BAD_ATTEMPTS, BAD_SAMPLE))
+        done.append(runs)
+    return done
+
+
+def _end(folder: Path) -> dict[str, Any]:
+    names = ("run/sample.txt", "run/set_aside.jsonl")
+    return {"metrics": metrics_of(folder)} | {
+        name: (folder / name).read_text() for name in names if (folder / name).exists()
+    }
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 24 if FULL else 3), (4, 12 if FULL else 1)])
+def test_jobs_end_with_the_bits_of_the_kept_copy(run_ranks, tmp_path: Path, ranks: int, count: int) -> None:
+    write_data(tmp_path / "data", tokenizer=True)
+    cases = _cases(count)
+    done = run_ranks(_run_each, ranks, tmp_path, tmp_path / "data", cases, deadline_s=900.0)
+    for number, case in enumerate(cases):
+        kept, *others = (tmp_path / f"{number}-{shard}" for shard in SHARDS)
+        for records in done:
+            assert all(record == records[number][0] for record in records[number]), case
+        assert "valid/loss" in str(_end(kept))
+        for other in others:
+            assert _end(other) == _end(kept), (case, other.name)
+            one, reference = (load_file(folder / "run/weights.safetensors") for folder in (other, kept))
+            assert one.keys() == reference.keys()
+            assert [name for name in one if not torch.equal(one[name], reference[name])] == [], (case, other.name)
+
+
+def _held(folder: Path) -> list[tuple[float, float]]:
+    """With each setting: the MiB that the log says a rank holds, and 2 bytes of half parameters and of gradients, 12 of
+    masters and states an element, those that the setting leaves whole and those of a share.
+    """
+    told = []
+    for whole, shard in zip((4, 2, 0), SHARDS, strict=True):
+        config = tiny_job(folder, model={"hidden_size": 128}, parallelism={"shard": shard})
+        model = Transformer(config.model)
+        engine = build_engine(config, model, model.units, 1)
+        (mib,) = re.findall(r"([\d.]+) MiB a rank", job._describe(config, engine, engine.device))
+        num_params = sum(param.numel() for param in model.parameters())
+        told.append((float(mib), num_params * (whole + (16 - whole) / engine.topology.dp.size) / 2**20))
+    return told
+
+
+def test_the_log_says_what_a_rank_holds(run_ranks, tmp_path: Path) -> None:
+    for told in run_ranks(_held, 2, tmp_path):
+        for said, derived in told:
+            assert said == pytest.approx(derived, abs=0.06)  # 0.05 of rounding, and the padding
+        assert len({said for said, _ in told}) == len(SHARDS)
