@@ -87,7 +87,8 @@ def _rules(row: ParamFacts, ranks: int, scaled: bool) -> Iterator[tuple[str, flo
         # Where 1 - beta is less than a rounding it will stay: a second one with beta 0.999 in BF16 moves in its first
         # steps and then no more; a first one with 0.9 goes on.
         stays = any(1 - row.largest.get(f"beta {name}", 0.0) < _rounding(row.moments[name]) for name in half)
-        yield "moments that stay" if stays or row.stuck > MOST_STUCK else "half moments", row.stuck
+        lost = not row.counts.get("by_chance") and (stays or row.stuck > MOST_STUCK)
+        yield "moments that stay" if lost else "half moments", row.stuck
     if row.dtypes["wire"] != NOWHERE and row.dtypes["sum"] in HALVES:
         error = ranks * _rounding(row.dtypes["sum"])
         yield "sum that is wrong" if error >= MOST_ERROR else "half sum", error

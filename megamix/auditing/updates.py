@@ -116,6 +116,7 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         group = engine.optimizer.group_of(owned.spec.name, owned.spec.full_shape)
         lr, states = table[min(applied, len(table) - 1)] * group.lr_factor, {**owned.tensors}
         one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
+        one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
         updates.append(Update(one, master, states, applied, lr, betas, decays))
     shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
     for number, (bucket, sent, summed) in enumerate(shards):

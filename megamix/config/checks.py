@@ -125,6 +125,16 @@ def _schedule_fits(config: Config) -> Iterator[str]:
         )
 
 
+def _half_momentum_moves(config: Config) -> Iterator[str]:
+    optimizer: Any = config.optimizer  # its sections are those that are registered
+    nag = optimizer.nag
+    if nag.state_dtype == "bf16" and nag.momentum > 1 - 2**-6:
+        yield (
+            f"optimizer.nag.state_dtype: got bf16 with momentum {nag.momentum}, at which BF16 rounds away what moves; "
+            'write state_dtype = "fp32", or momentum = 0.9'
+        )
+
+
 def _fp16_is_scaled(config: Config) -> Iterator[str]:
     if config.precision.dtype == "fp16" and config.precision.loss_scale.rule == "off":
         yield (
@@ -217,6 +227,7 @@ _CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     *_MODEL_CHECKS,
     _lr_falls,
     _schedule_fits,
+    _half_momentum_moves,
     _fp16_is_scaled,
     _sums_suit_gradients,
     _scale_starts_in_range,

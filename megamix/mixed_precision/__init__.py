@@ -3,6 +3,7 @@
 What is chosen, and what is told:
 loss_scale     the power of two that keeps small gradients representable: constant, searched, or by others' rules
 headroom       the same, found by measuring
+half_states    moments in BF16: when and how they are rounded by chance
 optimizers     the settings and pure equations of AdamW and Nesterov
 settings       what a user chooses, and what is refused of it
 step           what is under way of a step, and what it tells when it is over

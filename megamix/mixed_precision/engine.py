@@ -23,9 +23,9 @@ from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import describe_params, describe_whole, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
-from megamix.mixed_precision.optimizers import Optimizer, lr_of, put_lr_table
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.step import StepResult, StepUnderWay
+from megamix.mixed_precision.step import StepResult, StepUnderWay, lr_of, put_lr_table
 from megamix.mixed_precision.unit_gather import LIVES
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megamix import tuned
+from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
 
 log = logging.getLogger("megamix")
 
@@ -30,25 +31,6 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Tensors = tuple[Tensor, ...]
 States = dict[str, Tensor]  # by name
-
-
-def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
-    """Return the table on the device, FP32 (updates,), without waiting for it."""
-    if len(table) == 1:
-        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
-    host = torch.tensor(table, dtype=torch.float32)
-    if device.type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
-
-
-def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
-    """Return the learning rate of an update; past the table's end its last entry holds.
-
-    Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
-    """
-    place = (update - 1).clamp(max=lr_table.numel() - 1)
-    return lr_table.index_select(0, place.view(1)).view(())
 
 
 class UpdateGroup(NamedTuple):
@@ -205,9 +187,11 @@ class AdamW(Optimizer):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    state_dtype: torch.dtype = torch.float32  # or BF16
 
     def __post_init__(self) -> None:
         super(AdamW, self).__post_init__()
+        require_state_dtype(self.state_dtype)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1) and be two, got {self.betas}; use (0.9, 0.95)")
         if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
@@ -217,27 +201,37 @@ class AdamW(Optimizer):
             )
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        return {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
+
+    @property
+    def takes_chances(self) -> bool:
+        """Whether a moment is rounded by chance."""
+        return self.state_dtype == torch.bfloat16 and any(map(needs_chance, self.betas))
 
     def coefficients(self, update: Tensor) -> Tensors:
         # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
         # 1 / sqrt(1 - beta2^t), rounded once.
         correction1, correction2 = (1 - beta**update for beta in self.betas)
-        return correction1.reciprocal().float(), correction2.rsqrt().float()
+        corrections = correction1.reciprocal().float(), correction2.rsqrt().float()
+        return (*corrections, update.float()) if self.takes_chances else corrections
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        debias1, debias2 = at.coefficients
+        debias1, debias2, *update = at.coefficients
         exp_avg = torch.lerp(states["exp_avg"], grad, 1 - self.betas[0])
         exp_avg_sq = torch.lerp(states["exp_avg_sq"], grad.square(), 1 - self.betas[1])
         denom = exp_avg_sq.sqrt() * debias2 + self.eps
         master = master - at.lr * at.weight_decay * master
         master = master - at.lr * debias1 * (exp_avg / denom)
-        return master, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        for name, beta in zip(new, self.betas, strict=True):
+            if self.takes_chances and needs_chance(beta):
+                new[name] = by_chance(new[name], master, *update)
+        return master, new
 
     def library_update_(
         self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
     ) -> None:
-        if type(self).equation is not AdamW.equation:
+        if type(self).equation is not AdamW.equation or self.takes_chances:
             super(AdamW, self).library_update_(grad, master, states, at, update, found_inf)
             return
         torch._fused_adamw_(
@@ -260,18 +254,22 @@ class NAG(Optimizer):
     momentum: float = 0.9
     momentum_form: Literal["gradient", "velocity"] = "gradient"
     decoupled_weight_decay: bool = False
+    state_dtype: torch.dtype = torch.float32  # or BF16
 
     def __post_init__(self) -> None:
         super(NAG, self).__post_init__()
+        require_state_dtype(self.state_dtype)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
         if self.momentum_form not in ("gradient", "velocity"):
             raise ValueError(f'momentum_form must be "gradient" or "velocity", got {self.momentum_form!r}')
+        if self.state_dtype == torch.bfloat16 and needs_chance(self.momentum):
+            raise ValueError(f"momentum {self.momentum} is lost in a BF16 state; take state_dtype=torch.float32")
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         if not self.momentum:
             return {}
-        return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": torch.float32}
+        return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         if self.decoupled_weight_decay:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def put_lr_table(table: Sequence[float], device: torch.device) -> Tensor:
+    """Return the table on the device, FP32 (updates,), without waiting for it."""
+    if len(table) == 1:
+        return torch.full((1,), table[0], dtype=torch.float32, device=device)  # a kernel, where a copy would wait
+    host = torch.tensor(table, dtype=torch.float32)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def lr_of(lr_table: Tensor, update: Tensor) -> Tensor:
+    """Return the learning rate of an update; past the table's end its last entry holds.
+
+    Shapes: lr_table FP32 (updates,), update INT64 (), 1 for the first -> FP32 ().
+    """
+    place = (update - 1).clamp(max=lr_table.numel() - 1)
+    return lr_table.index_select(0, place.view(1)).view(())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

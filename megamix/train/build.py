@@ -53,7 +53,10 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
 def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
     """`lr`: one per update."""
     groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
-    keys = _given(getattr(section, section.name)) | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
+    own = _given(getattr(section, section.name))
+    if section.name in ("adamw", "nag"):
+        own["state_dtype"] = DTYPES[own["state_dtype"]]
+    keys = own | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
     optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
     return optimizer
 

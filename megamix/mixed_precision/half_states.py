@@ -1,0 +1,46 @@
+"""Moments in BF16: where rounding to nearest would never let one move, it is rounded by chance, right on average."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A moment moves by (1 - beta) of itself where the gradient is gone, and half a unit of BF16 is up to 2^-8 of it: what
+# moves by less stays for ever. Four times that, for what moves by little more is far from its average, too.
+_MOVES = 2.0**-6
+
+_KEPT = -(2**16)  # of FP32's bits the upper half, which is BF16
+
+
+def require_state_dtype(dtype: torch.dtype) -> None:
+    """Raises: ValueError if no moment can have it."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {dtype}")
+
+
+def needs_chance(beta: float) -> bool:
+    """Return whether a moment with this decay rate is lost to rounding to nearest in BF16."""
+    return 1 - beta < _MOVES
+
+
+def by_chance(moment: Tensor, master: Tensor, update: Tensor) -> Tensor:
+    """Round to one of the two neighbours in BF16, the nearer one more often, so that the average is the moment.
+
+    The chance is a hash of the element's own moment and master and of the update's number, so it does not depend on
+    ranks, buckets or pieces. Zeros, what BF16 has, inf and NaN stay. FP64, which checks the equation, is not rounded.
+    Shapes: moment and master FP32 (n,), update FP32 () -> FP32 (n,), values of BF16.
+    """
+    if moment.dtype != torch.float32:
+        return moment
+    bits = moment.view(torch.int32)
+    # Twice the finalizer of murmur3 (Appleby), of which each input bit changes about half of the 16 that are taken.
+    mixed = _mixed(_mixed(bits ^ update.view(torch.int32)) ^ master.view(torch.int32))
+    rounded = (bits + (mixed & 0xFFFF)) & _KEPT
+    return torch.where(moment.isfinite(), rounded.view(torch.float32), moment)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Shapes: INT32 (n,) -> INT32 (n,). Shifts keep the sign, so its copies are masked out."""
+    x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387
+    return x ^ ((x >> 16) & 0xFFFF)

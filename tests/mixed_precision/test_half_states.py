@@ -1,0 +1,125 @@
+"""Moments in BF16: rounded by chance they are right on average, where to nearest they would stay for ever; no bit
+depends on ranks, buckets or pieces; `megamix verify` passes with them, compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
+from megamix.mixed_precision.half_states import by_chance, needs_chance
+from megamix.mixed_precision.optimizers import UpdateScalars
+from tests.distributed.models import loss_of, make_batch, make_model
+
+BF16 = torch.bfloat16
+
+
+def _rounded(moment: Tensor, update: int, seed: int = 0) -> Tensor:
+    master = torch.randn(moment.shape, generator=torch.Generator().manual_seed(seed))
+    return by_chance(moment, master, torch.tensor(float(update)))
+
+
+def test_the_average_of_what_chance_gives_is_the_moment() -> None:
+    moment = torch.rand(1000, generator=torch.Generator().manual_seed(1)) * torch.logspace(-20, 3, 1000)
+    rounds = 4000
+    total = sum((_rounded(moment, update, update).double() for update in range(rounds)), torch.zeros(1000).double())
+    low = moment.to(BF16).float()
+    unit = torch.maximum(low * 2.0**-7, torch.tensor(2.0**-133)).double()
+    # Of a coin's mean over n throws, sqrt(p (1 - p) / n) <= 1 / (2 sqrt(n)); five of these for the worst of a thousand.
+    assert ((total / rounds - moment.double()).abs() <= 5 * unit / (2 * math.sqrt(rounds))).all()
+
+
+def test_only_the_two_neighbours_are_given_and_what_bf16_has_stays() -> None:
+    moment = torch.randn(10_000, generator=torch.Generator().manual_seed(2))
+    given = _rounded(moment, 7)
+    assert torch.equal(given, given.to(BF16).float())
+    assert ((given - moment).abs() < moment.abs() * 2.0**-7).all()
+    assert (given != moment.to(BF16).float()).any()  # not always the nearer one
+    kept = torch.tensor([0.0, -0.0, 1.0, -2.5, 2.0**-126, math.inf, -math.inf])
+    assert torch.equal(_rounded(kept, 3), kept)
+    assert _rounded(torch.tensor([math.nan]), 3).isnan().all()
+    assert torch.equal(_rounded(torch.zeros(64), 3).view(torch.int32), torch.zeros(64, dtype=torch.int32))  # padding
+
+
+def _decayed(beta2: float, steps: int) -> Tensor:
+    """A second moment of 1 after so many updates without a gradient."""
+    optimizer = AdamW(lr=0.0, betas=(0.9, beta2), state_dtype=BF16)
+    master = torch.randn(4096, generator=torch.Generator().manual_seed(3))
+    states = {"exp_avg": torch.zeros(4096, dtype=BF16), "exp_avg_sq": torch.ones(4096, dtype=BF16)}
+    for update in range(1, steps + 1):
+        coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
+        at = UpdateScalars(torch.zeros(()), 0.0, coefficients)
+        optimizer.gated_update_(torch.zeros(4096), master, states, at, torch.tensor(False))
+    return states["exp_avg_sq"].double()
+
+
+def test_a_second_moment_decays_as_beta2_says() -> None:
+    steps = 1000
+    # Each update adds at most one unit's coin to an element, 2^-7 of it: a walk of `steps` of them, over 4096 elements.
+    bound = 5 * 2.0**-7 * math.sqrt(steps) / math.sqrt(4096)
+    assert abs(float(_decayed(0.999, steps).mean()) / 0.999**steps - 1) < bound
+    with mock.patch("megamix.mixed_precision.optimizers.needs_chance", lambda beta: False):
+        assert (_decayed(0.999, 10) == 1).all()  # to nearest it stays
+    assert [needs_chance(beta) for beta in (0.9, 0.95, 0.98, 0.99, 0.999)] == [False, False, False, True, True]
+
+
+def _trained(optimizer, sharding: dict[str, object]) -> dict[tuple[str, str], tuple[int, Tensor]]:
+    model = make_model(tied=False)
+    units = [*model.blocks]
+    engine = ShardedEngine(model, optimizer, Precision(BF16), Sharding(units, **sharding), compile_update=False)
+    for step in range(4):
+        engine.backward(loss_of(model, make_batch(step, 0, 0)))  # the same on every rank: a mean of equals is exact
+        engine.step()
+    return {
+        (one.spec.name, state, one.start): tensor.clone()
+        for one in engine.owned_ranges()
+        for state, tensor in one.tensors.items()
+    }
+
+
+OPTIMIZERS = {
+    "nearest": AdamW(lr=0.01, state_dtype=BF16),
+    "chance": AdamW(lr=0.01, betas=(0.99, 0.999), state_dtype=BF16),
+    "nag": NAG(lr=0.1, state_dtype=BF16),
+}
+
+
+def _joined(ranks: list[dict[tuple[str, str, int], Tensor]]) -> dict[tuple[str, str], Tensor]:
+    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for rank in ranks:
+        for (name, state, start), values in rank.items():
+            parts.setdefault((name, state), {})[start] = values
+    return {key: torch.cat([found[start] for start in sorted(found)]) for key, found in parts.items()}
+
+
+def _all_trained(sharding: dict[str, object]) -> list[dict[tuple[str, str, int], Tensor]]:
+    return [_trained(optimizer, sharding) for optimizer in OPTIMIZERS.values()]
+
+
+def test_no_bit_depends_on_ranks_buckets_or_pieces(run_ranks) -> None:
+    want = [_joined([one]) for one in _all_trained({})]
+    assert {tensor.dtype for (_, state), tensor in want[0].items() if state != "master"} == {BF16}
+    with mock.patch.multiple(tuned, UPDATE_PIECE=128, EQUATION_PIECE=64):
+        small = [_joined([one]) for one in _all_trained({"bucket_size": 700})]
+    runs = {"pieces": small}
+    for dp_size, sharding in ((2, {}), (4, {"shard": "parameters", "bucket_size": 1111})):
+        runs[f"dp{dp_size}"] = [
+            _joined([*one]) for one in zip(*run_ranks(_all_trained, dp_size, sharding), strict=True)
+        ]
+    for name, found in runs.items():
+        for optimizer, got, expected in zip(OPTIMIZERS, found, want, strict=True):
+            assert got.keys() == expected.keys()
+            wrong = [key for key in expected if not torch.equal(got[key], expected[key])]
+            assert wrong == [], f"{name}, {optimizer}"
+
+
+def test_wrong_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"state_dtype must be torch\.float32 or torch\.bfloat16, got torch\.float16"):
+        AdamW(lr=0.1, state_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"momentum 0\.99 is lost in a BF16 state; take state_dtype=torch\.float32"):
+        NAG(lr=0.1, momentum=0.99, state_dtype=BF16)
