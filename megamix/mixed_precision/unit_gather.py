@@ -65,7 +65,8 @@ class UnitGather:
         # Never traced, as in ParamGather.
         self.run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
         for number, module in enumerate([model, *units]):
-            module.register_forward_pre_hook(_Hook(self, "before_forward", number))
+            # In front of the user's own, which may read parameters.
+            module.register_forward_pre_hook(_Hook(self, "before_forward", number), prepend=True)
             module.register_forward_hook(_Hook(self, "after_forward", number))
 
     def launch(self, bucket: int) -> None:
