@@ -12,12 +12,15 @@ import random
 import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
@@ -289,6 +292,51 @@ def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
     first, other = run_ranks(_one_reads_alone, 2)
     assert other[0] == other[1] == other[2] == first[1] == first[2]
     assert first[3] == other[3]
+
+
+ORDERS = {  # of the blocks that a forward calls, by rank
+    "one twice": ((0, 1, 1, 2), (0, 1, 1, 2)),
+    "early exit of one rank": ((0, 1, 2), (0,)),
+    "ranks leave out other ones": ((1, 2), (0, 2)),
+    "none on one rank": ((0, 1, 2), ()),
+    "last one first": ((2, 0, 1), (2, 0, 1)),
+}
+
+
+def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: bool, *, inside: bool = True) -> list[float]:
+    """Norms and losses of steps whose forward calls these blocks; unless `inside`, from outside of the model's."""
+    engine = _engine(shard)
+    model, rank, told = engine.module, engine.topology.dp.rank, []
+
+    def forward(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens) if inside else torch.ones(3, 6, 24, dtype=torch.bfloat16, requires_grad=True)
+        for index in order[rank]:
+            block = model.blocks[index]
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return model.head(model.norm(x)) if inside else x
+
+    for step in range(3):
+        with mock.patch.object(model, "forward", forward):
+            out = model(make_batch(step, rank, 0)) if inside else forward(make_batch(step, rank, 0))
+        loss = out.float().square().mean()
+        engine.backward(loss)
+        told += [loss.item(), float(engine.step().grad_norm)]
+    return told
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order: str, recompute: bool) -> None:
+    kept, passing = (run_ranks(_in_order, 2, shard, ORDERS[order], recompute) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute: bool) -> None:
+    orders = ((0, 1, 2), (0, 1, 2))
+    outside = partial(_in_order, inside=False)
+    kept, passing = (run_ranks(outside, 2, shard, orders, recompute) for shard in ("states", "parameters"))
+    assert kept == passing
 
 
 class _PlantedError(Exception):
