@@ -120,7 +120,8 @@ class Stage(nn.Module):
         `seed`: UINT64 (1,) on the host, of what the micro-batch drops out. Each stage draws numbers of its own.
         """
         if seed is not None:
-            torch.manual_seed((int(seed) + self.layers.start) % 2**64)
+            (number,) = seed.tolist()  # int() of one of 2^63 and more fails (torch 2.13)
+            torch.manual_seed((number + self.layers.start) % 2**64)
         out: Tensor = self._run(x, targets, positions, num_documents, layers=self.layers)
         return out
 

@@ -1,6 +1,7 @@
 """Whole jobs with `parallelism.shard` "gradients" and "parameters" end with the bits of "states": weights, every number
 of metrics.jsonl, what was requeued, redone or set aside, the validation and the sample; packed documents, dropout, each
-recompute, tied tables, several micro-batches and tensor-parallel ranks included. The log says what a rank holds.
+recompute, tied tables, several micro-batches and tensor-parallel ranks included. A run goes on from any setting and
+layout to any other, pipelines too. The log says what a rank holds.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megamix.mixed_precision.settings import Shard
 from megamix.model.transformer import Transformer
 from megamix.train import job
 from megamix.train.build import build_engine
 from tests.conftest import FULL
-from tests.train.jobs import Record, run_recorded, tiny_job, write_data
+from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 from tests.train.outcome import metrics_of
 
 pytestmark = pytest.mark.uncounted
 
-SHARDS = ("states", "gradients", "parameters")
+SHARDS = get_args(Shard)
 BAD_ATTEMPTS, BAD_SAMPLE = frozenset((2, 5)), frozenset((7,))
 AXES: dict[tuple[str, str], list[Any]] = {
     ("model", "recompute"): ["none", "selective", "full"],
@@ -95,6 +97,50 @@ def test_jobs_end_with_the_bits_of_the_kept_copy(run_ranks, tmp_path: Path, rank
             one, reference = (load_file(folder / "run/weights.safetensors") for folder in (other, kept))
             assert one.keys() == reference.keys()
             assert [name for name in one if not torch.equal(one[name], reference[name])] == [], (case, other.name)
+
+
+def _chain(folder: Path, data: Path, legs: list[tuple[dict[str, Any], Shard]]) -> None:
+    """One run, each leg an update of it, with another layout and setting."""
+    for number, (layout, shard) in enumerate(legs, start=1):
+        job = tiny_job(
+            folder,
+            model={"num_layers": 4, "dropout": 0.1},
+            data={"train": f"{data}/train", "valid": f"{data}/valid"},
+            training={"steps": number, "eval_interval": 0, "micro_batch_size": 1, "eval_batches": 1},
+            lr_schedule={"decay_style": "constant", "warmup_steps": 0},
+            parallelism={**layout, "shard": shard},
+            metrics={"tensorboard": False, "log_interval": 1},
+        )
+        run_on_ranks(job)
+
+
+PIPELINES = [
+    {"pp_size": 2, "pp_schedule": schedule}
+    for schedule in ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+]
+LEGS: list[tuple[dict[str, Any], Shard]] = [
+    ({}, "parameters"),
+    (PIPELINES[0], "gradients"),
+    ({"tp_size": 2}, "parameters"),
+    (PIPELINES[1], "gradients"),
+    (PIPELINES[2], "gradients"),
+    ({}, "states"),
+    (PIPELINES[3], "gradients"),
+    ({"tp_size": 2}, "gradients"),
+    ({}, "parameters"),
+]
+
+
+def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    kept: list[tuple[dict[str, Any], Shard]] = [(layout, "states") for layout, _ in LEGS]
+    for name, legs in (("kept", kept), ("moved", LEGS)):
+        run_ranks(_chain, 2, tmp_path / name, tmp_path / "data", legs, deadline_s=900.0)
+    assert len(metrics_of(tmp_path / "kept")) >= len(LEGS)
+    assert metrics_of(tmp_path / "moved") == metrics_of(tmp_path / "kept")
+    one, other = (load_file(tmp_path / name / "run/weights.safetensors") for name in ("kept", "moved"))
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 def _held(folder: Path) -> list[tuple[float, float]]:
