@@ -20,17 +20,18 @@ from megamix.checkpoint.together import Together
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
 from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.settings import Shard
 from tests.distributed.models import make_model
 
 
 def make_engine(
-    bucket_size: int | None = 1111, optimizer: Optimizer | None = None, model: nn.Module | None = None
-) -> ShardedEngine:
+    bucket_size: int | None = 1111, optimizer: Optimizer | None = None, model: nn.Module | None = None,
+    shard: Shard = "states",
+) -> ShardedEngine:  # fmt: skip
     precision = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**10))
-    optimizer = optimizer or AdamW(lr=0.01)
-    return ShardedEngine(
-        model or make_model(), optimizer, precision, Sharding(bucket_size=bucket_size), compile_update=False
-    )
+    model, optimizer = model or make_model(), optimizer or AdamW(lr=0.01)
+    sharding = Sharding([*getattr(model, "blocks", ())], bucket_size=bucket_size, shard=shard)
+    return ShardedEngine(model, optimizer, precision, sharding, compile_update=False)
 
 
 def together_of(engine: ShardedEngine) -> Together:
@@ -77,9 +78,10 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
         value = full_value(part.param, part.state, shapes[part.param], step)
         if not torch.equal(part.tensor, value[part.box.slices_in(part.box.whole(value.shape))].reshape(-1)):
             wrong.append(f"{part.state} of {part.param} at {part.box}")
-    for name, param in engine.module.named_parameters():
-        if not torch.equal(param.data, full_value(name, "master", shapes[name], step).to(param.dtype)):
-            wrong.append(f"half {name}")
+    with engine.whole_parameters():
+        for name, param in engine.module.named_parameters():
+            if not torch.equal(param.data, full_value(name, "master", shapes[name], step).to(param.dtype)):
+                wrong.append(f"half {name}")
     scale = engine.loss_scale
     counts = [engine.applied_updates, engine.skipped_steps, scale.loss_scale, scale.clean_steps]
     if [int(value) for value in counts] != [step, step + 5, 2**step, step + 7]:
@@ -91,9 +93,11 @@ def _shapes(engine: ShardedEngine) -> dict[str, tuple[int, ...]]:
     return {slot.spec.name: slot.spec.shape for bucket in engine.layout.buckets for slot in bucket.slots}
 
 
-def save_steps(folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2) -> list[str]:
+def save_steps(
+    folder: Path, steps: Sequence[int], bucket_size: int | None = 1111, keep: int = 2, shard: Shard = "states"
+) -> list[str]:
     """Save the state of each step, on every rank; the names."""
-    engine = make_engine(bucket_size)
+    engine = make_engine(bucket_size, shard=shard)
     names = []
     for step in steps:
         fill(engine, step)
@@ -112,9 +116,11 @@ def resume(folder: Path, bucket_size: int | None = 1111) -> tuple[int | None, li
     return answer
 
 
-def resume_each(folders: Sequence[Path], bucket_size: int | None = 1111) -> list[tuple[int | None, list[str]]]:
+def resume_each(
+    folders: Sequence[Path], bucket_size: int | None = 1111, shard: Shard = "states"
+) -> list[tuple[int | None, list[str]]]:
     """The same for several folders, one after the other into one engine."""
-    engine = make_engine(bucket_size)
+    engine = make_engine(bucket_size, shard=shard)
     together = together_of(engine)
     answers: list[tuple[int | None, list[str]]] = []
     for folder in folders:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,23 +16,25 @@ from megamix import Checkpoints
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import DamagedCheckpoint
 from megamix.hub.source import open_source
+from megamix.mixed_precision.settings import Shard
 from tests.checkpoint.state import differences, fill, make_engine
 
 
-def _at(step: int, folder: Path) -> Checkpoints:
-    engine = make_engine()
+def _at(step: int, folder: Path, shard: Shard = "states") -> Checkpoints:
+    engine = make_engine(shard=shard)
     fill(engine, step)
     return Checkpoints(engine, folder)
 
 
+@pytest.mark.parametrize("shard", get_args(Shard))
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_program_gets_back_what_it_saved(beside: bool, tmp_path: Path) -> None:
+def test_a_program_gets_back_what_it_saved(beside: bool, shard: Shard, tmp_path: Path) -> None:
     folder = tmp_path / "not/there/yet"
-    saving = _at(3, folder)
+    saving = _at(3, folder, shard)
     assert saving.load() is None
     saving.save({"place": [7, "north"]}, beside=beside)
     saving.wait()
-    engine = make_engine()
+    engine = make_engine(shard=shard)
     assert Checkpoints(engine, folder).load() == {"place": [7, "north"]}
     assert differences(engine, 3) == []
 

@@ -1,5 +1,6 @@
-"""What any ranks, bucket size or blocks saved, any others load, bit for bit; a resumed run is the run that went on; a
-loss scale goes on by its rule and the settings of now; a misfit is told by its kinds and changes nothing.
+"""What any ranks, bucket size, setting of shard or blocks saved, any others load, bit for bit; a resumed run is the run
+that went on; a loss scale goes on by its rule and the settings of now; a misfit is told by its kinds and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import random
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_sna
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.clock import Clock
+from megamix.mixed_precision.settings import Shard
 from tests.checkpoint.state import (
     differences,
     fill,
@@ -66,6 +69,16 @@ def test_every_number_of_ranks_loads_what_every_other_saved(run_ranks, tmp_path:
         assert run_ranks(resume_each, size, folders, bucket_size) == [[(3, [])] * len(folders)] * size
 
 
+@pytest.mark.uncounted
+def test_every_setting_of_shard_loads_what_every_other_saved(run_ranks, tmp_path: Path) -> None:
+    every = [*itertools.product((1, 2, 4), get_args(Shard))]
+    folders = [tmp_path / f"{size}-{shard}" for size, shard in every]
+    for folder, (size, shard) in zip(folders, every, strict=True):
+        assert run_ranks(save_steps, size, folder, [3], 1111, 2, shard) == [["step_00000003"]] * size
+    for size, shard in every:
+        assert run_ranks(resume_each, size, folders, 1111, shard) == [[(3, [])] * len(folders)] * size
+
+
 GROUPED = AdamW(lr=0.01, groups=(ParamGroup(pattern="blocks.1.*", lr_factor=0.5),))
 
 
@@ -88,12 +101,12 @@ def _train(engine: ShardedEngine, steps: range) -> list[float]:
     return losses
 
 
-def _loaded_and_uninterrupted(folder: Path) -> tuple[list[float], list[float], list[str]]:
+def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], list[float], list[str]]:
     """The losses of a resumed run and of one that went on, and what differs at their ends."""
-    source = make_engine()
+    source = make_engine(shard=shard)
     _train(source, range(3))
     save(folder, take_snapshot(source, RunRecord()), together_of(source))
-    resumed = make_engine()
+    resumed = make_engine(shard=shard)
     _train(resumed, range(5, 7))  # something else, to be overwritten
     checkpoint = newest_checkpoint(folder, together_of(resumed))
     assert checkpoint is not None
@@ -109,8 +122,9 @@ def _loaded_and_uninterrupted(folder: Path) -> tuple[list[float], list[float], l
     return went_on, again, unequal
 
 
-def test_a_resumed_run_is_the_run_that_went_on(run_ranks, tmp_path: Path) -> None:
-    for went_on, again, unequal in run_ranks(_loaded_and_uninterrupted, 2, tmp_path):
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_a_resumed_run_is_the_run_that_went_on(run_ranks, tmp_path: Path, shard: Shard) -> None:
+    for went_on, again, unequal in run_ranks(_loaded_and_uninterrupted, 2, tmp_path, shard):
         assert went_on == again
         assert unequal == []
 

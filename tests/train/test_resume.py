@@ -1,5 +1,5 @@
 """A run killed at any instant, once or again and again, and started again ends bitwise equal: weights, moments, scale,
-data order, logs; other ranks go on; what changed is refused or told.
+data order, logs; with each setting of shard; other ranks go on; what changed is refused or told.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -22,6 +24,7 @@ from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.config import Config, ConfigError
 from megamix.diagnosis.overflows import GaveUpError
+from megamix.mixed_precision.settings import Shard
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedError
 from megamix.train.batch_plan import Attempt, BatchPlan
@@ -43,7 +46,7 @@ from tests.train.jobs import (
 )
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 
-KILLS = 300 if FULL else 3
+KILLS = 300 if FULL else 3  # by settings of shard in turn
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
@@ -141,12 +144,21 @@ def data(tmp_path_factory) -> Path:
     return folder / "data"
 
 
+Uninterrupted = Callable[[Shard], tuple[Path, int, list[Attempt]]]
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[Path, int, list[Attempt]]:
-    """The folder of the job on two ranks, how many calls its training makes, and what it applied."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    (calls, applied), (elsewhere, _) = run_ranks(_counted, 2, _config(folder, data))
-    return folder, min(calls, elsewhere), applied
+def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
+    """With a setting: the folder of the job on two ranks, how many calls its training makes, and what it applied."""
+
+    @cache
+    def run(shard: Shard) -> tuple[Path, int, list[Attempt]]:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        config = _config(folder, data, parallelism={"shard": shard})
+        (calls, applied), (elsewhere, _) = run_ranks(_counted, 2, config)
+        return folder, min(calls, elsewhere), applied
+
+    return run
 
 
 @pytest.mark.uncounted
@@ -154,9 +166,10 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> tuple[Path, int, list[At
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     tmp_path, data, run_ranks, uninterrupted, trial: int
 ) -> None:
-    whole, calls, _ = uninterrupted
+    shard = get_args(Shard)[trial % 3]
+    whole, calls, _ = uninterrupted(shard)
     rng = random.Random(trial)
-    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0})
+    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, parallelism={"shard": shard})
     victim, at_call = rng.randrange(2), rng.randrange(calls)
     if not _killed(config, victim, at_call):  # waiting took fewer calls than in the uninterrupted run
         shutil.rmtree(tmp_path / "run")
@@ -215,7 +228,7 @@ def test_logs_go_on_as_one_curve_without_doubles(tmp_path, data, monkeypatch) ->
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_batches(tmp_path, data, run_ranks, uninterrupted) -> None:
-    folder, _, whole = uninterrupted
+    folder, _, whole = uninterrupted("states")
     config = _config(tmp_path, data)
     begun = run_ranks(_run, 2, config, 9)[0]
     rest = _run(config)
