@@ -53,7 +53,7 @@ def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False
             try:
                 yield from _result(layout.name, verify_layout(config, layout, pool, bisect))
             except RankFailure as failure:
-                yield Failed(f"{layout.name:<14}fails\n{failure}")
+                yield Failed(f"{layout.name:<13} fails\n{failure}")
     finally:
         for pool in pools.values():
             pool.close()
@@ -78,7 +78,7 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
         try:
             yield from _result(str(world), verify_trainer(where, world, steps, bisect))
         except RankFailure as failure:
-            yield Failed(f"{world:<14}fails\n{failure}")
+            yield Failed(f"{world:<13} fails\n{failure}")
     yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
 
 

@@ -54,7 +54,7 @@ def twice_lines(config: Config, layouts: Sequence[Layout]) -> Iterator[str]:
                 problems = twice_problems(config, layout, _folder(stack), programs)
             except RankFailure as failure:
                 problems = [f"fails\n{failure}"]
-        yield f"{layout.name:<14}{'differs' if problems else 'the same, bit for bit'}"
+        yield f"{layout.name:<13} {'differs' if problems else 'the same, bit for bit'}"
         yield from map(Failed, _first(problems))
 
 

@@ -13,6 +13,7 @@ from megamix.config import Config, ConfigError, check_world_size
 from megamix.config.checks import check_config
 
 _AXES = {"dp": "dp_size", "tp": "tp_size", "pp": "pp_size"}
+_SHARDS = ("states", "gradients", "parameters")
 ACCUMULATION = 2  # so that micro-batches are summed and divided by as well
 # Longer sequences and larger batches prove nothing more. 2, 3, 4, 6, 8 and 12 ranks divide 24 positions evenly.
 SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
@@ -20,11 +21,12 @@ SEQ_LEN, MICRO_BATCH_SIZE = 24, 2
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ranks there are along each axis."""
+    """How many ranks there are along each axis, and what each keeps a share of."""
 
     name: str
     sizes: tuple[tuple[str, int], ...]  # (axis, ranks), in the order of the name
     sequence_parallel: bool = False
+    shard: str | None = None  # None: as the configuration says
 
     @property
     def world_size(self) -> int:
@@ -40,22 +42,30 @@ class Layout:
         if accumulation is None:
             accumulation = ACCUMULATION * self.size("pp")  # every schedule takes twice its stages
         settings: dict[str, object] = {key: self.size(axis) for axis, key in _AXES.items()}
+        settings |= {"sequence_parallel": self.sequence_parallel} | ({"shard": self.shard} if self.shard else {})
         batch = config.training.micro_batch_size * self.size("dp") * accumulation
-        parallelism = config.parallelism.model_copy(update=settings | {"sequence_parallel": self.sequence_parallel})
+        parallelism = config.parallelism.model_copy(update=settings)
         training = config.training.model_copy(update={"global_batch_size": batch})
         return config.model_copy(update={"parallelism": parallelism, "training": training})
 
 
 def parse_layout(name: str) -> Layout:
     """Return the layout of that name. Raises: ValueError for a name that is none."""
-    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", name):
+    axes, _, shard = name.partition("-")
+    if not re.fullmatch(r"((dp|tp|pp)[1-9]\d*)+(sp)?", axes):
         raise ValueError(f"--layouts: got {name}, must name axes and their ranks; write dp2, dp4 or dp2tp2")
-    sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", name))
+    if name != axes and shard not in _SHARDS:
+        raise ValueError(
+            f"--layouts: got {name}, must end in what ranks keep a share of; write {axes}, {axes}-gradients or "
+            f"{axes}-parameters"
+        )
+    sizes = tuple((axis, int(size)) for axis, size in re.findall(r"(dp|tp|pp)(\d+)", axes))
     if len({axis for axis, _ in sizes}) < len(sizes):
         raise ValueError(f"--layouts: got {name}, which names an axis twice; write each one once")
-    layout = Layout(name, sizes, name.endswith("sp"))
+    layout = Layout(name, sizes, axes.endswith("sp"), shard or None)
     if layout.sequence_parallel and layout.size("tp") == 1:
-        raise ValueError(f"--layouts: got {name}, but sequence parallel needs tp; write {name[:-2]}tp2sp")
+        fixed = name.replace("sp", "tp2sp", 1)
+        raise ValueError(f"--layouts: got {name}, but sequence parallel needs tp; write {fixed}")
     return layout
 
 

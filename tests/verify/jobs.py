@@ -47,13 +47,14 @@ def make_config(
     sequence_parallel: bool = False,
     loss_scale: float | None = None,
     packing: str = "none",
+    shard: str = "states",
     model: Mapping[str, object] | None = None,
     **optimizer: object,
 ) -> Config:
     """`accumulation`: micro-batches a step; with stages pp_size, or twice that for more than one. `loss_scale`: None
     for 2**10 in FP16, and none elsewhere.
     """
-    place = parse_layout(layout + "sp" * sequence_parallel)
+    place = parse_layout(f"{layout}{'sp' * sequence_parallel}-{shard}")
     stages = place.size("pp")
     if stages > 1:
         accumulation = stages * min(accumulation, 2)

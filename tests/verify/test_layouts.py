@@ -1,16 +1,19 @@
-"""Every layout passes `verify` with every family, dtype, tie and accumulation, overflow included; the covering set
-shows every pair.
+"""Every layout passes `verify` with every family, dtype, tie, accumulation and setting of shard, overflow included; the
+covering set shows every pair.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
 
 from megamix.config import Config
+from megamix.mixed_precision.settings import Shard
 from megamix.verify.judge import judge
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep
@@ -24,6 +27,7 @@ LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 AXES = {
     "layout": LAYOUTS,
+    "shard": get_args(Shard),
     "family": ("gpt", "llama"),
     "dtype": ("fp16", "bf16", "fp32"),
     "tied": (True, False),
@@ -37,6 +41,8 @@ def _allowed(run: Run) -> bool:
     """Sequence parallel needs tp, and a schedule stages."""
     layout = parse_layout(str(run["layout"]))
     has_sequence = layout.size("tp") > 1 or not run["sequence_parallel"]
+    if run["shard"] == "parameters" and layout.size("pp") > 1:
+        return False
     return has_sequence and (layout.size("pp") > 1 or run["schedule"] == SCHEDULES[0])
 
 
@@ -46,7 +52,12 @@ def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
 
 @cache
 def _runs() -> list[Run]:
-    return whole_matrix(AXES, _allowed) if FULL else covering_runs(AXES, _allowed, MOST_RUNS)
+    if not FULL:
+        return covering_runs(AXES, _allowed, MOST_RUNS)
+    # Three times as many say no more: each layout has all settings in turn.
+    runs = whole_matrix(AXES | {"shard": ("states",)}, _allowed)
+    turned = [run | {"shard": shard} for run, shard in zip(runs, itertools.cycle(get_args(Shard)), strict=False)]
+    return [run if _allowed(run) else run | {"shard": "gradients"} for run in turned]
 
 
 @pytest.mark.uncounted
@@ -92,6 +103,9 @@ def test_names_of_layouts(name: str, sizes: dict[str, int], world_size: int) -> 
         ("dp2dp2", "names an axis twice"),
         ("dp2sp", "sequence parallel needs tp; write dp2tp2sp"),
         ("dp0", "must name axes"),
+        ("dp2-zero3", "dp2-zero3, must end in what ranks keep a share of; write dp2, dp2-gradients or dp2-parameters"),
+        ("dp2-", "dp2-, must end in what ranks keep a share of; write dp2, "),
+        ("dp2sp-gradients", "sequence parallel needs tp; write dp2tp2sp-gradients"),
     ],
 )
 def test_what_is_no_layout_is_refused(name: str, message: str) -> None:

@@ -32,7 +32,11 @@ def _observe(bug: Bug) -> list[Any]:
 
 
 def _config(bug: Bug) -> Any:
-    return make_config(bug.layout.removesuffix("sp"), loss_scale=4.0, sequence_parallel="sp" in bug.layout)
+    axes, _, shard = bug.layout.partition("-")
+    sequence_parallel = axes.endswith("sp")
+    return make_config(
+        axes.removesuffix("sp"), loss_scale=4.0, sequence_parallel=sequence_parallel, shard=shard or "states"
+    )
 
 
 def verdicts(run_ranks: Callable[..., list[Any]], names: Sequence[str]) -> dict[str, Verdict]:
