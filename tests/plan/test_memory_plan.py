@@ -101,6 +101,11 @@ MORE_SHARDED = {
     ),
     "gradients, two stages": ("dp2pp2", {"model": GPT, "parallelism": {"shard": "gradients"}}, 4),
     "parameters, divided": ("dp2tp2", {"model": LARGE, "parallelism": {"shard": "parameters"}}, 1),
+    "parameters, bf16 moments": (
+        "dp2",
+        {"model": LARGE, "optimizer": {"adamw": {"state_dtype": "bf16"}}, "parallelism": {"shard": "parameters"}},
+        1,
+    ),
     "parameters, one rank, fp32 sums": (
         "dp1",
         {"model": LARGE, "precision": {"reduce_dtype": "half_fp32_sum"}, "parallelism": {"shard": "parameters"}},
