@@ -21,14 +21,15 @@ from megamix.verify.judge_buffers import check_buffers
 from megamix.verify.norm_kinds import explain_clipping, explain_norm
 from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
-from megamix.verify.trainer import ForeignTrainer
+from megamix.verify.trainer import ForeignTrainer, autocast_entered
 from megamix.verify.verdict import NOISE, U32, UNIT, Verdict, gradient_bound, norm_of
 from megamix.verify.watch import SeenStep
 
 
 def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> Verdict:
     """Compare a training with one process, step by step. `ranks`: what each rank saw, in rank order."""
-    judge, verdict = _Judge(trainer, len(ranks[0]) - 1), Verdict(attempts=len(ranks[0]) - 1)
+    autocast = {dtype for mine in ranks for seen in mine for dtype in seen.autocast}
+    judge, verdict = _Judge(trainer, len(ranks[0]) - 1, autocast), Verdict(attempts=len(ranks[0]) - 1)
     start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
     before = judge.started(verdict, start)
     for number, seen in enumerate(steps):
@@ -40,7 +41,7 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
 
 
 class _Judge:
-    def __init__(self, trainer: ForeignTrainer, updates: int):
+    def __init__(self, trainer: ForeignTrainer, updates: int, autocast: set[torch.dtype]):
         self.trainer, self.ranks = trainer, trainer.ranks
         native = trainer.model()
         exact = copy.deepcopy(native).double()
@@ -50,7 +51,16 @@ class _Judge:
         def exact_loss(model: nn.Module, batch: Any) -> Tensor:
             return trainer.loss(model, moved(batch, torch.float64))
 
-        self.reference = Reference(native, exact, trainer.loss, exact_loss)
+        with autocast_entered() as own:
+            trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
+        # What `loss` does not enter by itself is around it: in `step`, or in what wraps the module.
+        around = max(autocast - own, key=UNIT.__getitem__, default=None)
+
+        def native_loss(model: nn.Module, batch: Any) -> Tensor:
+            with torch.autocast("cpu", around, enabled=around is not None):
+                return trainer.loss(model, batch)
+
+        self.reference = Reference(native, exact, native_loss, exact_loss)
         self.plain = PlainUpdates(trainer, exact, updates)
         self.updates = 0
         self.earlier: AskedStep | None = None

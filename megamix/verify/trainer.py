@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,24 @@ def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]
                 compute = group.mp_policy.param_dtype or param.dtype
                 dtypes[names[param]] = compute, group.mp_policy.reduce_dtype or compute
     return dtypes
+
+
+@contextmanager
+def autocast_entered() -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes of every autocast that is entered: by a step, by a loss, or by what wraps a module's forward.
+    One that torch.compile traces is not seen.
+    """
+    seen: set[torch.dtype] = set()
+    enter = torch.autocast.__enter__
+
+    def noted(self: torch.autocast) -> Any:
+        entered = enter(self)  # type: ignore[no-untyped-call]  # torch gives it no types
+        if torch.is_autocast_enabled(self.device):  # it may be entered to switch it off
+            seen.add(torch.get_autocast_dtype(self.device))
+        return entered
+
+    torch.autocast.__enter__ = noted  # type: ignore[method-assign]  # no hook of torch sees where it begins
+    try:
+        yield seen
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]

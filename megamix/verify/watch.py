@@ -14,7 +14,15 @@ from torch.optim import Optimizer
 
 from megamix.ranks import environment
 from megamix.verify.tape import Tape, plain_name, recorded
-from megamix.verify.trainer import ForeignTrainer, computes_in, load_trainer, optimizers_of, options_of, whole
+from megamix.verify.trainer import (
+    ForeignTrainer,
+    autocast_entered,
+    computes_in,
+    load_trainer,
+    optimizers_of,
+    options_of,
+    whole,
+)
 from megamix.verify.verdict import Tensors
 
 TOLD = ("loss", "grad_norm")  # what is compared of that which a step reports
@@ -33,6 +41,7 @@ class SeenStep:
     options: dict[str, dict[str, float]]  # of each parameter, when it stepped
     loss_scale: float
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # computes in, sums in
+    autocast: set[torch.dtype]  # to which its autocasts cast
     tape: Tape  # of the first micro-batch, where modules are recorded
 
     @property
@@ -58,14 +67,14 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
         kinds = ", ".join(type(one).__name__ for one in made) if isinstance(made, tuple) else type(made).__name__
         raise ValueError(f"{type(trainer).__name__}.setup returned ({kinds}), must be (module, optimizer)")
     witness = _Witness(trainer, made[0], optimizers_of(made[1], f"{type(trainer).__name__}.setup"))
-    seen = [witness.read({}, {})]
+    seen = [witness.read({}, {}, set())]
     for number in range(steps):
-        with recorded(made[0], wanted=bisect) as tape:
+        with recorded(made[0], wanted=bisect) as tape, autocast_entered() as autocast:
             told = trainer.step(trainer.batches(number, trainer.rank, trainer.ranks))
         if not isinstance(told, Mapping | None):
             kind = type(told).__name__
             raise ValueError(f"{type(trainer).__name__}.step returned {kind}, must be as {{'loss': 2.3}}, or None")
-        seen.append(witness.read({name: float(told[name]) for name in TOLD if told and name in told}, tape))
+        seen.append(witness.read({name: float(told[name]) for name in TOLD if told and name in told}, tape, autocast))
     return seen
 
 
@@ -99,14 +108,14 @@ class _Witness:
         self.gradients = {**grads, **self.gradients, **{name: grads[name] for name in groups if name in grads}}
         self.options |= {name: options_of(group) for name, group in groups.items()}
 
-    def read(self, told: Mapping[str, float], tape: Tape) -> SeenStep:
+    def read(self, told: Mapping[str, float], tape: Tape, autocast: set[torch.dtype]) -> SeenStep:
         weights = dict(ChainMap(*(self.trainer.weights(self.module, one) for one in self.optimizers)))
         states = dict(ChainMap(*(self.trainer.states(self.module, one) for one in self.optimizers)))
         buffers = {plain_name(name): whole(buffer) for name, buffer in self.module.named_buffers()}
         seen = SeenStep(
             told=told, weights=weights, states=states, buffers=buffers,
             updates=[self.updates[one] for one in self.optimizers], gradients=self.gradients, options=self.options,
-            loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape,
+            loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape, autocast=autocast,
         )  # fmt: skip
         self._forget()
         return seen

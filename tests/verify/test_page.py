@@ -203,7 +203,7 @@ def test_a_skipped_step_may_put_back_what_forward_moved_and_an_update_may_not(
     asked = AskedStep(reference, weights | kept, [[torch.arange(12.0).view(4, 3)]], [[1.0]])
     seen = SeenStep(
         told={}, weights=weights, states={}, buffers=kept, updates=updates, gradients={}, options={}, loss_scale=1.0,
-        dtypes={}, tape={},
+        dtypes={}, tape={}, autocast=set(),
     )  # fmt: skip
     verdict = Verdict()
     check_buffers(verdict, 0, asked, seen, seen)

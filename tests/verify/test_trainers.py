@@ -76,6 +76,22 @@ def test_states_of_any_shape_are_compared_and_what_is_not_is_told(name: str, fir
     assert bool(lines) == bool(left)
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "skipped"),
+    [("AutocastInStep", None, 1), ("AutocastInForward", None, 0), ("AutocastAlone", "gradient of 1.weight", 0)],
+)
+def test_autocast_around_the_loss_is_the_precision_in_which_it_is_judged(
+    run_ranks, name: str, wrong: str | None, skipped: int
+) -> None:
+    where = f"{TRAINERS}:{name}"
+    enter = torch.autocast.__enter__
+    (seen,) = run_ranks(watch_trainer, 1, where, STEPS)
+    verdict = judge_trainer(load_trainer(where), [seen])
+    assert [f"{one.check} of {one.where}" for one in verdict.differences[:1]] == ([wrong] if wrong else [])
+    assert verdict.skipped == skipped
+    assert torch.autocast.__enter__ is enter
+
+
 def test_an_eps_that_is_not_given_is_that_of_the_dtype_which_is_trained() -> None:
     weight = torch.ones(4, 4)
     param = torch.nn.Parameter(weight.clone())

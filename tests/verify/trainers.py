@@ -107,6 +107,46 @@ class Scaled(Ddp):
         self.scaler.update()
 
 
+class AutocastInStep(Scaled):
+    """FP16 by autocast as torch's recipe has it: `step` enters it around model and loss."""
+
+    loss = Plain.loss
+
+    def step(self, batches):
+        with torch.autocast("cpu", torch.float16):
+            losses = [self.loss(self.module, batch) / len(batches) for batch in batches]
+        self.optim.zero_grad()
+        for loss in losses:
+            self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optim)
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_grad)
+        self.scaler.step(self.optim)
+        self.scaler.update()
+        return {"loss": float(sum(losses).detach()), "grad_norm": float(norm)}
+
+
+class AutocastInForward(Plain):
+    """BF16 as accelerate has it: the forward that it wraps enters autocast, and gives FP32."""
+
+    def wrap(self, model):
+        plain = model.forward
+
+        def forward(tokens):
+            with torch.autocast("cpu", torch.bfloat16):
+                return plain(tokens).float()
+
+        model.forward = forward
+        return model
+
+
+class AutocastAlone(AutocastInForward):
+    """The same, with a gradient of which half is lost."""
+
+    def setup(self, model):
+        model[1].weight.register_hook(lambda grad: grad / 2)
+        return super().setup(model)
+
+
 class Scheduled(Ddp):
     """The lr falls with every update."""
 
