@@ -51,7 +51,7 @@ def verify_lines(config: Config, layouts: Sequence[Layout], bisect: bool = False
             # Ranks of one number serve all its layouts.
             pool = pools.setdefault(layout.world_size, RankPool(layout.world_size, on_gpus=on_gpus))
             try:
-                yield from _result(layout.name, verify_layout(config, layout, pool, bisect))
+                yield from _result(layout.name, verify_layout(config, layout, pool, bisect), bisect)
             except RankFailure as failure:
                 yield Failed(f"{layout.name:<13} fails\n{failure}")
     finally:
@@ -76,7 +76,7 @@ def trainer_lines(where: str, worlds: Sequence[int], steps: int, bisect: bool = 
     for world in worlds:
         say(f"megamix verify: {where} on {world} rank(s)", sys.stderr)
         try:
-            yield from _result(str(world), verify_trainer(where, world, steps, bisect))
+            yield from _result(str(world), verify_trainer(where, world, steps, bisect), bisect)
         except RankFailure as failure:
             yield Failed(f"{world:<13} fails\n{failure}")
     yield "numbers are the largest error as a share of its bound (docs/verify.md); 1 is too much"
@@ -89,7 +89,7 @@ def verify_trainer(where: str, world: int, steps: int, bisect: bool = False, dea
     return judge_trainer(load_trainer(where, ranks=world), ranks)
 
 
-def _result(name: str, verdict: Verdict) -> Iterator[str]:
+def _result(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
     shares = [[verdict.worst[check] for check in checks if check in verdict.worst] for checks in COLUMNS.values()]
     worst = [max(column) if column else None for column in shares]
     cells = ["-" if one is None else f"{one:.3f}" if one < 1000 else f"{one:.3g}" for one in worst]
@@ -103,6 +103,8 @@ def _result(name: str, verdict: Verdict) -> Iterator[str]:
         yield f"  {what} of {len(names)} parameter(s): not compared: {why}"
     if verdict.culprit:
         yield Failed(f"  first module: {verdict.culprit}")
+    elif bisect and verdict.differences:
+        yield "  first module: none, up to a factor: look behind backward (hooks, reduction, clipping) or at the update"
 
 
 def _row(*cells: str) -> str:

@@ -177,6 +177,8 @@ class _Judge:
         """Check that nothing changed, and that there was an overflow."""
         overflows = not all(bool(grad.isfinite().all()) for grad in native.grads.values())
         text = "the optimizer took no step"
+        if after.loss_scale == 1.0:
+            text += "; if a GradScaler skipped it, set self.scaler to it in setup"
         verdict.note(number, "skipped step", "one process, which has no overflow", float(not overflows), 0.0, text)
         for name, weight in before.weights.items():
             verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)

@@ -137,15 +137,22 @@ def check_trainer(trainer: ForeignTrainer) -> None:
     """Ask twice for model, samples and loss: what is new each time is no reference. Raises: WrongTrainer."""
     who, ranks, cpu = type(trainer).__name__, trainer.ranks, torch.device("cpu")
     try:
-        models = [trainer.model() for _ in range(2)]
-        batches = [moved([*trainer.batches(0, 0, ranks)], cpu) for _ in range(2)]
+        models: list[Any] = [trainer.model() for _ in range(2)]
+        if not isinstance(models[0], nn.Module):
+            raise WrongTrainer(f"{who}.model() returned {type(models[0]).__name__}, must be an nn.Module; return it")
+        made: list[Any] = [trainer.batches(0, 0, ranks) for _ in range(2)]
+        if not isinstance(made[0], Sequence) or not made[0]:
+            kind = "nothing" if isinstance(made[0], Sequence) else type(made[0]).__name__
+            raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned {kind}, must be a list of micro-batches")
+        batches = [moved([*one], cpu) for one in made]
+        for needed in ("setup", "step"):  # yours run on the ranks alone; one that is inherited says what is missing
+            if getattr(type(trainer), needed) is getattr(ForeignTrainer, needed):
+                getattr(trainer, needed)(models[0])
         optimizers_of(trainer.optimizer(models[0]), f"{who}.optimizer(model)")
     except NotImplementedError as error:
         raise WrongTrainer(str(error)) from error
     if not _alike(*([*model.parameters()] for model in models)):
         raise WrongTrainer(f"{who}.model() returned other weights when called again; write torch.manual_seed(0) first")
-    if not batches[0]:
-        raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned nothing, must be a list of micro-batches")
     if not _alike(*batches):
         seeded = "draw them with torch.Generator().manual_seed(1000 * step + rank)"
         raise WrongTrainer(f"{who}.batches(0, 0, {ranks}) returned other samples when called again; {seeded}")

@@ -143,6 +143,10 @@ def test_wrong_arguments_are_told_before_any_rank_is_started(
             "returned other samples when called again",
         ),
         ("def batches(self, *_): return []", "returned nothing, must be a list of micro-batches"),
+        ("def batches(self, *_): yield torch.ones(1)", "returned generator, must be a list of micro-batches"),
+        ("def model(self): super().model()", "Mine.model() returned NoneType, must be an nn.Module; return it"),
+        ("setup = ForeignTrainer.setup", "Mine lacks setup(self, model): return (module, optimizer)"),
+        ("step = ForeignTrainer.step", "Mine lacks step(self, batches): train on them"),
         (
             "def optimizer(self, model): return {}",
             "of type dict, must be a torch.optim.Optimizer or a list",
@@ -193,6 +197,20 @@ def test_a_difference_without_a_distance_is_told_as_what_it_is() -> None:
         "at the start: optimizer of up.weight: not among the optimizer's parameters",
         "attempt 2: gradient of up.weight is off by 3, bound 1e-05; it looks like its sign turned",
     ]
+
+
+def test_a_bisection_that_finds_no_module_says_so() -> None:
+    wrong = Verdict()
+    wrong.note(0, "gradient", "up.weight", 3.0, 1e-5)
+    assert [*_result("2", wrong, bisect=True)][-1].startswith("  first module: none, up to a factor: look behind")
+    assert not any("first module" in line for line in (*_result("2", wrong), *_result("2", Verdict(), bisect=True)))
+
+
+def test_a_skipped_step_without_a_known_scaler_asks_for_it() -> None:
+    trainer = load_trainer(f"{TRAINERS}:Plain")
+    trainer.step = lambda batches: None
+    first = judge_trainer(load_trainer(f"{TRAINERS}:Plain"), [_watch(trainer, 1, bisect=False)]).differences[0]
+    assert str(first).endswith("took no step; if a GradScaler skipped it, set self.scaler to it in setup")
 
 
 def test_numbers_of_many_digits_keep_to_their_columns() -> None:
