@@ -105,7 +105,8 @@ class ParamFacts:
 
 def describe(model: nn.Module) -> dict[nn.Parameter, ParamFacts]:
     """Return what a model says by itself, under names without what wrappers add. A shared parameter has its first."""
-    saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in model.state_dict().items()}
+    state = model.state_dict(keep_vars=True)  # else the values of those that are not there would be asked for
+    saved = {plain_name(name): dtype_name(tensor.dtype) for name, tensor in state.items()}
     modules, facts = dict(model.named_modules()), {}
     for full_name, param in model.named_parameters():
         name, (path, _, own) = plain_name(full_name), full_name.rpartition(".")

@@ -73,11 +73,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
                 self.follow(facts, param._unsharded_param)
 
     def _place(self, name: str, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # where it lies may be asked though its memory comes and goes
+            storage, place = tensor.untyped_storage(), (_start(tensor), name)
         starts = _alive(self._places, storage._cdata)
         if starts is None:
             self._places[storage._cdata] = (_Weak(storage), starts := [])
-        if (place := (_start(tensor), name)) not in starts:
+        if place not in starts:
             insort(starts, place)
 
     def __torch_dispatch__(

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megamix
 from megamix.auditing.report import AuditReport
+from megamix.mixed_precision.settings import Shard
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -132,10 +133,13 @@ def fsdp(
     return Loop(model, adamw(model, lr), **settings)
 
 
-def engine(seed: int, precision: megamix.Precision, micro_batches: int = 1, **settings: Any) -> Loop:
+def engine(
+    seed: int, precision: megamix.Precision, micro_batches: int = 1, shard: Shard = "states", **settings: Any
+) -> Loop:
     model, optimizer = new_model(seed=seed), megamix.AdamW(lr=1e-2)
+    sharding = megamix.Sharding([*model.layers], shard=shard)
     trained = megamix.ShardedEngine(
-        model, optimizer, precision, grad_accum_steps=micro_batches, compile_update=False, **settings
+        model, optimizer, precision, sharding, grad_accum_steps=micro_batches, compile_update=False, **settings
     )
     return Loop(model, trained, micro_batches)
 
@@ -170,6 +174,8 @@ TOGETHER: dict[str, Callable[[], Loop]] = {
     "fsdp2 bf16, fp32 sums": lambda: fsdp(18, HALF, micro_batches=2, clip=1.0),
     "fsdp2 bf16": lambda: fsdp(19, MixedPrecisionPolicy(param_dtype=BF16)),
     "engine": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2),
+    "engine, gradients": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "gradients"),
+    "engine, parameters": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "parameters"),
 }  # fmt: skip
 
 

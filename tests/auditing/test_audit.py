@@ -35,6 +35,7 @@ from tests.auditing.loops import (
 from tests.conftest import FULL
 
 TINY_LR = 6e-6
+QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradients", "engine, parameters")
 
 
 def after(loop: Loop, steps: int) -> AuditReport:
@@ -85,6 +86,8 @@ def _cells(name: str) -> tuple[str, str]:
         ("fsdp2 bf16, fp32 sums", "fp32 bf16 bf16 fp32 fp32 fp32 fp32 fp32"),
         ("fsdp2 bf16", "fp32 bf16 bf16 bf16 bf16 fp32 fp32 fp32"),
         ("engine", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, gradients", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, parameters", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
     ],
 )
 def test_so_is_that_of_what_ranks_send_and_sum(name: str, up: str, run_ranks: Callable[..., Any]) -> None:
@@ -98,7 +101,7 @@ def test_a_run_with_audits_is_bitwise_the_run_without(name: str) -> None:
     assert max(map(len, page.split("\nlost: ")[0].splitlines())) <= WIDTH
 
 
-@pytest.mark.parametrize("name", list(TOGETHER) if FULL else ["ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums"])
+@pytest.mark.parametrize("name", list(TOGETHER) if FULL else QUICK)
 def test_so_it_is_on_ranks_and_each_reports_the_same(name: str, run_ranks: Callable[..., Any]) -> None:
     (same, page), (also, other) = run_ranks(same_with_and_without, 2, name)
     assert same
