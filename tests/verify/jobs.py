@@ -23,6 +23,7 @@ from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.optimizers import NAG, Optimizer, UpdateGroup
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
+from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.model import decoder
 from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
@@ -254,6 +255,52 @@ def stale_gather() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unit_freed_early() -> Iterator[None]:
+    """In backward the next unit's weights take the memory of the one that still computes."""
+    right = UnitGather._launch
+
+    def launch(self, unit):
+        for other in self._units[1:]:
+            if self._in_backward and other.begun and other is not unit and not all(map(self._came, other.params)):
+                for bucket in other.buckets:
+                    self._half_params.flat[bucket].zero_()
+        right(self, unit)
+
+    with mock.patch.object(UnitGather, "_launch", launch):
+        yield
+
+
+@contextmanager
+def stale_shards() -> Iterator[None]:
+    """What is gathered behind a step are the casts of the masters before it."""
+    right = ShardedEngine.step
+
+    def step(self):
+        before = [shard.clone() for shard in self.half_params.shards]
+        result = right(self)
+        for shard, old in zip(self.half_params.shards, before, strict=True):
+            shard.copy_(old)
+        return result
+
+    with mock.patch.object(ShardedEngine, "step", step):
+        yield
+
+
+@contextmanager
+def gradients_freed_early() -> Iterator[None]:
+    """The last rank's gradients are freed, and their memory taken, before they are sent."""
+    right = GlooCollectives.reduce_scatter
+
+    def reduce_scatter(self, half_grads, grad_shard, use):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            half_grads.zero_()
+        return right(self, half_grads, grad_shard, use)
+
+    with mock.patch.object(GlooCollectives, "reduce_scatter", reduce_scatter):
+        yield
+
+
 def tied_table_not_summed() -> object:
     """Each end of a pipeline trains its own copy of the table."""
     return mock.patch.object(build, "replace", lambda placement, owners: placement)
@@ -277,6 +324,9 @@ BUGS: dict[str, Callable[[], object]] = {
         wrong_divisor,
         stale_gather,
         scale_applied_twice,
+        unit_freed_early,
+        stale_shards,
+        gradients_freed_early,
         tied_table_not_summed,
     )
 }

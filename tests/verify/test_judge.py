@@ -96,6 +96,22 @@ def test_the_parts_of_tensor_parallel_ranks_and_of_owners_are_named(run_ranks) -
         assert [str(one) for one in found if not one.looks_like.startswith(tuple(said))] == []
 
 
+def test_memory_that_goes_too_early_and_stale_shards_are_named(run_ranks) -> None:
+    kinds = {
+        ("parameters", "unit_freed_early"): ("gradient", "lost: nothing but zeros"),
+        ("parameters", "stale_shards"): ("half copy", ""),
+        ("gradients", "gradients_freed_early"): ("gradient", "each rank's own: the others' parts are missing"),
+        ("parameters", "gradients_freed_early"): ("gradient", "each rank's own: the others' parts are missing"),
+    }
+    cases = [(make_config("dp2", loss_scale=4.0, shard=shard), bug) for shard, bug in kinds]
+    for (config, _), (check, kind), *ranks in zip(
+        cases, kinds.values(), *run_ranks(observe_bugs, 2, cases), strict=True
+    ):
+        first = _judge(config, ranks, None).differences[0]
+        assert (first.attempt, first.check) == (0, check)
+        assert kind in first.looks_like
+
+
 def test_buffers_that_are_rounded_or_move_are_named(run_ranks) -> None:
     cases = [(make_config("tp2", loss_scale=4.0), bug) for bug in ("tables_in_half", "table_moves_on_skipped")]
     by_rank = [*zip(*run_ranks(observe_bugs, 2, cases, OVERFLOW_AT), strict=True)]

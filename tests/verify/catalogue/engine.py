@@ -22,6 +22,9 @@ SENTENCES = {
     "wrong_divisor": "The loss is divided by the number of micro-batches once more, as where a schedule does it, too.",
     "scale_applied_twice": "The loss scale is in the loss twice.",
     "stale_gather": "The other ranks' parts of one bucket never arrive.",
+    "unit_freed_early": "In backward the next unit's weights take the memory of the one that still computes.",
+    "stale_shards": "What is gathered behind a step are the casts of the masters before it.",
+    "gradients_freed_early": "One rank's gradients are freed, and their memory taken, before they are sent.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
 
@@ -76,6 +79,30 @@ _enter(
 _enter("wrong_divisor", "DeepSpeed #8154", "pp2", "gradient", "", "divided by the number of micro-batches twice")
 _enter("scale_applied_twice", "several", "dp2", "gradient", "", "the loss scale left in")
 _enter("stale_gather", "Megatron #950, #663", "dp2", "half copy", "", missing="the check says it: a copy that is stale")
+_enter(
+    "unit_freed_early",
+    "pytorch #194519",
+    "dp2-parameters",
+    "gradient",
+    "blocks.",
+    "lost: nothing but zeros",
+)
+_enter(
+    "stale_shards",
+    "Megatron #950, #663",
+    "dp2-parameters",
+    "half copy",
+    "",
+    missing="the check says it: a copy that is stale",
+)
+_enter(
+    "gradients_freed_early",
+    "DeepSpeed #7965, #5545",
+    "dp2-gradients",
+    "gradient",
+    "",
+    "each rank's own: the others' parts are missing",
+)
 _enter(
     "tied_table_not_summed",
     "several",
