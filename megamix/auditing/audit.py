@@ -30,10 +30,13 @@ def audit(model: nn.Module, optimizer: torch.optim.Optimizer | ShardedEngine) ->
     `model`, `optimizer`: as your loop calls them, wrapped or not; or our engine as the second. What the step computes
     stays the same, bit for bit. Afterwards the report has `rows`, `warnings` and `to_json()`, the same on every rank.
     Every rank must do it. Copies of the weights are held until the step is over.
-    Raises: TypeError for another kind of optimizer; RuntimeError if there was no step, or several of an engine.
+    Raises: TypeError for what is no module, or another kind of optimizer; RuntimeError if there was no step, or several
+    of an engine.
     """
     report, watch = AuditReport(), Watch()
     model = optimizer.module if isinstance(optimizer, ShardedEngine) else model
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: got a model of type {type(model).__name__}; write megamix.audit(model, optimizer)")
     facts = describe(model)
     with ExitStack() as stack:
         stack.callback(watch.release)

@@ -20,6 +20,7 @@ _LEGEND = (
     "underflow (~: an estimate, from zeros in rows and columns that have subnormal numbers); room: doublings of the\n"
     "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
 )
+_TOO_EARLY = "audit: nothing is known, no step is over; read the report behind the block of megamix.audit"
 
 
 def make_rows(facts: Collection[ParamFacts]) -> list[ParamFacts]:
@@ -58,7 +59,12 @@ class AuditReport:
 
     @property
     def harms(self) -> bool:
-        """Return whether something was found that loses numbers, and not only what may be meant so."""
+        """Return whether something was found that loses numbers, and not only what may be meant so.
+
+        Raises: RuntimeError within the block: what is not known yet is not harmless.
+        """
+        if not (self.rows or self.warnings):
+            raise RuntimeError(_TOO_EARLY)
         return any(one.harms for one in self.warnings)
 
     def fill(self, facts: Mapping[str, ParamFacts], loss_scale: float | None, *, skipped: bool) -> None:
@@ -69,6 +75,9 @@ class AuditReport:
 
     def lines(self) -> Iterator[str]:
         """Yield the page, at most 120 characters wide but for names and warnings."""
+        if not (self.rows or self.warnings):
+            yield _TOO_EARLY
+            return
         table = [_HEADS, *(_cells(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         names = ["parameters", *(row.name for row in self.rows)]

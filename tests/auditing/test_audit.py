@@ -355,6 +355,24 @@ def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> No
         loop.audited(0)
 
 
+def test_within_the_block_nothing_is_called_right() -> None:
+    loop = plain(seed=1)
+    with megamix.audit(loop.model, loop.optimizer) as report:
+        loop.step(0)
+        assert str(report).startswith("audit: nothing is known, no step is over; read the report behind the block")
+        with pytest.raises(RuntimeError, match="nothing is known"):
+            assert report.harms
+    assert str(report).endswith("no number is lost that should be kept")
+    assert not report.harms
+
+
+def test_a_model_and_an_optimizer_that_are_swapped_are_told() -> None:
+    loop = plain(seed=1)
+    told = r"got a model of type AdamW; write megamix.audit\(model, optimizer\)"
+    with pytest.raises(TypeError, match=told), megamix.audit(loop.optimizer, loop.model):
+        pass
+
+
 def test_two_updates_of_an_engine_are_refused() -> None:
     loop = engine(1, megamix.Precision(BF16))
     step = loop.step
