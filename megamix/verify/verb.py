@@ -89,6 +89,8 @@ def _trainer_lines(arguments: argparse.Namespace) -> Iterator[str]:
 def _config_lines(arguments: argparse.Namespace) -> Iterator[str]:
     if arguments.config is None:
         arguments.parser.error("the config file is missing", "write megamix verify job.toml --layouts dp2")
+    if (script := str(arguments.config).partition(":")[0]).endswith(".py"):
+        arguments.parser.error(f"CONFIG: got {arguments.config}, no TOML file", f"write --trainer {script}:MyTrainer")
     config = load_config(arguments.config, arguments.overrides)
     check_plugins(arguments, config)
     config = at_own_size(config, arguments.overrides)

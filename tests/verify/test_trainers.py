@@ -120,6 +120,7 @@ def test_the_verb_starts_the_ranks_and_prints_a_row_for_each_number(capsys: pyte
         (["--trainer", f"{TRAINERS}:Ddp", "--ranks", "two"], "must be numbers of ranks; write --ranks 1,2"),
         (["--trainer", f"{TRAINERS}:Ddp", "--steps", "0"], "must be a number of steps, 1 or more; write --steps 4"),
         ([], "the config file is missing"),
+        (["mine.py:Mine"], "CONFIG: got mine.py:Mine, no TOML file; write --trainer mine.py:MyTrainer"),
         (["job.toml", "--ranks", "4"], "--ranks has no effect beside a configuration's layouts"),
         (["job.toml", "--trainer", f"{TRAINERS}:Ddp"], "CONFIG has no effect beside --trainer"),
         (["job.toml", "--twice", "--bisect"], "--bisect has no effect beside --twice"),
