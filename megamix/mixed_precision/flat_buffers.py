@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
 from megamix.comm.collectives import Collectives, Pending
+
+log = logging.getLogger("megamix")
 
 
 class FlatBuffers:
@@ -48,8 +52,13 @@ class PassingBuffers(FlatBuffers):
     """Buffers whose memory comes with `take` and goes with `free`.
 
     The storage is resized, so that tensors, their views and whatever holds these stay as they are. Between `free` and
-    `take` nothing may read them, for torch would read from address 0, nor make new views of them.
+    `take` nothing may read them, for torch would read from address 0, nor make new views of them. Memory that NumPy or
+    another process has a view of cannot go: it stays, as that of `FlatBuffers`, and the log says so once.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: set[int] = set()
 
     def sum_place(self, bucket: int, among: Collectives, dtype: torch.dtype) -> Tensor:
         flat = self.flat[bucket]
@@ -61,7 +70,16 @@ class PassingBuffers(FlatBuffers):
             storage.resize_(flat.nbytes)
 
     def free(self, bucket: int) -> None:
-        self.flat[bucket].untyped_storage().resize_(0)
+        storage = self.flat[bucket].untyped_storage()
+        if storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared()):
+            storage.resize_(0)
+        elif bucket not in self._shared:
+            self._shared.add(bucket)
+            log.warning(
+                "%.1f MB of parameters stay in memory: a NumPy array or another process shares them. Inside "
+                "engine.whole_parameters() take a copy, as tensor.clone().numpy()",
+                storage.nbytes() / 1e6,
+            )
 
     def free_behind(self, bucket: int, pending: Pending) -> None:
         pending.wait()

@@ -76,21 +76,18 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
 
     Raises: ValueError if a unit is inside another one.
     """
-    holders: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders.setdefault(param, []).append(module)
-    inside = [{*unit.modules()} for unit in units]
-    for unit, modules in zip(units, inside, strict=True):
-        if any(other is not unit and other in modules for other in units):
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path + ".")
+    for unit in units:
+        if any(other is not unit and other in units for other in unit.modules()):
             raise ValueError(f"units must not lie in each other, but a {type(unit).__name__} holds another one")
-    params, numbered = dict(model.named_parameters()), []
+    numbered = []
     for spec in specs:
-        of = [
-            number for number, modules in enumerate(inside, start=1) if modules.issuperset(holders[params[spec.name]])
-        ]
-        numbered.append(replace(spec, unit=0 if spec.axis or not of else of[0]))
+        # By its names: what two units share is one module, with a name in each.
+        names = (spec.name, *spec.aliases)
+        of = (k for k, unit in enumerate(units, start=1) if all(name.startswith(tuple(paths[unit])) for name in names))
+        numbered.append(replace(spec, unit=0 if spec.axis else next(of, 0)))
     return numbered
 
 

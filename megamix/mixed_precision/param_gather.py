@@ -156,14 +156,7 @@ def _buckets_by_unit(
         for slot in bucket.slots
         for name in (slot.spec.name, *slot.spec.aliases)
     }
-    paths = {id(module): path for path, module in model.named_modules()}
-    for unit in units:
-        if id(unit) not in paths:
-            raise ValueError(
-                f"units must be submodules of the model; {type(unit).__name__} is not. Pass e.g. [*model.blocks]"
-            )
-    wanted = {id(unit) for unit in units} - {id(model)}
-    prefixes = {path + ".": module for path, module in model.named_modules() if id(module) in wanted}
+    prefixes = {path + ".": module for path, module in model.named_modules() if module in units}
     root_buckets = [index for name, index in bucket_of.items() if not name.startswith(tuple(prefixes))]
     needs = [(model, sorted(set(root_buckets), reverse=True))]
     for prefix, module in prefixes.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_buffers import PassingBuffers
@@ -31,6 +32,9 @@ _OF_ANY_VALUES: set[object] = {
 }  # fmt: skip
 
 
+_names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # of all that may be freed, for who reads one
+
+
 class FreedParameter(nn.Parameter):
     """The class of a parameter while its values have no memory: whoever reads them is told, where torch would read
     address 0.
@@ -47,12 +51,14 @@ class FreedParameter(nn.Parameter):
             return (
                 f"Parameter of shape {tuple(args[0].shape)}, {args[0].dtype}, whose values are on all ranks in shards"
             )
-        shape = next(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        getter = getattr(func, "__self__", func)  # of a property
+        param = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
+        asked = getattr(func, "__self__", func) if is_property else func
         raise RuntimeError(
-            f"{getattr(getter, '__name__', func)} reads a parameter of shape {shape} that has no memory: with "
-            'shard = "parameters" values are there while their unit computes. Read them on every rank inside '
-            "`with engine.whole_parameters():`, or take engine.full_weights()"
+            f"{getattr(asked, '__name__', asked)} reads parameter {_names.get(param)}, which has no memory: with "
+            'shard = "parameters" values are there while their unit is called. What a forward reads elsewhere, too, '
+            "must be outside of `units`, or in one with its reader. Other reads: on every rank inside "
+            "`with engine.whole_parameters():`, or of engine.full_weights()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -68,6 +74,8 @@ class PassingHalfParams(HalfParams):
         super().__init__(*args)
         self._buffers = PassingBuffers()
         self._buffers.flat = self.flat
+        for slot in (slot for bucket in self.layout.buckets for slot in bucket.slots):
+            _names[self.params[slot.spec.name]] = slot.spec.name
         # With each one's own class, which may be a subclass.
         self._by_bucket = [
             [(self.params[slot.spec.name], type(self.params[slot.spec.name])) for slot in bucket.slots]

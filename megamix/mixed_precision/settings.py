@@ -186,6 +186,15 @@ def check_arguments(
                 f"{name} is on the meta device and has no values; call model.to_empty(device=...), fill it, then build "
                 "the engine"
             )
+    known, given = {*model.modules()} - {model}, list[nn.Module]()
+    for unit in sharding.units:
+        if unit not in known or unit in given:
+            wrong = "is given twice" if unit in given else "is not one"
+            raise ValueError(
+                f"units must be different submodules of the model; {type(unit).__name__} {wrong}. "
+                "Pass e.g. [*model.blocks]"
+            )
+        given.append(unit)
     if precision.dtype == torch.float16 and precision.loss_scale is None:
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"

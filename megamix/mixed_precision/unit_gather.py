@@ -8,7 +8,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,7 @@ class UnitGather:
         self.order_of_need = [bucket for unit in self._units for bucket in unit.buckets]
         self._to_come: deque[_Unit] = deque()  # not yet launched in this pass
         self._in_backward = self._is_whole = False
+        self._keeps_root = True  # behind the forward, for its backward
         # Never traced, as in ParamGather.
         self.run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
         for number, module in enumerate([model, *units]):
@@ -80,7 +82,7 @@ class UnitGather:
     def wait_all(self) -> None:
         """Return once no parameter has memory, nor is under way, unless all shall have it."""
         if not self._is_whole:
-            self._to_come.clear()
+            self._end()
             self._free(self._units)
 
     @contextmanager
@@ -121,37 +123,44 @@ class UnitGather:
             self._to_come.clear()
             self._free(self._units[1:])
 
-    def before_forward(self, number: int, _: object) -> None:
+    def before_forward(self, number: int, *_: object) -> None:
         unit = self._units[number]
+        if not self._is_whole and torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError(
+                f"{unit.name} is called within a transform of torch.func (vmap, grad), which cannot take gathers. Take "
+                'shard = "gradients", or do so inside `with engine.whole_parameters():`'
+            )
         if unit is self._root:
             if not self._in_backward:
                 self._begin(self._units[1:])
+                self._keeps_root = torch.is_grad_enabled()
             self._await(unit)
         else:
             self._come_to(unit)
 
-    def after_forward(self, number: int, output: object) -> None:
+    def after_forward(self, number: int, module: nn.Module, output: object) -> None:
         unit = self._units[number]
         if self._in_backward:  # a forward that recompute repeats
             return
         if unit is self._root:
             self._end()
-            if not torch.is_grad_enabled():
-                self._free([unit])
             return
         self._free([unit])
         if torch.is_grad_enabled():
-            hook = _OnGrad(self, unit)
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # no types
+            for node in _nodes([output, _attributes(module)]):
+                if _OnGrad not in node.metadata:  # else another unit has given it, or an earlier forward
+                    node.metadata[_OnGrad] = node.register_prehook(_OnGrad(self, unit))
 
     def come_to_backward(self, unit: _Unit) -> None:
-        if self._in_backward:  # else somebody differentiates by himself, which HalfGrads refuses
-            self._come_to(unit)
+        if not (self._in_backward or self._is_whole):
+            raise RuntimeError(
+                f"{unit.name} is differentiated outside of engine.backward(loss), where its weights have no memory. "
+                'Take shard = "gradients", or do forward and backward inside `with engine.whole_parameters():`'
+            )
+        self._come_to(unit)
 
     def _begin(self, units: Iterable[_Unit]) -> None:
-        self._free(self._units[1:])  # what a forward that failed has left
+        self._end()  # a forward that failed: other ranks may have come to its end
         self._to_come = deque(units)
 
     def _end(self) -> None:
@@ -160,7 +169,7 @@ class UnitGather:
             self._launch(skipped := self._to_come.popleft())
             self._free([skipped])
         if not self._in_backward:
-            self._free(self._units[1:])
+            self._free(self._units[1:] if self._keeps_root else self._units)
 
     def _come_to(self, unit: _Unit) -> None:
         if unit.begun:
@@ -238,8 +247,22 @@ class UnitGather:
             raise
 
 
-def _run(gather: UnitGather, method: str, number: int, output: object) -> None:
-    getattr(gather, method)(number, output)
+def _run(gather: UnitGather, method: str, number: int, module: nn.Module, output: object) -> None:
+    getattr(gather, method)(number, module, output)
+
+
+def _nodes(given: object) -> Iterator[Any]:
+    """Yield those of autograd whose results a unit gives: tensors in containers, and in dataclasses of them."""
+    for leaf in tree_leaves(given):
+        if isinstance(leaf, Tensor):
+            yield from () if leaf.grad_fn is None else (leaf.grad_fn,)
+        elif is_dataclass(leaf):
+            yield from _nodes([getattr(leaf, field.name, None) for field in fields(leaf)])
+
+
+def _attributes(unit: nn.Module) -> list[object]:
+    """Return what a unit may give beside its output, as the loss of a router."""
+    return [value for part in unit.modules() for name, value in vars(part).items() if not name.startswith("_")]
 
 
 class _Hook:
@@ -251,19 +274,19 @@ class _Hook:
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
         if (gather := self._gather()) is not None:
-            gather.run(gather, self._method, self._number, output)
+            gather.run(gather, self._method, self._number, module, output)
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
 
 
 class _OnGrad:
-    """The hook of a tensor that a unit has given: its gradient is there, so the unit's backward begins."""
+    """The hook of a node whose result a unit has given: its gradient is there, so the unit's backward begins."""
 
     def __init__(self, gather: UnitGather, unit: _Unit):
         self._gather, self._unit = weakref.ref(gather), unit
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grads: object) -> None:
         if (gather := self._gather()) is not None:
             gather.come_to_backward(self._unit)
 

@@ -10,6 +10,7 @@ import io
 import pickle
 import random
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -263,7 +264,7 @@ READS = {
 def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
     engine = _engine()
     weight = engine.module.blocks[1].up.weight
-    with pytest.raises(RuntimeError, match=r"with engine.whole_parameters\(\)"):
+    with pytest.raises(RuntimeError, match=r"reads parameter \S+\w, which .* `with engine.whole_parameters\(\)"):
         READS[name](engine.module, weight)
     assert (weight.shape, weight.dtype, weight.requires_grad, weight.grad) == ((40, 24), torch.bfloat16, True, None)
     assert "in shards" in repr(weight)
@@ -376,6 +377,111 @@ def test_compiled_blocks_compute_the_bits_of_the_kept_copy(run_ranks) -> None:
     assert kept == passing
 
 
+@dataclass
+class _Given:
+    hidden: Tensor
+
+
+class _Router(nn.Module):
+    """A unit that gives a dataclass, and keeps a loss as an attribute, which nothing else leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.gate = nn.Parameter(torch.full((24,), 0.5)), nn.Parameter(torch.full((24,), 0.25))
+
+    def forward(self, x: Tensor) -> _Given:
+        self.balance = (x.detach() * self.gate * self.gate).float().square().mean()
+        return _Given(x * self.gain * self.gain)
+
+
+class _Foreign(nn.Module):
+    """Two routers between blocks that share a layer, which so belongs to neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model(tied=False)
+        self.routers = nn.ModuleList(_Router() for _ in range(2))
+        self.body.blocks[2].down = self.body.blocks[0].down
+
+    def forward(self, tokens: Tensor, flavour: int) -> Tensor:
+        x = self.body.embedding(tokens)
+        for block, router in zip(self.body.blocks, self.routers, strict=False):
+            x = router(block(x)).hidden
+        return self.body.head(self.body.blocks[2](x))
+
+
+def _foreign(shard: str) -> list[float]:
+    model = _Foreign()
+    sharding = Sharding([*model.body.blocks, *model.routers], shard=shard)
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    norms = []
+    for step in range(3):
+        loss = loss_of(engine, make_batch(step, dist.get_rank(), 0))
+        engine.backward(loss + model.routers[0].balance + model.routers[1].balance)
+        norms.append(float(engine.step().grad_norm))
+    return norms
+
+
+def test_what_a_unit_gives_in_other_ways_and_shares_has_the_bits_of_the_kept_copy(run_ranks) -> None:
+    kept, passing = (run_ranks(_foreign, 2, shard) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+def _fails_alone(shard: str, where: int, with_grad: bool) -> list[float]:
+    engine = _engine(shard)
+
+    def fails(*_: object) -> None:
+        raise _PlantedError
+
+    _take_step(engine)
+    hook = engine.module.blocks[where].register_forward_pre_hook(fails) if dist.get_rank() else None
+    with torch.set_grad_enabled(with_grad), nullcontext() if hook is None else pytest.raises(_PlantedError):
+        engine(make_batch(0, 0, 0))
+    if hook is not None:
+        hook.remove()
+    if with_grad:
+        engine.discard_step()
+    return [_take_step(engine, step) for step in range(1, 3)]
+
+
+@pytest.mark.parametrize(("where", "with_grad"), [(0, False), (0, True), (2, False)])
+def test_a_forward_that_fails_on_one_rank_leaves_the_gathers_in_step(run_ranks, where: int, with_grad: bool) -> None:
+    kept, passing = (run_ranks(_fails_alone, 2, shard, where, with_grad) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+def test_gradients_of_ones_own_are_refused_by_the_units_name() -> None:
+    engine = _engine()
+    hidden = torch.ones(3, 24, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"blocks.2 is differentiated outside of engine.backward\(loss\)"):
+        torch.autograd.grad(engine.module.blocks[2](hidden).float().sum(), hidden)
+    with pytest.raises(RuntimeError, match=r"blocks.2 is called within a transform of torch.func"):
+        torch.vmap(engine.module.blocks[2])(hidden)
+    with engine.whole_parameters():
+        (grad,) = torch.autograd.grad(engine.module.blocks[2](hidden).float().sum(), hidden)
+    assert grad.shape == hidden.shape
+
+
+def test_parameters_that_others_share_stay_in_memory(caplog) -> None:
+    told = []
+    for shard in ("states", "parameters"):
+        model = make_model(tied=False)
+        engine = ShardedEngine(
+            model,
+            AdamW(lr=0.01),
+            Precision(torch.float32),
+            Sharding([*model.blocks], shard=shard),
+            compile_update=False,
+        )
+        with engine.whole_parameters():
+            array = model.blocks[1].up.weight.detach().numpy()
+            model.blocks[2].share_memory()
+        told.append([_take_step(engine, step) for step in range(2)])
+    assert told[0] == told[1]
+    assert array.shape == (40, 24)
+    assert caplog.text.count("a NumPy array or another process shares them") == 2  # of one unit each
+
+
 def _calls_a_unit_twice() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
     engine = _engine(group=group)
@@ -401,6 +507,9 @@ def test_wrong_settings_are_refused() -> None:
         Sharding([*model.blocks], shard="all")
     with pytest.raises(ValueError, match=r"pass e\.g\. units=\[\*model\.blocks\]"):
         Sharding(shard="parameters")
+    for units, wrong in (([model], "TinyModel is not one"), ([model.blocks[0]] * 2, "Block is given twice")):
+        with pytest.raises(ValueError, match=f"different submodules of the model; {wrong}"):
+            ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(units, shard="parameters"))
     sharding = Sharding([model.blocks[0], model.blocks[0].up], shard="parameters")
     with pytest.raises(ValueError, match="must not lie in each other, but a Block holds another one"):
         ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding)

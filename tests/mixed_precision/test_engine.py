@@ -331,7 +331,7 @@ WRONG_SETTINGS = [
     (lambda: _engine(nn.ParameterList([torch.ones(2, dtype=torch.complex64)])), "0 is torch.complex64"),
     (
         lambda: _engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
-        "units must be submodules of the model; Linear is not",
+        "units must be different submodules of the model; Linear is not one",
     ),
     (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
