@@ -47,7 +47,9 @@ def test_minimal_file_gets_every_default(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, "a.toml", MINIMAL))
     assert config.model.hidden_size == 16
     assert config.model.num_kv_heads is None
-    assert dict(config.optimizer.adamw) == {"betas": (0.9, 0.95), "eps": 1e-8}  # type: ignore[attr-defined]
+    assert dict(config.optimizer.adamw) == {  # type: ignore[attr-defined]
+        "betas": (0.9, 0.95), "eps": 1e-8, "state_dtype": "fp32",
+    }  # fmt: skip
     assert config.optimizer.groups == ()
     assert dict(config.precision.loss_scale) == {"rule": "auto"}  # off, in BF16
     assert config.parallelism.overlap is True

@@ -183,6 +183,7 @@ def listed_before(config: Config) -> str:
     optimizer, precision = tables["optimizer"], tables["precision"]
     optimizer |= {"betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9, "momentum_form": "gradient"}
     optimizer |= {"decoupled_weight_decay": False} | optimizer.pop(config.optimizer.name)
+    del optimizer["state_dtype"]  # there was none
     scale = {"growth_factor": 2.0, "backoff_factor": 0.5, "consecutive_hysteresis": False, "margin": 4.0}
     scale |= dict.fromkeys(["init_scale", "growth_interval", "hysteresis", "min_scale", "max_scale"])
     scale |= precision["loss_scale"]
