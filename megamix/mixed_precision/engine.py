@@ -254,7 +254,7 @@ class ShardedEngine:
         Give full FP32 weights under the module's own names, the same on every rank.
         Raises: ValueError naming missing, unknown and misshapen entries, the first of each; nothing is changed then.
         """
-        self._require_between_steps("load_weights()")
+        self._require_between_steps("load_weights()", writes=True)
         load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
 
     def state_dict(self) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class ShardedEngine:
         Raises: ValueError if the layout (with the optimizer's groups), the names of the optimizer's states, the loss
         scale's rule or the rank differ; nothing is changed then.
         """
-        self._require_between_steps("load_state_dict()")
+        self._require_between_steps("load_state_dict()", writes=True)
         settings.require_own_state(state, self._fingerprint, self.topology.world.rank)
         self.master_shard.load_state_dict(state)
         self.publish_masters()
@@ -291,10 +291,10 @@ class ShardedEngine:
 
     def publish_masters(self) -> None:
         """Make every half parameter the cast of its master, which was written. Every rank must call it."""
-        self._require_between_steps("publish_masters()")
+        self._require_between_steps("publish_masters()", writes=True)
         self.param_gather.publish(self.master_shard.master)
 
-    def _require_between_steps(self, call: str) -> None:
+    def _require_between_steps(self, call: str, writes: bool = False) -> None:
         self.under_way.require_empty(call, "right after step()")
         self.half_params.check()
-        self.param_gather.wait_all()
+        self.param_gather.leave(call) if writes else self.param_gather.wait_all()

@@ -277,7 +277,12 @@ def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
 def _one_reads_alone() -> list[float]:
     engine = _engine()
     _take_step(engine)
+    state, weights = engine.state_dict(), engine.full_weights()
     with engine.whole_parameters():
+        # Who reads on in the block would read what was there before.
+        for call, arguments in (("load_weights", [weights]), ("load_state_dict", [state]), ("publish_masters", [])):
+            with pytest.raises(RuntimeError, match=rf"{call}\(\) inside engine.whole_parameters\(\): end the block"):
+                getattr(engine, call)(*arguments)
         alone = float(loss_of(engine.module, make_batch(5, 0, 0))) if engine.topology.dp.rank else 0.0
         with pytest.raises(RuntimeError, match=r"step\(\) inside engine.whole_parameters\(\)"):
             _take_step(engine)
