@@ -141,15 +141,15 @@ def _falling_at_once(scale: Series, overflows: Series) -> Series:
 
 
 def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
-    """Of each bucket two bars: its way, from launched to landed, and in it or behind it the wait for it."""
+    """Of each transfer two bars: its way, from launched to landed, and in it or behind it the wait for it."""
     figure = Figure(figsize=(11, min(14.0, 2 + 0.4 * len(rows))), layout="constrained")
     axes = figure.subplots()
     for kind, colour, place in (("reduce_scatter", "C0", -0.2), ("all_gather", "C1", 0.2)):
         launched, landed, needed, waited = (
-            [1e3 * row[f"{TRANSFERS}{kind}/{when}"] for row in rows]
+            [1e3 * row[tag] for row in rows if (tag := f"{TRANSFERS}{kind}/{when}") in row]
             for when in ("launched_s", "landed_s", "needed_s", "waited_s")
         )
-        at = [row[TRANSFERS + "bucket"] + place for row in rows]
+        at = [row[TRANSFERS + "bucket"] + place for row in rows if f"{TRANSFERS}{kind}/launched_s" in row]
         way = [end - start for start, end in zip(launched, landed, strict=True)]
         label = kind.replace("_", "-")
         axes.barh(at, way, 0.3, launched, color=colour, alpha=0.4, label=f"{label} under way")
@@ -157,7 +157,8 @@ def _communication(name: str, rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set(
         title=f"{name}: communication of attempt {rows[0][TRANSFERS + 'attempt']:.0f}", xlabel="ms", ylabel="bucket"
     )
-    axes.set_yticks([row[TRANSFERS + "bucket"] for row in rows[:: -(-len(rows) // (4 * _MOST_TICKS))]])
+    buckets = sorted({row[TRANSFERS + "bucket"] for row in rows})
+    axes.set_yticks(buckets[:: -(-len(buckets) // (4 * _MOST_TICKS))])
     axes.invert_yaxis()  # the first to be reduced on top
     axes.grid(alpha=0.3, axis="x")
     axes.legend()

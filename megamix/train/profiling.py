@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,8 +74,11 @@ def _write_trace(path: Path, profiler: torch.profiler.profile) -> None:
 
 
 def _rows_by_bucket(transfers: Sequence[Transfer]) -> Iterator[dict[str, float]]:
-    for bucket in sorted({one.bucket for one in transfers}):
-        row: dict[str, float] = {TRANSFERS + "bucket": bucket}
-        for kind, _, *seconds in (one for one in transfers if one.bucket == bucket):
-            row |= {f"{TRANSFERS}{kind}/{name}": s for name, s in zip(Transfer._fields[2:], seconds, strict=True)}
-        yield row
+    """A row of each bucket, or several where a step sends it more than once: for a micro-batch, or a pass, each."""
+    rows: dict[tuple[int, int], dict[str, float]] = {}
+    times = Counter[tuple[str, int]]()
+    for kind, bucket, *seconds in transfers:
+        row = rows.setdefault((bucket, times[kind, bucket]), {TRANSFERS + "bucket": bucket})
+        times[kind, bucket] += 1
+        row |= {f"{TRANSFERS}{kind}/{name}": s for name, s in zip(Transfer._fields[2:], seconds, strict=True)}
+    yield from (rows[key] for key in sorted(rows))

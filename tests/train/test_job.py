@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from megamix.supervise.status import NoAnswerError, PreemptedError, WrongDataErr
 from megamix.train import job
 from megamix.train.job import run_job
 from megamix.train.metrics import TAGS, is_overflow
+from megamix.train.plot import figures, read_history
 from tests.conftest import FULL
 from tests.test_config_unread import CASES
 from tests.train.jobs import BRANCHING, VOCAB, run_on_ranks, run_recorded, tiny_job, write_data
@@ -177,19 +179,36 @@ def test_the_profile_of_the_chosen_steps_is_a_trace(finished) -> None:
     assert any("step" in str(event.get("name", "")) or event.get("cat") == "cpu_op" for event in trace["traceEvents"])
 
 
-def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path) -> None:
+@pytest.mark.parametrize("shard", ["states", "parameters"])
+def test_a_profile_on_two_ranks_ends_with_its_gathers_landed(run_ranks, tmp_path, shard: str) -> None:
     write_data(tmp_path / "data")
-    config = tiny_job(tmp_path, profiling={"start_step": 2, "num_steps": 3}, metrics={"tensorboard": False})
+    profiling, parallelism = {"start_step": 2, "num_steps": 3}, {"shard": shard}
+    config = tiny_job(tmp_path, profiling=profiling, parallelism=parallelism, metrics={"tensorboard": False})
     losses = run_ranks(run_on_ranks, 2, config)
     assert losses[0] == losses[1]
     assert {path.name for path in (tmp_path / "run").glob("trace_*")} == {"trace_rank0.json", "trace_rank1.json"}
     rows = [row for row in _rows(tmp_path) if "communication/bucket" in row]
-    assert [(row["communication/attempt"], row["communication/bucket"]) for row in rows] == [
-        (attempt, bucket) for attempt in (2, 3, 4) for bucket in range(len(rows) // 3)
-    ]
-    for kind in ("reduce_scatter", "all_gather"):
-        launched, landed = ([row[f"communication/{kind}/{name}_s"] for row in rows] for name in ("launched", "landed"))
+    sent = {
+        kind: Counter(
+            (row["communication/attempt"], row["communication/bucket"])
+            for row in rows
+            if f"communication/{kind}/landed_s" in row
+        )
+        for kind in ("reduce_scatter", "all_gather")
+    }
+    attempts = [(attempt, bucket) for attempt in (2, 3, 4) for bucket in range(len(sent["reduce_scatter"]) // 3)]
+    assert sent["reduce_scatter"] == Counter(attempts)
+    assert [*sent["all_gather"]] == attempts
+    # A unit travels for forward and backward of two micro-batches, what is in none for the whole step.
+    assert {*sent["all_gather"].values()} == ({1} if shard == "states" else {1, 4})
+    for kind, times in sent.items():
+        launched, landed = (
+            [row[tag] for row in rows if (tag := f"communication/{kind}/{name}_s") in row]
+            for name in ("launched", "landed")
+        )
+        assert len(launched) == times.total()
         assert all(0 < start <= end for start, end in zip(launched, landed, strict=True))
+    assert "communication" in figures("run", read_history(tmp_path / "run"))
 
 
 def test_a_loss_scale_of_a_bf16_run_is_logged(tmp_path) -> None:
