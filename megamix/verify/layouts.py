@@ -82,7 +82,7 @@ def parse_layouts(config: Config, names: Sequence[str]) -> list[Layout]:
             found = dict.fromkeys([*check_config(here), *check_world_size(here, layout.world_size)])
             problems += [f"{name}: {problem}" for problem in found]
     if problems:
-        raise ConfigError(problems, "verify")
+        raise ConfigError(problems, "--layouts")
     return layouts
 
 
