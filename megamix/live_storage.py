@@ -3,19 +3,13 @@ for CPUs.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes behind these tensors, what several share once."""
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no types

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -84,3 +85,9 @@ class PassingBuffers(FlatBuffers):
     def free_behind(self, bucket: int, pending: Pending) -> None:
         pending.wait()
         self.free(bucket)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes behind these tensors, what several share once."""
+    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())

@@ -20,8 +20,8 @@ from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
-from megamix.live_storage import storage_bytes
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_buffers import storage_bytes
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn

@@ -67,4 +67,4 @@ def run_ranks(gpu_ranks) -> Callable[..., list[Any]]:
 
 
 def test_ranks_equal_the_plain_loop(run_ranks) -> None:
-    assert run_ranks(test_equals_reference._check_cases, 3, test_equals_reference._cases(3, 4)[:4]) == [[], [], []]
+    assert run_ranks(test_equals_reference.check_cases, 3, test_equals_reference._cases(3, 4)[:4]) == [[], [], []]
