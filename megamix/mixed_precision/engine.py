@@ -115,7 +115,7 @@ class ShardedEngine:
         counts as `weight`: a step's gradient and loss are the sums of what was given over the sum of the weights, the
         exact mean over all targets of all ranks. Where none counts anywhere they are zero.
         In the last micro-batch of a step each bucket's reduction starts as soon as its gradients are complete. `last`:
-        this one is, though fewer than `grad_accum_steps` were given; ranks may end a step after different numbers.
+        this one is, though fewer than `grad_accum_steps` came; ranks may differ, unless each is gathered or reduced.
         """
         settings.check_loss(loss, weight)
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1

@@ -27,6 +27,7 @@ class ParamGather:
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
     Without units nothing would overlap: the last `launch` awaits all, and every read after it is right.
+    `came` is what UnitGather, which stands in its place, asks about gradients; here nothing does.
     """
 
     def __init__(

@@ -241,4 +241,4 @@ def autocast_entered() -> Iterator[set[torch.dtype]]:
     try:
         yield seen
     finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]  # puts torch's own back

@@ -38,19 +38,10 @@ COUNTS = {1: 30, 2: 60, 3: 30, 4: 50, 8: 30} if FULL else {1: 6, 2: 10, 3: 4, 4:
 
 
 @dataclass(frozen=True)
-class Case:
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    reduce_dtype: str | None = None
+class Case(plain.Case):
     shard: str = "parameters"
-    optimizer: str = "adamw"
-    bucket_size: int | None = None
-    overlap: bool = True
-    grad_accum_steps: int = 1
-    clip_grad: float = 0.0
     tied: bool = False
     tables: bool = False  # embedding and head are units, too
-    recompute: bool = False
     frozen: bool = False
     evaluates: bool = False  # between two micro-batches and between two steps
     flavour: str = "all"  # which blocks a batch runs: "all"; "skips", other ranks others; "backwards"

@@ -129,7 +129,7 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+torch.UntypedStorage.resize_ = _resize
 
 # What programs ask `torch.cuda`.
 _properties = SimpleNamespace(name=NAME, major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
