@@ -31,6 +31,7 @@ class _Unit:
     params: list[str]
     live: bool = False  # its gathers are under way, or have landed
     begun: bool = False  # the pass has come to it
+    called: bool = False  # by a forward whose backward is still to come
 
 
 class UnitGather:
@@ -50,8 +51,7 @@ class UnitGather:
         collectives: Sequence[Collectives], overlap: bool, clock: Clock, came: Callable[[str], bool],
     ):  # fmt: skip
         self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        self._came = came
-        self.pending: dict[int, Pending] = {}
+        self._came, self.pending = came, dict[int, Pending]()
         paths = {id(module): path for path, module in model.named_modules()}
         names = ["the model outside its units", *(paths[id(unit)] for unit in units)]
         self._units = [_Unit(name, [], []) for name in names]
@@ -119,9 +119,9 @@ class UnitGather:
                 yield
             self._end()
         finally:
-            self._in_backward = False
             self._to_come.clear()
             self._free(self._units[1:])
+            self._in_backward = False
 
     def before_forward(self, number: int, *_: object) -> None:
         unit = self._units[number]
@@ -136,6 +136,7 @@ class UnitGather:
                 self._keeps_root = torch.is_grad_enabled()
             self._await(unit)
         else:
+            unit.called = unit.called or (torch.is_grad_enabled() and not self._in_backward)
             self._come_to(unit)
 
     def after_forward(self, number: int, module: nn.Module, output: object) -> None:
@@ -177,7 +178,7 @@ class UnitGather:
         self._free(other for other in self._units[1:] if other is not unit and self._is_over(other))
         while not unit.live and unit in self._to_come:
             self._launch(skipped := self._to_come.popleft())
-            if skipped is not unit:
+            if skipped is not unit and self._is_over(skipped):
                 self._free([skipped])
         if not unit.live:
             self._require_all_here(unit)
@@ -187,14 +188,13 @@ class UnitGather:
             self._launch(self._to_come.popleft())
 
     def _is_over(self, unit: _Unit) -> bool:
-        """Whether the pass is through with a unit, or past it."""
-        return not (self._in_backward and unit.begun) or all(map(self._came, unit.params))
+        """Whether the pass is through with a unit, or past it. A checkpoint of several begins all before one ends."""
+        return not (self._in_backward and (unit.begun or unit.called)) or all(map(self._came, unit.params))
 
     def _require_all_here(self, unit: _Unit) -> None:
         """Raises: RuntimeError if another rank calls another unit out of turn: each would get the other's weights."""
-        number = self._units.index(unit)
         for among in dict.fromkeys(self._collectives[bucket] for bucket in unit.buckets):
-            mine = torch.full((1,), number, dtype=torch.float64, device=self._half_params.shards[0].device)
+            mine = torch.full_like(self._half_params.shards[0][:1], self._units.index(unit), dtype=torch.float64)
             with self._named(unit):
                 others = {self._units[int(other)].name for other in among.table(mine).view(-1).tolist()} - {unit.name}
             if others:
@@ -234,6 +234,7 @@ class UnitGather:
                             pending.wait()
                     self._half_params.free(bucket)
             unit.live = unit.begun = False
+            unit.called = unit.called and not self._in_backward
 
     @contextmanager
     def _named(self, unit: _Unit) -> Iterator[None]:

@@ -291,6 +291,7 @@ def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
     assert first[3] == other[3]
 
 
+RECOMPUTES = ("none", "each", "together")
 ORDERS = {  # of the blocks that a forward calls, by rank
     "one twice": ((0, 1, 1, 2), (0, 1, 1, 2)),
     "early exit of one rank": ((0, 1, 2), (0,)),
@@ -300,16 +301,18 @@ ORDERS = {  # of the blocks that a forward calls, by rank
 }
 
 
-def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: bool, *, inside: bool = True) -> list[float]:
+def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *, inside: bool = True) -> list[float]:
     """Norms and losses of steps whose forward calls these blocks; unless `inside`, from outside of the model's."""
     engine = _engine(shard)
     model, rank, told = engine.module, engine.topology.dp.rank, []
 
     def forward(tokens: Tensor) -> Tensor:
         x = model.embedding(tokens) if inside else torch.ones(3, 6, 24, dtype=torch.bfloat16, requires_grad=True)
-        for index in order[rank]:
-            block = model.blocks[index]
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        blocks = [model.blocks[index] for index in order[rank]]
+        if recompute == "together":  # in backward all of them begin before the first of them ends
+            x = checkpoint(nn.Sequential(*blocks), x, use_reentrant=False)
+        for block in blocks if recompute != "together" else ():
+            x = checkpoint(block, x, use_reentrant=False) if recompute == "each" else block(x)
         return model.head(model.norm(x)) if inside else x
 
     for step in range(3):
@@ -321,19 +324,30 @@ def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: bool, *
     return told
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", RECOMPUTES)
 @pytest.mark.parametrize("order", ORDERS)
-def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order: str, recompute: bool) -> None:
+def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order: str, recompute: str) -> None:
     kept, passing = (run_ranks(_in_order, 2, shard, ORDERS[order], recompute) for shard in ("states", "parameters"))
     assert kept == passing
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute: str) -> None:
     orders = ((0, 1, 2), (0, 1, 2))
     outside = partial(_in_order, inside=False)
     kept, passing = (run_ranks(outside, 2, shard, orders, recompute) for shard in ("states", "parameters"))
     assert kept == passing
+
+
+def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:
+    model, seen = make_model(tied=False), list[float]()
+    model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(float(module.up.weight.sum())))
+    sharding = Sharding([*model.blocks], shard="parameters")
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    with engine.whole_parameters():
+        want = float(model.blocks[1].up.weight.sum())
+    engine.backward(loss_of(model, make_batch(0, 0, 0)))
+    assert seen == [want]
 
 
 class _PlantedError(Exception):
