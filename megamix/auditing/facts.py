@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import gather_json, make_collectives
+from megamix.comm.collectives import make_collectives
+from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.verify.tape import plain_name
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from megamix.comm.collectives import Collectives, gather_json, host_collectives
+from megamix.comm.collectives import Collectives
+from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Axis
 
 

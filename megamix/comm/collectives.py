@@ -6,17 +6,10 @@ that issue equal buckets in opposite order get each other's sums without an erro
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import json
-import os
-import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +18,6 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.comm.topology import Axis
-from megamix.durable import create_anew
 
 # torch 2.13 renames both and warns about the old names, which are the only ones before it.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -34,9 +26,6 @@ _reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter
 _GATHER_TAG = 0x6D6D  # apart from the user's own sends and receives, which have tag 0 unless told otherwise
 
 Use = Callable[[Tensor], None]  # what is done with all ranks' parts of a sum, instead of it
-
-_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
-_LENGTH = 8  # bytes
 
 
 class Pending:
@@ -111,6 +100,13 @@ class Collectives:
         """Return this rank's row of the ranks' sum, awaited at once. Shapes: parts (size, n) -> (n,)."""
         return parts[0]
 
+    def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
+        """Start sending `to[r]` elements to each rank r, in rank order, and filling `arrived` with `of[r]` of each.
+
+        Shapes: sent (sum of to,), arrived (sum of of,).
+        """
+        return Pending(then=partial(arrived.copy_, sent))
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of one, the first if not told otherwise."""
 
@@ -143,6 +139,10 @@ class _ManyRanks(Collectives):
         # As bytes, for a module's buffers have dtypes that the backends do not send.
         plain = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else tensor
         dist.broadcast(plain, group=self.axis.group, group_src=source)
+
+    def exchange(self, sent: Tensor, arrived: Tensor, to: Sequence[int], of: Sequence[int]) -> Pending:
+        group = self.axis.group
+        return Pending(dist.all_to_all_single(arrived, sent, [*of], [*to], group=group, async_op=True))
 
     def table(self, row: Tensor) -> Tensor:
         table = row.new_empty(self.axis.size, row.numel())
@@ -232,54 +232,6 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
             total.add_(part)
         if rounded:
             piece.copy_(total)
-
-
-def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
-    """Return every rank's value, in rank order, as JSON has it: torch's own way unpickles, and a pickle runs code.
-
-    `device`: where the collectives' tensors live.
-    """
-    content = json.dumps(value).encode()
-
-    def rows(room: int) -> list[bytes]:
-        """Return of every rank its content's length, and as much of it as there is room for."""
-        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
-        table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
-        return [bytes(line.tolist()) for line in table.cpu()]
-
-    found = rows(_USUAL)
-    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in found]
-    if max(lengths) > _USUAL:
-        found = rows(max(lengths))
-    return [json.loads(row[_LENGTH:][:length]) for row, length in zip(found, lengths, strict=True)]
-
-
-def tell_collectives(path: Path) -> None:
-    """Write what torch's flight recorder holds of this rank's last collectives, which began and which ended, as JSON,
-    if torch and the disk let it. For any thread: where the host runs ahead of NCCL, stacks do not tell who is late.
-    """
-    with contextlib.suppress(Exception):
-        backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # which is that of all others
-        recorded = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")()
-        with create_anew(path) as file:
-            file.write(recorded)
-
-
-def host_collectives(world: Axis, timeout_s: float) -> Collectives:
-    """Connect the ranks by a group of its own for tensors of the host, which waits for no device. Every rank must call
-    it. Units: `timeout_s` bounds the wait for the slowest rank; after it the group is of no more use.
-    """
-    group = None
-    if world.group is not None:
-        try:
-            group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the ranks' processes cannot reach each other by Gloo, which checkpoints need on GPUs, too: on "
-                f"{socket.gethostname()} GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}; set "
-                "it to the network interface of the nodes, or let the node's name resolve to its address"
-            ) from error
-    return make_collectives(replace(world, group=group), 0, torch.uint8, torch.device("cpu"))
 
 
 def make_collectives(

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import gather_json
+from megamix.comm.host import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import Piece
 from megamix.mixed_precision.headroom import FP16_MAX

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megamix.comm.collectives import Collectives, gather_json, make_collectives
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.host import gather_json
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup

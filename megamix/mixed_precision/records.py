@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamix.comm.collectives import Collectives, gather_json
+from megamix.comm.collectives import Collectives
+from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.step import Recorded, Reduce, StepUnderWay
 

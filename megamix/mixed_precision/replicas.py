@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megamix import tuned
-from megamix.comm.collectives import gather_json
+from megamix.comm.host import gather_json
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.settings import fingerprint

@@ -25,7 +25,7 @@ from typing import IO
 
 from torch.distributed import DistNetworkError
 
-from megamix.comm.collectives import tell_collectives
+from megamix.comm.host import tell_collectives
 from megamix.config import ConfigError
 from megamix.data.steady_file import DataError
 from megamix.durable import create_anew

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, host_collectives
+from megamix.comm.collectives import Collectives
+from megamix.comm.host import host_collectives
 from megamix.comm.topology import Topology
 from megamix.config import Config
 from megamix.mixed_precision.culprits import headroom, peaks_by_param

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamix.comm.collectives import host_collectives
+from megamix.comm.host import host_collectives
 from megamix.comm.topology import Topology, leave_ranks
 from megamix.config import check_world_size, config_from_dict
 from tests.test_config_errors import changed, problems_of

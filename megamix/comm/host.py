@@ -1,0 +1,70 @@
+"""What ranks tell each other beside a step: JSON, tensors of the host, and what of their collectives has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Axis
+from megamix.durable import create_anew
+
+_USUAL = 1024  # bytes of a text that travels at once; a longer one goes again, when all know how long it is
+_LENGTH = 8  # bytes
+
+
+def gather_json(collectives: Collectives, value: Any, device: torch.device) -> list[Any]:
+    """Return every rank's value, in rank order, as JSON has it: torch's own way unpickles, and a pickle runs code.
+
+    `device`: where the collectives' tensors live.
+    """
+    content = json.dumps(value).encode()
+
+    def rows(room: int) -> list[bytes]:
+        """Return of every rank its content's length, and as much of it as there is room for."""
+        row = bytearray(len(content).to_bytes(_LENGTH, "little") + content[:room].ljust(room))
+        table = collectives.table(torch.frombuffer(row, dtype=torch.uint8).to(device))
+        return [bytes(line.tolist()) for line in table.cpu()]
+
+    found = rows(_USUAL)
+    lengths = [int.from_bytes(row[:_LENGTH], "little") for row in found]
+    if max(lengths) > _USUAL:
+        found = rows(max(lengths))
+    return [json.loads(row[_LENGTH:][:length]) for row, length in zip(found, lengths, strict=True)]
+
+
+def tell_collectives(path: Path) -> None:
+    """Write what torch's flight recorder holds of this rank's last collectives, which began and which ended, as JSON,
+    if torch and the disk let it. For any thread: where the host runs ahead of NCCL, stacks do not tell who is late.
+    """
+    with contextlib.suppress(Exception):
+        backend = "nccl" if dist.get_backend() == "nccl" else "fr"  # which is that of all others
+        recorded = getattr(torch._C._distributed_c10d, f"_dump_{backend}_trace_json")()
+        with create_anew(path) as file:
+            file.write(recorded)
+
+
+def host_collectives(world: Axis, timeout_s: float) -> Collectives:
+    """Connect the ranks by a group of its own for tensors of the host, which waits for no device. Every rank must call
+    it. Units: `timeout_s` bounds the wait for the slowest rank; after it the group is of no more use.
+    """
+    group = None
+    if world.group is not None:
+        try:
+            group = dist.new_group(list(world.ranks), datetime.timedelta(seconds=timeout_s), backend="gloo")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the ranks' processes cannot reach each other by Gloo, which checkpoints need on GPUs, too: on "
+                f"{socket.gethostname()} GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}; set "
+                "it to the network interface of the nodes, or let the node's name resolve to its address"
+            ) from error
+    return make_collectives(replace(world, group=group), 0, torch.uint8, torch.device("cpu"))
