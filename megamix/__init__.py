@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megamix.auditing.audit import audit
     from megamix.checkpoint.checkpoints import Checkpoints
+    from megamix.mixed_precision.adamw import AdamW
     from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.headroom import HeadroomLossScale
     from megamix.mixed_precision.loss_scale import (
@@ -19,20 +20,21 @@ if TYPE_CHECKING:
         StaticLossScale,
         TorchLossScale,
     )
-    from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
+    from megamix.mixed_precision.muon import Muon
+    from megamix.mixed_precision.nag import NAG
+    from megamix.mixed_precision.optimizers import Optimizer, ParamGroup
     from megamix.mixed_precision.records import record
     from megamix.mixed_precision.settings import Precision, Sharding
     from megamix.mixed_precision.step import StepResult
     from megamix.verify.trainer import ForeignTrainer
 
-_STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "records")
-_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "checkpoint.checkpoints", "verify.trainer")
-_HOMES += ("auditing.audit",)
+_STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "adamw", "nag", "muon")
+_HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "mixed_precision.records", "checkpoint.checkpoints")
+_HOMES += ("verify.trainer", "auditing.audit")
 
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
-__all__ += ["HeadroomLossScale", "LossScale"]
-__all__ += ["MegatronLossScale", "Optimizer", "ParamGroup", "Precision", "ShardedEngine", "Sharding", "StaticLossScale"]
-__all__ += ["StepResult", "TorchLossScale", "audit", "record"]
+__all__ += ["HeadroomLossScale", "LossScale", "MegatronLossScale", "Muon", "Optimizer", "ParamGroup", "Precision"]
+__all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "TorchLossScale", "audit", "record"]
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,13 @@ LOSS_CHUNK = (2**19, 2**27)
 LOSS_ROWS = 128
 LOSS_PART = (2**19, 2**26)
 
+# Padding, as a share of all elements, up to which matrices lie whole in one shard: it is held, gathered and reduced,
+# 4 + 8/d bytes an element, where a matrix in pieces sends 4 (d - 1)/d to the rank that computes with it and back.
+MOST_PADDING = 0.125
+
+# How much more than its share of the products a rank may take, where it holds most of a matrix already.
+MOST_EXTRA_WORK = 0.05
+
 # Of a checkpoint: elements that are written at a time (4 MiB), so the checksum reads them out of the cache, and bytes
 # that a thread reads ahead, of which two pieces stay there: 94 ms for a load, 116 in a plain loop, and 131 when the
 # kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint`.

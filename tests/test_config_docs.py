@@ -14,7 +14,8 @@ from megamix.config import Config, DataSource, RopeScaling, config_schema
 from megamix.config.choices import section_at
 from megamix.config.loss_scales import LossScaleConfig
 from megamix.config.model_and_data import DataStage
-from megamix.config.sections import SECTIONS, OptimizerGroup, WandbConfig
+from megamix.config.optimizers import OptimizerGroup
+from megamix.config.sections import SECTIONS, WandbConfig
 from megamix.config.toml_text import parse_value
 from megamix.config.unread import READ_WHERE
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS

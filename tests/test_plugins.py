@@ -120,7 +120,7 @@ def test_a_name_that_is_taken_is_refused_with_both_modules(here: Path) -> None:
         register_optimizer("adamw", Section, test_a_name_that_is_taken_is_refused_with_both_modules)
     with pytest.raises(ValueError, match=r"reader '.xyz' of builtins: builtins has registered one of that name"):
         register_reader(".xyz", print)
-    assert OPTIMIZERS.sections.keys() == {"adamw", "nag", "lion"}
+    assert OPTIMIZERS.sections.keys() == {"adamw", "nag", "muon", "lion"}
     assert READERS.registered[".xyz"] is print
 
 
@@ -251,7 +251,7 @@ def test_keys_of_a_plugin_have_their_defaults_and_mistakes_like_all_others(here:
         'write optimizer.name = "lion", or leave lion out',
     )
     assert problems_of(with_plugin(optimizer={"name": "lions"})) == (
-        "optimizer.name: got \"lions\", must be 'adamw', 'nag' or 'lion'; write name = \"lion\"",
+        "optimizer.name: got \"lions\", must be 'adamw', 'nag', 'muon' or 'lion'; write name = \"lion\"",
     )
 
 
@@ -283,7 +283,7 @@ def test_the_page_s_example_goes(here: Path) -> None:
     (here / "my_module.py").write_text(module)
     base = _write(here, "base.toml", config_to_toml(config_from_dict(changed())).replace(": not set", ""))
     config = load_config(_write(here, "job.toml", f'base = "{base.name}"\n{toml}'))
-    assert build_optimizer(config.optimizer, [0.1]) == AdamW(lr=[0.1], betas=(0.8, 0.95))
+    assert build_optimizer(config.optimizer, [0.1], config.model) == AdamW(lr=[0.1], betas=(0.8, 0.95))
 
 
 @pytest.mark.parametrize(

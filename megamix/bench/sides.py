@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamix.config import ModelConfig
+from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.master_shard import Fill
-from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
 from megamix.model.decoder import Decoder
 from megamix.model.ops import Ops

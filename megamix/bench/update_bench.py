@@ -18,12 +18,12 @@ from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spr
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
+from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.flat_layout import build_layout
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update, update_shard
 from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Sharding
 from megamix.model.transformer import Transformer
 

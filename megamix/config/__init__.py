@@ -17,11 +17,11 @@ from megamix.config.model_and_data import RopeScaling as RopeScaling
 from megamix.config.model_and_data import data_source as data_source
 from megamix.config.model_and_data import default_ffn_hidden_size as default_ffn_hidden_size
 from megamix.config.model_and_data import whole_weights as whole_weights
+from megamix.config.optimizers import OptimizerConfig as OptimizerConfig
 from megamix.config.problems import ConfigError as ConfigError
 from megamix.config.problems import nearest as nearest
 from megamix.config.problems import override_meant as override_meant
 from megamix.config.sections import Config as Config
-from megamix.config.sections import OptimizerConfig as OptimizerConfig
 from megamix.config.sections import PrecisionConfig as PrecisionConfig
 from megamix.config.sections import config_schema as config_schema
 from megamix.config.toml_text import config_to_toml as config_to_toml

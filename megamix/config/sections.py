@@ -7,77 +7,13 @@ field live in `checks.py`.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megamix.config.choices import ChosenTable, ExtendedTable, OneOf, left_out
+from megamix.config.choices import ChosenTable, ExtendedTable, left_out
 from megamix.config.loss_scales import LOSS_SCALE, LossScaleConfig
-from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Share, Text
-from megamix.plugins import OPTIMIZERS, TRACKERS, Section, import_plugins
-
-
-class OptimizerGroup(Section):
-    """Parameters whose names match a pattern, with a learning rate and weight decay of their own."""
-
-    pattern: Annotated[Text, Field(examples=["*.bias"])]
-    """Shell-style pattern (fnmatch) on the parameter's full name; the first group that matches wins."""
-    lr_factor: NonNegativeFloat = 1.0
-    """Multiplies the scheduled learning rate."""
-    weight_decay: NonNegativeFloat | None = None
-    """Weight decay of the group. Not set: optimizer.weight_decay, and 0 for one-dimensional parameters."""
-
-
-class AdamWConfig(Section):
-    """Adam with decoupled weight decay."""
-
-    betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.95)
-    """Decay rates of the first and second moment, each in [0, 1)."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of both moments. In BF16 the update moves 20 bytes a parameter for 28; a moment whose decay rate is over 0.984 is
-    rounded by chance, right on average."""
-
-
-class NAGConfig(Section):
-    """SGD with Nesterov momentum."""
-
-    momentum: Share = 0.9
-    """In [0, 1). 0: plain SGD."""
-    momentum_form: Literal["gradient", "velocity"] = "gradient"
-    """What the momentum adds up. gradient: gradients, as torch's SGD. velocity: steps, as MXNet's. They differ when the
-    learning rate changes."""
-    decoupled_weight_decay: bool = False
-    """Whether weight decay shrinks the weights, as in AdamW, instead of entering the gradient."""
-    state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the momentum. In BF16 the update moves 16 bytes a parameter for 20; momentum is at most 0.984 then."""
-
-
-OPTIMIZERS.sections |= {"adamw": AdamWConfig, "nag": NAGConfig}
-
-
-class OptimizerConfig(Section):
-    """The update of the FP32 master weights."""
-
-    name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """adamw, or nag (SGD with Nesterov momentum); its own keys are in the table of the same name."""
-    lr: Annotated[PositiveFloat, Field(examples=[3e-4])]
-    """Peak learning rate."""
-    min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end of the decay; at most lr."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Weight decay of parameters with two or more dimensions."""
-    clip_grad: NonNegativeFloat = 1.0
-    """Largest global gradient norm; a longer gradient is scaled down to it. 0: no clipping."""
-    groups: Annotated[
-        tuple[OptimizerGroup, ...], Field(strict=False, examples=[[{"pattern": "*.bias", "weight_decay": 0.0}]])
-    ] = ()
-    """Exceptions by parameter name; the first match wins. Empty: all alike, but no decay on 1-d parameters."""
-    compile: bool = True
-    """Whether torch.compile fuses the update. With false, or without a working compiler, torch's own kernels run."""
-
-
-OPTIMIZERS.reserved = OptimizerConfig.model_fields
-OPTIMIZER = ChosenTable(OPTIMIZERS, OptimizerConfig, "name", beneath=True)
+from megamix.config.model_and_data import FAMILY, DataConfig, ModelConfig, Text
+from megamix.config.optimizers import OPTIMIZER, OptimizerConfig
+from megamix.plugins import TRACKERS, Section, import_plugins
 
 
 class LrScheduleConfig(Section):

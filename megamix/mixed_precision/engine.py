@@ -16,13 +16,14 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision import settings
 from megamix.mixed_precision.examination import look, new_examination, watch
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update, update_shard
+from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_sums, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import describe_params, describe_whole, single_device
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
+from megamix.mixed_precision.matrix_update import MatrixUpdate, with_moves
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepResult, StepUnderWay, lr_of, put_lr_table
@@ -71,24 +72,25 @@ class ShardedEngine:
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock, self.loss_scale = Clock(device), precision.loss_scale or StaticLossScale()
         self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)
-        dtypes = (precision.dtype, grad_dtype, precision.reduce_dtype)
-        chosen = (dtypes, clip_grad, grad_accum_steps, compile_update, sharding.shard, sharding.accumulate)
-        settings.require_equal(world, device, optimizer, self.loss_scale.settings(), chosen)
+        chosen = (precision.dtype, grad_dtype, precision.reduce_dtype, clip_grad, grad_accum_steps, compile_update)
+        chosen += (self.loss_scale.settings(), sharding.shard, sharding.accumulate)
+        settings.require_equal(world, device, optimizer, chosen)
         require_equal_buckets(by_axis, device, layout.buckets)
 
         make_params, make_buffers, make_gather = LIVES[sharding.shard]
         half = self.half_params = make_params(model, layout, precision.dtype, device)
-        self.master_shard = MasterShard(layout, among, groups, device)
-        take_over(model, self.half_params, self.master_shard, among, by_axis[0], topology, fill)
+        shard = self.master_shard = MasterShard(layout, among, groups, device)
+        take_over(model, half, shard, among, by_axis[0], topology, fill)
         self.loss_scale.to(device)
         grads = self.half_grads = HalfGrads(layout, half.params, grad_dtype, device, make_buffers())
         self.param_gather = make_gather(model, sharding.units, half, among, sharding.overlap, self.clock, grads.came)
         require_equal_buckets(by_axis, device, [layout.buckets[k] for k in self.param_gather.order_of_need])
         sums, totals = make_sums(grads.buffers, among, precision, sharding, grad_accum_steps)
         kinds = (half.flat, grads.flat, totals or sums)
-        self._update, stats = choose_update(optimizer, groups, *kinds, world, compile_update)
-        self.update_path = "compiled" if isinstance(self._update, CompiledUpdate) else "library"  # torch's own kernels
-        self._cuts = [[(run, self._update) for run in runs] for runs in self.master_shard.runs]
+        update, stats = choose_update(optimizer, with_moves(optimizer, groups), *kinds, world, compile_update)
+        self.update_path = "compiled" if isinstance(update, CompiledUpdate) else "library"  # torch's own kernels
+        self._cuts = [[(run, update) for run in runs] for runs in self.master_shard.runs]
+        self._updates = MatrixUpdate(optimizer, update, len(groups), shard, half.shards, topology, self.clock)
         self.grad_reduce = GradReduce(grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
@@ -193,7 +195,7 @@ class ShardedEngine:
         with self.clock.span("update"):
             cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
             if examination is not None:
-                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self._update)
+                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self._updates.of_run)
             # The scale that backward used: the next step's may differ from it by the growth factor.
             divisor = self.under_way.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
@@ -201,10 +203,8 @@ class ShardedEngine:
             update = self.applied_updates + 1
             coefficients = self.optimizer.coefficients(update.double())
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
-        for k in self.param_gather.order_of_need:
-            with self.clock.span("update"):
-                update_shard(cuts[k], grad_shards[k], self.master_shard, k, self.half_params.shards[k], scalars)
-            self.param_gather.launch(k)
+        for bucket in self._updates.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
+            self.param_gather.launch(bucket)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from megamix import tuned
+
 # Every parameter and every shard starts on a multiple of 64 elements: 128 bytes in half precision, so that vector
 # loads are aligned (a compiled kernel copies misaligned inputs first), and one row of the statistics, so that no row
 # is cut by a shard border.
@@ -34,6 +36,9 @@ class ParamSpec:
     counts: bool = field(default=True, repr=False)
     aliases: tuple[str, ...] = ()
     unit: int = field(default=0, repr=False)  # whose buffers come and go with it; 0: the root's. No bucket is of two
+    # Rows of the matrices that the optimizer takes whole, one below the other in the full parameter seen as rows of its
+    # last dim; none: it moves each element by itself.
+    matrices: tuple[int, ...] = field(default=(), repr=False)
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], group: int, aliases: tuple[str, ...] = ()) -> ParamSpec:
@@ -209,6 +214,8 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     data-parallel ones, the first axis: tied tables and replicated norms. They come from all layers, so they are full at
     the end of backward, and the ends of a pipeline, whose backwards differ, must reach a table of theirs in one order.
     A bucket is closed once it holds `bucket_size` elements, so 1 gives a bucket per parameter, and where a unit ends.
+    Where an optimizer takes whole matrices, no border of a shard cuts one, if that costs little padding and the ranks
+    have whole ones: then none of their elements travels for the update.
     Raises: ValueError if there is nothing to train or bucket_size is not positive.
     """
     if not specs:
@@ -217,16 +224,30 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
         bucket_size = default_bucket_size(sum(spec.numel for spec in specs), axis_sizes[0])
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1 element, got {bucket_size}; None picks a size by itself")
+    flat = _cut(specs, axis_sizes, bucket_size, uncut=False)
+    if not any(spec.matrices for spec in specs) or any(
+        spec.matrices and spec.shape != spec.full_shape for spec in specs
+    ):
+        return flat
+    uncut = _cut(specs, axis_sizes, bucket_size, uncut=True)
+    return uncut if uncut.padded_numel <= (1 + tuned.MOST_PADDING) * flat.padded_numel else flat
+
+
+def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int, *, uncut: bool) -> FlatLayout:
+    """`uncut`: each matrix lies in one shard, and so do norms and biases, which fill the gaps."""
     buckets: list[Bucket] = []
     for axis, num_shards in enumerate(axis_sizes):
-        held: list[ParamSpec] = []
-        for spec in reversed([spec for spec in specs if spec.axis == axis]):
-            if held and (held[-1].unit != spec.unit or sum(spec.numel for spec in held) >= bucket_size):
-                buckets.append(_bucket(held, num_shards))
-                held = []
-            held.append(spec)
-        if held:
-            buckets.append(_bucket(held, num_shards))
+        for pack in (True, False) if uncut else (False,):
+            held: list[ParamSpec] = []
+            for spec in reversed(specs):
+                if spec.axis != axis or (uncut and pack != bool(spec.matrices or len(spec.full_shape) < 2)):
+                    continue
+                if held and (held[-1].unit != spec.unit or sum(spec.numel for spec in held) >= bucket_size):
+                    buckets.append(_bucket(held, num_shards, pack=pack))
+                    held = []
+                held.append(spec)
+            if held:
+                buckets.append(_bucket(held, num_shards, pack=pack))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
     def turn(bucket: Bucket) -> int:  # of those that are last, the order in which they stand here is kept
@@ -236,22 +257,36 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
     return FlatLayout(tuple(sorted(buckets, key=turn)))
 
 
-def _bucket(specs: list[ParamSpec], num_shards: int) -> Bucket:
+def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> Bucket:
     slots: list[Slot] = []
     runs: list[Run] = []
-    end = 0
-    for spec in sorted(specs, key=lambda spec: spec.group):  # stable: keeps the reverse order within a group
-        slots.append(Slot(spec, end))
-        start, end = end, end + _round_up(spec.numel, ROW)
-        if runs and runs[-1].group == spec.group:
-            runs[-1] = Run(spec.group, runs[-1].start, end)
-        else:
+    parts = _packed(specs, num_shards) if pack else [specs]
+    size = max(sum(_round_up(spec.numel, ROW) for spec in part) for part in parts)
+    for number, part in enumerate(parts):
+        end = number * size
+        for spec in sorted(part, key=lambda spec: spec.group):  # stable: keeps the reverse order within a group
+            slots.append(Slot(spec, end))
+            end += _round_up(spec.numel, ROW)
+            start = runs.pop().start if runs and runs[-1].group == spec.group else slots[-1].start
+            if runs:
+                runs[-1] = Run(runs[-1].group, runs[-1].start, start)
             runs.append(Run(spec.group, start, end))
-    # The padding belongs to the last run: its weights, gradients and states are zeros, and every optimizer keeps
-    # them so.
-    padded_numel = _round_up(end, ROW * num_shards)
+    # Padding belongs to the run before it: its weights, gradients and states are zeros, and every optimizer keeps them
+    # so.
+    padded_numel = _round_up(len(parts) * size, ROW * num_shards)
     runs[-1] = Run(runs[-1].group, runs[-1].start, padded_numel)
     return Bucket(tuple(slots), tuple(runs), padded_numel, num_shards)
+
+
+def _packed(specs: Sequence[ParamSpec], num_shards: int) -> list[list[ParamSpec]]:
+    """Divide them among the shards, the largest first, each to the one that holds the least (Graham 1969)."""
+    parts: list[list[ParamSpec]] = [[] for _ in range(num_shards)]
+    loads = [0] * num_shards
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        least = loads.index(min(loads))
+        parts[least].append(spec)
+        loads[least] += _round_up(spec.numel, ROW)
+    return parts
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -65,6 +65,7 @@ def describe_params(
         group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
         axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
+        spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape))
         specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
     if sharding.shard != "states":
         specs = _with_units(specs, model, sharding.units)

@@ -40,7 +40,7 @@ class MasterShard:
         self, layout: FlatLayout, collectives: Sequence[Collectives], groups: Sequence[UpdateGroup],
         device: torch.device,
     ):  # fmt: skip
-        self._layout, self.collectives = layout, collectives
+        self.layout, self.collectives = layout, collectives
         self.master = [torch.zeros(bucket.shard_numel, device=device) for bucket in layout.buckets]
         self.runs = [
             bucket.shard_runs(among.axis.rank) for bucket, among in zip(layout.buckets, collectives, strict=True)
@@ -66,7 +66,7 @@ class MasterShard:
 
     def owned_ranges(self) -> Iterator[OwnedRange]:
         """Yield every element of a parameter that this rank owns, without the padding."""
-        for index, bucket in enumerate(self._layout.buckets):
+        for index, bucket in enumerate(self.layout.buckets):
             for piece in bucket.shard_pieces(self.collectives[index].axis.rank):
                 if piece.numel:
                     states = self.states_of(index, piece.start, piece.start + piece.numel)

@@ -1,4 +1,5 @@
-"""The optimizers: what one is made of, and its equation as a pure elementwise function in FP32.
+"""What every optimizer is made of: settings, groups of parameters, and its equation as a pure elementwise function in
+FP32.
 
 An optimizer is settings and formulas; its states live in the master shard and its equation runs in the fused update.
 One of your own is a frozen dataclass under `Optimizer` with `states` and `equation`, and `coefficients` where the
@@ -14,13 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from megamix import tuned
-from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
 
 log = logging.getLogger("megamix")
 
@@ -111,6 +111,10 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} lacks states(name, shape); return {{}} where it has none")
 
+    def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows of each matrix of a parameter that is updated by whole matrices; none: element by element."""
+        return ()
+
     def lr_table(self) -> list[float]:
         """Return one per update; a number counts for all. Empty where `lr` is neither."""
         if isinstance(self.lr, Real):
@@ -178,121 +182,3 @@ class Optimizer:
         pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
             self.gated_update_(piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2)."""
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    state_dtype: torch.dtype = torch.float32  # or BF16
-
-    def __post_init__(self) -> None:
-        super(AdamW, self).__post_init__()
-        require_state_dtype(self.state_dtype)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must lie in [0, 1) and be two, got {self.betas}; use (0.9, 0.95)")
-        if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
-            raise ValueError(
-                f"eps must be a positive number of FP32's normal range, got {self.eps}: where all gradients were zero, "
-                "as padding's are, the step is 0 / (0 + eps); use 1e-8"
-            )
-
-    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        return {"exp_avg": self.state_dtype, "exp_avg_sq": self.state_dtype}
-
-    @property
-    def takes_chances(self) -> bool:
-        """Whether a moment is rounded by chance."""
-        return self.state_dtype == torch.bfloat16 and any(map(needs_chance, self.betas))
-
-    def coefficients(self, update: Tensor) -> Tensors:
-        # As factors, since the compiled loop would divide every vector anew by them: 1 / (1 - beta1^t) and
-        # 1 / sqrt(1 - beta2^t), rounded once.
-        correction1, correction2 = (1 - beta**update for beta in self.betas)
-        corrections = correction1.reciprocal().float(), correction2.rsqrt().float()
-        return (*corrections, update.float()) if self.takes_chances else corrections
-
-    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        debias1, debias2, *update = at.coefficients
-        exp_avg = torch.lerp(states["exp_avg"], grad, 1 - self.betas[0])
-        exp_avg_sq = torch.lerp(states["exp_avg_sq"], grad.square(), 1 - self.betas[1])
-        denom = exp_avg_sq.sqrt() * debias2 + self.eps
-        master = master - at.lr * at.weight_decay * master
-        master = master - at.lr * debias1 * (exp_avg / denom)
-        new = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for name, beta in zip(new, self.betas, strict=True):
-            if self.takes_chances and needs_chance(beta):
-                new[name] = by_chance(new[name], master, *update)
-        return master, new
-
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
-        if type(self).equation is not AdamW.equation or self.takes_chances:
-            super(AdamW, self).library_update_(grad, master, states, at, update, found_inf)
-            return
-        torch._fused_adamw_(
-            [master], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [update],
-            lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=float(at.weight_decay), eps=self.eps,
-            amsgrad=False, maximize=False, found_inf=found_inf.float(),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NAG(Optimizer):
-    """SGD with Nesterov's momentum; with momentum 0 plain SGD, without a state.
-
-    `momentum_form`: what the momentum adds up. "gradient": gradients, times the learning rate of the update that uses
-    them, as torch.optim.SGD(nesterov=True) does. "velocity": steps, each with the learning rate of its own time, as
-    MXNet's mp_nag_mom_update does (src/operator/optimizer_op-inl.h). They are one path while lr is constant.
-    `decoupled_weight_decay`: the decay shrinks the master, as AdamW's; else it enters the gradient, as in both peers.
-    """
-
-    momentum: float = 0.9
-    momentum_form: Literal["gradient", "velocity"] = "gradient"
-    decoupled_weight_decay: bool = False
-    state_dtype: torch.dtype = torch.float32  # or BF16
-
-    def __post_init__(self) -> None:
-        super(NAG, self).__post_init__()
-        require_state_dtype(self.state_dtype)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
-        if self.momentum_form not in ("gradient", "velocity"):
-            raise ValueError(f'momentum_form must be "gradient" or "velocity", got {self.momentum_form!r}')
-        if self.state_dtype == torch.bfloat16 and needs_chance(self.momentum):
-            raise ValueError(f"momentum {self.momentum} is lost in a BF16 state; take state_dtype=torch.float32")
-
-    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
-        if not self.momentum:
-            return {}
-        return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
-
-    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
-        if self.decoupled_weight_decay:
-            master = master - at.lr * at.weight_decay * master
-        else:
-            grad = grad + at.weight_decay * master
-        if not self.momentum:
-            return master - at.lr * grad, {}
-        if self.momentum_form == "velocity":
-            velocity = self.momentum * states["velocity"] - at.lr * grad
-            return master + self.momentum * velocity - at.lr * grad, {"velocity": velocity}
-        momentum_buffer = self.momentum * states["momentum_buffer"] + grad
-        return master - at.lr * (grad + self.momentum * momentum_buffer), {"momentum_buffer": momentum_buffer}
-
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
-        own_equation = type(self).equation is not NAG.equation
-        if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
-            super(NAG, self).library_update_(grad, master, states, at, update, found_inf)
-            return
-        torch._fused_sgd_(
-            [master], [grad], [*states.values()],
-            weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
-            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=found_inf.float(),
-        )  # fmt: skip

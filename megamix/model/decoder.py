@@ -68,6 +68,8 @@ class Decoder(nn.Module):
     name: ClassVar[str]  # `family` in the section [model]
     section: ClassVar[type[DecoderConfig]]  # the other keys there
     formats: ClassVar[Sequence[Format]] = ()  # of Hugging Face
+    # Parameters of two dims that are no maps from hidden states to hidden states, by pattern.
+    tables: ClassVar[Sequence[str]] = (EMBEDDING_WEIGHT, "position_embedding.weight", HEAD_WEIGHT)
     config: Any  # its own section, as in all that a family overrides
 
     def __init__(self, config: DecoderConfig, ops: Ops | None = None, like: Sequence[int] | None = None) -> None:
@@ -121,6 +123,11 @@ class Decoder(nn.Module):
     def last_norm(self) -> nn.Module:
         """Build the norm in front of the head."""
         return RMSNorm(self.config.hidden_size, 1e-5, self.ops)
+
+    @classmethod
+    def fused(cls, config: Any) -> dict[str, Sequence[int]]:
+        """Return the parameters that hold several matrices one below the other, by pattern: the rows of each."""
+        return {}
 
     @classmethod
     def effective(cls, config: Any) -> dict[str, Any]:

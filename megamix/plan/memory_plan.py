@@ -130,7 +130,10 @@ def _plan_part(
     topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
-    optimizer, precision = build_optimizer(config.optimizer, [config.optimizer.lr]), build_precision(config.precision)
+    optimizer, precision = (
+        build_optimizer(config.optimizer, [config.optimizer.lr], config.model),
+        build_precision(config.precision),
+    )
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     specs, groups, axes = describe_params(module, optimizer, topology, sharding)
     layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)

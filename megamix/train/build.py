@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from megamix.comm.topology import Topology
-from megamix.config import Config, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
+from megamix.config import Config, DecoderConfig, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
 from megamix.config.sections import LrScheduleConfig
+from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.headroom import HeadroomLossScale
 from megamix.mixed_precision.loss_scale import (
@@ -21,16 +22,19 @@ from megamix.mixed_precision.loss_scale import (
     TorchLossScale,
 )
 from megamix.mixed_precision.master_shard import Fill
-from megamix.mixed_precision.optimizers import NAG, AdamW, Optimizer, ParamGroup
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.nag import NAG
+from megamix.mixed_precision.optimizers import Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
 from megamix.model.decoder import Decoder
+from megamix.model.family import family_of
 from megamix.parallel.passes import Passes
 from megamix.parallel.stages import V_SHAPED, StagePlan, plan_stages
 from megamix.plugins import LOSS_SCALES, OPTIMIZERS, Section
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-OPTIMIZERS.registered |= {"adamw": AdamW, "nag": NAG}
+OPTIMIZERS.registered |= {"adamw": AdamW, "nag": NAG, "muon": Muon}
 LOSS_SCALES.registered |= {
     "dynamic": DynamicLossScale,
     "headroom": HeadroomLossScale,
@@ -50,12 +54,15 @@ def build_loss_scale(section: PrecisionConfig) -> LossScale | None:
     return scale
 
 
-def build_optimizer(section: OptimizerConfig, lr: Sequence[float]) -> Optimizer:
-    """`lr`: one per update."""
+def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: DecoderConfig) -> Optimizer:
+    """`lr`: one per update. `model`: its section, by which its family says what is no matrix."""
     groups = tuple(ParamGroup(**_given(group)) for group in section.groups)
     own = _given(getattr(section, section.name))
-    if section.name in ("adamw", "nag"):
-        own["state_dtype"] = DTYPES[own["state_dtype"]]
+    if section.name in ("adamw", "nag", "muon"):
+        own |= {key: DTYPES[value] for key, value in own.items() if key in ("state_dtype", "ns_dtype")}
+    if section.name == "muon":
+        family = family_of(model)
+        own |= {"tables": family.tables, "fused": family.fused(model)}
     keys = own | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
     optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
     return optimizer
@@ -103,7 +110,9 @@ def build_engine(
     """Return the engine of a job. `fill`: of a model without values. Every rank must call it."""
     return ShardedEngine(
         model,
-        build_optimizer(config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps)),
+        build_optimizer(
+            config.optimizer, lr_table(config.optimizer, config.lr_schedule, config.training.steps), config.model
+        ),
         build_precision(config.precision),
         Sharding(
             units=units,

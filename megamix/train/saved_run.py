@@ -51,7 +51,7 @@ def check_run(manifest: Manifest) -> None:
         return
     config = saved_config(manifest)
     check_params(manifest, config.model)
-    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
     for param in manifest.params:
         held, needed = manifest.states[param.state_set], state_set(optimizer, param.name, param.shape)
         if held != needed and BUFFER not in held:

@@ -57,7 +57,7 @@ def judge_attempts(
     """
     (start, *attempts), dtype = zip(*ranks, strict=True), DTYPES[config.precision.dtype]
     verdict = Verdict(attempts=len(attempts))
-    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr])
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
     before = assemble([rank.owned for rank in start])
     earlier: AskedStep | None = None
     _ownership(verdict, -1, before)

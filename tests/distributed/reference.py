@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix.mixed_precision.optimizers import NAG, Optimizer
+from megamix.mixed_precision.muon import MOMENTUM, Muon, orthogonalised
+from megamix.mixed_precision.nag import NAG
+from megamix.mixed_precision.optimizers import Optimizer
 
 
 @dataclass
@@ -90,6 +92,8 @@ def _torch_optimizer(optimizer: Optimizer, params: dict[str, nn.Parameter], mast
         lr_factor, weight_decay, _ = optimizer.group_of(name, tuple(param.shape))
         lr = torch.tensor(optimizer.lr_table()[0]) * lr_factor
         groups.append({"params": [masters[name]], "lr": lr, "weight_decay": weight_decay})
+    if isinstance(optimizer, Muon):
+        return PlainMuon(optimizer, params, masters, groups)
     if isinstance(optimizer, NAG):
         if optimizer.momentum_form == "velocity":
             return VelocityNag(groups, {"momentum": optimizer.momentum, "decoupled": optimizer.decoupled_weight_decay})
@@ -113,3 +117,40 @@ class VelocityNag(torch.optim.Optimizer):
             velocity = momentum * velocity - lr * grad
             master.add_(momentum * velocity).sub_(lr * grad)
             self.state[master]["velocity"] = velocity
+
+
+class PlainMuon:
+    """Every matrix by itself, in full; torch's AdamW for the rest. It shares the iteration with the engine, and nothing
+    else.
+    """
+
+    def __init__(
+        self, optimizer: Muon, params: dict[str, nn.Parameter], masters: dict[str, Tensor], groups: list[dict[str, Any]]
+    ):
+        self.optimizer, self.matrices, rest = optimizer, [], []
+        for (name, param), group in zip(params.items(), groups, strict=True):
+            if rows := optimizer.matrices(name, tuple(param.shape)):
+                self.matrices.append((group, rows, param.shape[-1]))
+            else:
+                rest.append(group)
+        self.rest = torch.optim.AdamW(rest, lr=torch.tensor(0.0), betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        self.state = self.rest.state
+        for group, *_ in self.matrices:
+            self.state[group["params"][0]] = {MOMENTUM: torch.zeros_like(group["params"][0])}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.rest.step()
+        for group, all_rows, columns in self.matrices:
+            (master,), lr, momentum = group["params"], group["lr"], self.optimizer.momentum
+            buffer = self.state[master][MOMENTUM]
+            buffer.copy_(torch.lerp(buffer, master.grad, 1 - momentum))
+            ahead = torch.lerp(master.grad, buffer, momentum) if self.optimizer.nesterov else buffer
+            direction, start = torch.zeros_like(master), 0
+            for rows in all_rows:
+                end = start + rows * columns
+                matrix = ahead[start:end].to(self.optimizer.ns_dtype).view(rows, columns)
+                scale = self.optimizer.lr_scale(rows, columns)
+                direction[start:end] = orthogonalised(matrix, self.optimizer).flatten().float() * scale
+                start = end
+            master.copy_(master - lr * group["weight_decay"] * master - lr * direction)

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megamix.data.loader import IGNORE
+from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
-from megamix.mixed_precision.optimizers import AdamW
 from megamix.mixed_precision.settings import Precision
 
 VOCAB, TARGETS, RANKS, MICRO_BATCHES, STEPS = 40, 16, 2, 2, 4

@@ -63,7 +63,7 @@ def test_a_second_moment_decays_as_beta2_says() -> None:
     # Each update adds at most one unit's coin to an element, 2^-7 of it: a walk of `steps` of them, over 4096 elements.
     bound = 5 * 2.0**-7 * math.sqrt(steps) / math.sqrt(4096)
     assert abs(float(_decayed(0.999, steps).mean()) / 0.999**steps - 1) < bound
-    with mock.patch("megamix.mixed_precision.optimizers.needs_chance", lambda beta: False):
+    with mock.patch("megamix.mixed_precision.adamw.needs_chance", lambda beta: False):
         assert (_decayed(0.999, 10) == 1).all()  # to nearest it stays
     assert [needs_chance(beta) for beta in (0.9, 0.95, 0.98, 0.99, 0.999)] == [False, False, False, True, True]
 

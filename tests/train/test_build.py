@@ -15,11 +15,14 @@ from megamix import (
     DynamicLossScale,
     HeadroomLossScale,
     MegatronLossScale,
+    Muon,
+    Optimizer,
     ParamGroup,
     StaticLossScale,
     TorchLossScale,
 )
 from megamix.config import PrecisionConfig
+from megamix.model.decoder import Decoder
 from megamix.plugins import LOSS_SCALES
 from megamix.train.build import build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job
@@ -74,16 +77,27 @@ def test_a_loss_scale_without_settings_is_as_the_engine_s_own(kind: str) -> None
 def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
     groups = [{"pattern": "*.bias", "lr_factor": 2.0, "weight_decay": 0.5}]
     keys = {"weight_decay": 0.2, "groups": groups}
-    section = tiny_job(tmp_path, optimizer=keys | {"adamw": {"betas": [0.8, 0.9], "eps": 1e-6}}).optimizer
     group = (ParamGroup(pattern="*.bias", lr_factor=2.0, weight_decay=0.5),)
-    assert build_optimizer(section, [0.1]) == AdamW(
+
+    def built(**table: object) -> Optimizer:
+        config = tiny_job(tmp_path, optimizer=keys | table)
+        return build_optimizer(config.optimizer, [0.1], config.model)
+
+    assert built(adamw={"betas": [0.8, 0.9], "eps": 1e-6}) == AdamW(
         lr=[0.1], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, groups=group
     )
     forms = {"momentum": 0.7, "momentum_form": "velocity", "decoupled_weight_decay": True}
-    section = tiny_job(tmp_path, optimizer=keys | {"name": "nag", "nag": forms}).optimizer
-    assert build_optimizer(section, [0.1]) == NAG(
+    assert built(name="nag", nag=forms) == NAG(
         lr=[0.1], momentum=0.7, weight_decay=0.2, groups=group, momentum_form="velocity", decoupled_weight_decay=True
     )
+    numbers = {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "ns_coefficients": (3.0, -3.2, 1.2)}
+    others = {"adjust_lr": "original", "adamw_lr_factor": 0.5, "batched": True, "matrix": ("a",), "adamw": ("b",)}
+    moments = {"betas": (0.8, 0.9), "eps": 1e-6}
+    dtypes = {"ns_dtype": "fp32", "state_dtype": "bf16"}
+    assert built(name="muon", muon=numbers | others | moments | dtypes) == Muon(
+        lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
+        tables=Decoder.tables, **numbers, **others, **moments,
+    )  # fmt: skip
 
 
 def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:

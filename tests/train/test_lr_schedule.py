@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from megamix.config.sections import LrScheduleConfig, OptimizerConfig
+from megamix.config.optimizers import OptimizerConfig
+from megamix.config.sections import LrScheduleConfig
 from megamix.train.build import lr_table
 
 STYLES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]

@@ -20,7 +20,8 @@ from megamix.mixed_precision import engine as engine_module
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.grad_stats import PieceStats
-from megamix.mixed_precision.optimizers import NAG, Optimizer, UpdateGroup
+from megamix.mixed_precision.nag import NAG
+from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.step import StepUnderWay
 from megamix.mixed_precision.unit_gather import UnitGather

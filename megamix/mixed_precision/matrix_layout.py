@@ -1,0 +1,126 @@
+"""Where matrices lie in the shards, and which rank computes with each: pure arithmetic, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from megamix import tuned
+from megamix.mixed_precision.flat_layout import Bucket, ParamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Rows [first, first + rows) of a full parameter that is seen as rows of its last dim."""
+
+    spec: ParamSpec
+    first: int
+    rows: int
+    columns: int
+
+    @property
+    def cost(self) -> int:
+        """Return the multiplications of a turn of Newton and Schulz's iteration."""
+        small, large = sorted((self.rows, self.columns))
+        return small * small * (2 * large + small)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a rank: which shard of a bucket is its own, and which of the equal blocks that divide parameters it trains;
+    None: the same as this rank.
+    """
+
+    shard: int
+    block: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPiece:
+    """What one rank owns of a matrix: elements [start, end) of its shard, which are some of a block of the matrix:
+    `rows` and `columns` of it, of which `first` is the number of the first one.
+    """
+
+    matrix: int
+    start: int
+    end: int
+    rows: slice
+    columns: slice
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+def is_cut(spec: ParamSpec) -> bool:
+    """Return whether a matrix lies in several ranks' blocks of the parameter."""
+    own, _ = _block(spec, None)
+    borders = [*accumulate(spec.matrices, initial=0)]
+    is_inside = own.start in borders and own.stop in borders and spec.shape[-1] == spec.full_shape[-1]
+    return bool(spec.matrices) and not is_inside
+
+
+def matrices_of(bucket: Bucket) -> list[Matrix]:
+    """Return the matrices of a bucket, in the order of its parameters: those of a block, if they are whole there."""
+    found = []
+    for spec in (slot.spec for slot in bucket.slots):
+        own, _ = _block(spec, None)
+        for first, last in pairwise(accumulate(spec.matrices, initial=0)):
+            if is_cut(spec) or (own.start <= first and last <= own.stop):
+                found.append(Matrix(spec, first, last - first, spec.full_shape[-1]))
+    return found
+
+
+def parts_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
+    """Yield what the rank at a place owns of each matrix, if anything."""
+    pieces = {piece.spec.name: piece for piece in bucket.shard_pieces(place.shard)}
+    for number, matrix in enumerate(matrices):
+        if (piece := pieces.get(matrix.spec.name)) is None:
+            continue
+        rows, columns = _block(matrix.spec, place.block)
+        first, last = max(matrix.first, rows.start), min(matrix.first + matrix.rows, rows.stop)
+        width = columns.stop - columns.start
+        # In the block, flattened: where the matrix begins and ends, and of it what the piece has.
+        begin, end = (first - rows.start) * width, (last - rows.start) * width
+        start, stop = max(begin, piece.first), min(end, piece.first + piece.numel)
+        if start < stop:
+            at = piece.start - piece.first
+            within = slice(first - matrix.first, last - matrix.first)
+            yield MatrixPiece(number, at + start, at + stop, within, columns, start - begin)
+
+
+def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
+    """Return the rows and columns of one of a parameter's equal blocks, seen as rows of its last dim.
+
+    Raises: ValueError if its blocks are no such rows and columns.
+    """
+    divided = [dim for dim, size in enumerate(spec.shape) if size != spec.full_shape[dim]]
+    if any(0 < dim < len(spec.shape) - 1 for dim in divided) or len(divided) > 1:
+        raise ValueError(
+            f"Muon takes {spec.name} for matrices, but ranks divide its {[*spec.full_shape]} into blocks of "
+            f"{[*spec.shape]}, which it cannot put together; let AdamW move it: adamw=[{spec.name!r}]"
+        )
+    starts = list(spec.offset)
+    if block is not None:
+        for dim in divided:
+            starts[dim] = block * spec.shape[dim]
+    per_row = math.prod(spec.shape[1:-1])
+    first = starts[0] * per_row
+    return slice(first, first + math.prod(spec.shape[:-1])), slice(starts[-1], starts[-1] + spec.shape[-1])
+
+
+def choose_homes(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
+    """Return which rank computes with each matrix: the one that owns most of it, as long as none does much more than
+    its share; else the one that does least. `held`: elements of each matrix by rank.
+    """
+    most = (1 + tuned.MOST_EXTRA_WORK) * sum(costs) / num_ranks
+    loads, homes = [0] * num_ranks, [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        fits = [rank for rank in range(num_ranks) if loads[rank] + costs[number] <= most]
+        own = held[number]
+        homes[number] = max(fits, key=own.__getitem__) if fits else loads.index(min(loads))
+        loads[homes[number]] += costs[number]
+    return homes

@@ -1,0 +1,244 @@
+"""The update of whole matrices: momentum in the shards, each matrix to one rank, its direction, and back to its owners.
+
+What a rank computes with a matrix does not depend on who owns its elements, so neither does the result.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamix.clock import Clock
+from megamix.comm.collectives import Collectives, Pending, make_collectives
+from megamix.comm.topology import Topology
+from megamix.mixed_precision import muon
+from megamix.mixed_precision.fused_update import Cut, StepScalars, Update, update_shard
+from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.matrix_layout import (
+    Matrix,
+    MatrixPiece,
+    Place,
+    choose_homes,
+    is_cut,
+    matrices_of,
+    parts_of,
+)
+from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
+
+Spread = list[tuple[slice, slice, list[slice]]]  # of a matrix: rows, columns, and where what came of these lies
+
+
+def with_moves(optimizer: Optimizer, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
+    """Return the groups and, if there are matrices, as many behind them, without states: of masters that move along
+    directions.
+    """
+    return [*groups, *(group._replace(states=()) for group in groups if isinstance(optimizer, muon.Muon))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One bucket's matrices, as this rank sees them."""
+
+    among: Collectives  # the ranks that hold any of them
+    pieces: list[MatrixPiece]  # what it owns, in the order in which it is sent: by home
+    scales: list[float]  # of each piece's direction
+    to: list[int]  # elements for each rank, and of each
+    of: list[int]
+    own: list[tuple[Matrix, Spread]]  # what it computes with
+    travels: bool  # whether anything does, between any two ranks
+
+
+class MatrixUpdate:
+    """Updates buckets, those that hold matrices in three stages, with an exchange between each two: momentum;
+    directions; masters and half parameters. Without matrices it is one stage.
+
+    While a bucket's matrices travel, the next one's momentum is computed, and the directions of the one before. Each
+    direction is computed once, whether the step is skipped or not: the host does not know.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, of_run: Update, num_groups: int, shard: MasterShard, halves: Sequence[Tensor],
+        topology: Topology, clock: Clock,
+    ):  # fmt: skip
+        """`of_run`: by the groups of `with_moves`; `halves`: of each bucket this rank's. Every rank must call it."""
+        self.of_run, self._num_groups, self._shard, self._halves, self._clock = of_run, num_groups, shard, halves, clock
+        specs = (slot.spec for bucket in shard.layout.buckets for slot in bucket.slots)
+        self._matrix_groups = {spec.group for spec in specs if spec.matrices}
+        self._exchanges: dict[int, _Exchange] = {}
+        if isinstance(optimizer, muon.Muon):
+            self._muon, self._exchanges = optimizer, _plan(optimizer, shard, topology)
+
+    def in_turn(
+        self, buckets: Sequence[int], cuts: Sequence[Sequence[Cut]], grad_shards: Sequence[Tensor], step: StepScalars
+    ) -> Iterator[int]:
+        """Update this rank's shards; yield each bucket, in this order, when it is done."""
+        under_way: deque[tuple[int, Iterator[bool]]] = deque()
+
+        def advance() -> Iterator[int]:
+            # The newest first: what it sends travels while the older ones compute.
+            ended = [next(stages, True) for _, stages in reversed(under_way)]
+            while under_way and ended.pop():
+                yield under_way.popleft()[0]
+
+        for bucket in buckets:
+            under_way.append((bucket, self._stages(bucket, cuts[bucket], grad_shards[bucket], step)))
+            yield from advance()
+        while under_way:
+            yield from advance()
+
+    def _stages(self, bucket: int, cuts: Sequence[Cut], grad: Tensor, step: StepScalars) -> Iterator[bool]:
+        """Do one stage after the other; yield False behind each but the last."""
+        master, half = self._shard.master[bucket], self._halves[bucket]
+        with self._clock.span("update"):
+            plain = [cut for cut in cuts if cut[0].group not in self._matrix_groups]
+            update_shard(plain, grad, self._shard, bucket, half, step)
+            if (exchange := self._exchanges.get(bucket)) is None:
+                return
+            sent = self._momentum(exchange, bucket, grad, step)
+            arrived, pending = self._send(exchange, bucket, sent, exchange.to, exchange.of)
+        if exchange.travels:
+            yield False
+        self._await(pending)
+        with self._clock.span("update"):
+            for matrices in self._together(exchange.own):
+                self._turn(arrived, matrices)
+            back, pending = self._send(exchange, bucket, arrived, exchange.of, exchange.to)
+        if exchange.travels:
+            yield False
+        self._await(pending)
+        with self._clock.span("update"):
+            direction = torch.zeros_like(master)
+            parts = torch.split(back, [piece.numel for piece in exchange.pieces])
+            for piece, values, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
+                torch.mul(values.float(), scale, out=direction[piece.start : piece.end])
+            # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
+            step = step._replace(multiplier=torch.ones_like(step.multiplier))
+            for run, update in cuts:
+                if run.group in self._matrix_groups:
+                    at = slice(run.start, run.end)
+                    update(direction[at], master[at], {}, half[at], self._num_groups + run.group, step)
+
+    def _momentum(self, exchange: _Exchange, bucket: int, grad: Tensor, step: StepScalars) -> Tensor:
+        """Return what is to be orthogonalised of what this rank owns, in the order in which it is sent."""
+        wide = torch.zeros_like(self._shard.master[bucket])
+        narrow = torch.zeros_like(wide, dtype=self._muon.ns_dtype)
+        for run in self._shard.runs[bucket]:
+            if run.group in self._matrix_groups:
+                at = slice(run.start, run.end)
+                states = self._shard.states_of(bucket, run.start, run.end)
+                self.of_run(grad[at], wide[at], states, narrow[at], run.group, step)
+        return torch.cat([narrow[:0], *(narrow[piece.start : piece.end] for piece in exchange.pieces)])
+
+    def _send(
+        self, exchange: _Exchange, bucket: int, sent: Tensor, to: Sequence[int], of: Sequence[int]
+    ) -> tuple[Tensor, Pending]:
+        if not exchange.travels:
+            return sent, Pending()
+        arrived = sent.new_empty(sum(of))
+        pending = exchange.among.exchange(sent, arrived, to, of)
+        self._clock.watch("matrices", bucket, pending)
+        return arrived, pending
+
+    def _await(self, pending: Pending) -> None:
+        with self._clock.span("exposed_matrices"):
+            pending.wait()
+
+    def _together(self, own: Sequence[tuple[Matrix, Spread]]) -> list[list[tuple[Matrix, Spread]]]:
+        if not self._muon.batched:
+            return [[one] for one in own]
+        by_shape: dict[tuple[int, int], list[tuple[Matrix, Spread]]] = {}
+        for one in own:
+            by_shape.setdefault((one[0].rows, one[0].columns), []).append(one)
+        return [*by_shape.values()]
+
+    def _turn(self, arrived: Tensor, matrices: Sequence[tuple[Matrix, Spread]]) -> None:
+        """Put the directions of matrices of one shape in their place."""
+        whole = arrived.new_empty(len(matrices), matrices[0][0].rows, matrices[0][0].columns)
+        for out, (_, spread) in zip(whole, matrices, strict=True):
+            for rows, columns, where in spread:
+                block = out[rows, columns]
+                block.copy_(torch.cat([arrived[place] for place in where]).view(block.shape))
+        directions = muon.orthogonalised(whole if len(matrices) > 1 else whole[0], self._muon).view(whole.shape)
+        for direction, (_, spread) in zip(directions, matrices, strict=True):
+            for rows, columns, where in spread:
+                parts = direction[rows, columns].reshape(-1).split([place.stop - place.start for place in where])
+                for place, part in zip(where, parts, strict=True):
+                    arrived[place].copy_(part)
+
+
+def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[int, _Exchange]:
+    """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
+    stage: Collectives | None = None
+    device = shard.master[0].device
+    # Of each axis apart: its ranks alone know all of its matrices.
+    by_axis: dict[Collectives, list[tuple[int, list[Matrix], list[list[MatrixPiece]]]]] = {}
+    for number, bucket in enumerate(shard.layout.buckets):
+        if not (matrices := matrices_of(bucket)):
+            continue
+        among = shard.collectives[number]
+        places = [Place(rank) for rank in range(among.axis.size)]
+        if any(is_cut(matrix.spec) for matrix in matrices):
+            if stage is None:
+                stage = make_collectives(topology.along(*topology.owns, "tp"), 0, torch.float32, device)
+            row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
+            among = stage
+            places = [Place(*place) for place in among.table(row).tolist()]
+        parts = [[*parts_of(bucket, matrices, place)] for place in places]
+        by_axis.setdefault(among, []).append((number, matrices, parts))
+    found = {}
+    for among, buckets in by_axis.items():
+        costs, held = [], []
+        for _, matrices, parts in buckets:
+            shares = [[0] * among.axis.size for _ in matrices]
+            for rank, own in enumerate(parts):
+                for part in own:
+                    shares[part.matrix][rank] += part.numel
+            for matrix, share in zip(matrices, shares, strict=True):
+                if sum(share) != matrix.rows * matrix.columns:
+                    raise ValueError(
+                        f"Muon takes {matrix.spec.name} for matrices, but the ranks that hold it have {sum(share)} "
+                        f"of {matrix.rows * matrix.columns} elements; let AdamW move it: adamw=[{matrix.spec.name!r}]"
+                    )
+            costs += [matrix.cost for matrix in matrices]
+            held += shares
+        homes = iter(choose_homes(costs, held, among.axis.size))
+        for number, matrices, parts in buckets:
+            found[number] = _exchange(optimizer, among, matrices, parts, [next(homes) for _ in matrices])
+    return found
+
+
+def _exchange(
+    optimizer: muon.Muon, among: Collectives, matrices: Sequence[Matrix], parts: Sequence[Sequence[MatrixPiece]],
+    homes: Sequence[int],
+) -> _Exchange:  # fmt: skip
+    rank, size = among.axis.rank, among.axis.size
+    mine = sorted(parts[rank], key=lambda part: homes[part.matrix])  # stable: by matrix within
+    of = [sum(part.numel for part in own if homes[part.matrix] == rank) for own in parts]
+    spreads: dict[int, dict[tuple[int, int], tuple[slice, slice, list[tuple[int, slice]]]]] = {}
+    end = 0
+    for own in parts:
+        for part in own:
+            if homes[part.matrix] == rank:
+                block = spreads.setdefault(part.matrix, {})
+                key = (part.rows.start, part.columns.start)
+                block.setdefault(key, (part.rows, part.columns, []))[2].append(
+                    (part.first, slice(end, end + part.numel))
+                )
+                end += part.numel
+    return _Exchange(
+        among,
+        mine,
+        [optimizer.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
+        [sum(part.numel for part in mine if homes[part.matrix] == home) for home in range(size)],
+        of,
+        [
+            (matrices[number], [(rows, columns, [place for _, place in sorted(where, key=lambda one: one[0])])
+                                for rows, columns, where in blocks.values()])
+            for number, blocks in sorted(spreads.items())
+        ],
+        travels=any(homes[part.matrix] != place for place, own in enumerate(parts) for part in own),
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Muon: a matrix moves by its momentum made orthogonal, all else by AdamW (Jordan et al. 2024, "Muon: An optimizer for
+hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM training", for the width rule).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.adamw import AdamW
+from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars
+
+MOMENTUM = "momentum_buffer"
+# What has a row for each token or position, by the usual names.
+TABLES = ("*embed*", "*head*", "*wte*", "*wpe*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon(AdamW):
+    """Muon for matrices, AdamW, with the settings that this class inherits, for tables, norms and biases.
+
+    A matrix is what has two or more dims, unless a shell pattern of `tables` matches its name; those of `matrix` and
+    `adamw` are exceptions, the latter first. Of more dims all but the last two count matrices: (E, out, in) is E.
+    `fused`: by pattern, the rows of the matrices that stand one below the other in a parameter, as of queries, keys
+    and values; each is orthogonalised by itself.
+    """
+
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    nesterov: bool = True
+    # Of x -> a x + b (x x^T) x + c (x x^T)^2 x, five times: Jordan's, which take singular values to about [0.7, 1.2].
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_steps: int = 5
+    ns_dtype: torch.dtype = torch.bfloat16  # of its products, and of what travels between ranks; or FP32
+    # "match_rms_adamw": 0.2 sqrt(max(rows, columns)), for which AdamW's lr and decay fit (Liu et al.).
+    # "original": sqrt(max(1, rows / columns)) (Jordan). The names are torch.optim.Muon's.
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    adamw_lr_factor: float = 1.0  # times lr, for what AdamW moves
+    batched: bool = False  # whether matrices of one shape are multiplied together: faster if small, and other bits
+    tables: Sequence[str] = TABLES
+    matrix: Sequence[str] = ()
+    adamw: Sequence[str] = ()
+    fused: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super(Muon, self).__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
+        if len(self.ns_coefficients) != 3 or not all(map(math.isfinite, self.ns_coefficients)):
+            raise ValueError(f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}")
+        if not 1 <= self.ns_steps <= 100:
+            raise ValueError(f"ns_steps must lie in 1 .. 100, got {self.ns_steps}; use 5")
+        if self.ns_dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"ns_dtype must be torch.bfloat16 or torch.float32, got {self.ns_dtype}")
+        if self.adjust_lr not in ("match_rms_adamw", "original"):
+            raise ValueError(f'adjust_lr must be "match_rms_adamw" or "original", got {self.adjust_lr!r}')
+        if not 0 <= self.adamw_lr_factor < math.inf:
+            raise ValueError(f"adamw_lr_factor must be a finite number of at least 0, got {self.adamw_lr_factor}")
+
+    def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if (
+            len(shape) < 2
+            or _matches(name, self.adamw)
+            or not (_matches(name, self.matrix) or not _matches(name, self.tables))
+        ):
+            return ()
+        rows, count = shape[-2], math.prod(shape[:-2])
+        for pattern, parts in self.fused.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                if sum(parts) != rows or min(parts) < 1:
+                    raise ValueError(f"fused[{pattern!r}] is {[*parts]}, whose sum must be the {rows} rows of {name}")
+                return (*parts,) * count
+        return (rows,) * count
+
+    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        if self.matrices(name, shape):
+            return {MOMENTUM: torch.float32}
+        return super(Muon, self).states(name, shape)
+
+    def group_of(self, name: str, shape: tuple[int, ...]) -> UpdateGroup:
+        group = super(Muon, self).group_of(name, shape)
+        if self.matrices(name, shape):
+            return group
+        return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
+
+    def lr_scale(self, rows: int, columns: int) -> float:
+        """Return what the direction of a matrix is multiplied by."""
+        if self.adjust_lr == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+        """As AdamW, for what it moves. For matrices there are two: with the momentum, whose result takes master's place
+        and is what is to be made orthogonal; and without a state, where `grad` is the direction, times its scale.
+        """
+        if not states:
+            return master - at.lr * at.weight_decay * master - at.lr * grad, {}
+        if MOMENTUM not in states:
+            return super(Muon, self).equation(grad, master, states, at)
+        momentum = torch.lerp(states[MOMENTUM], grad, 1 - self.momentum)
+        return torch.lerp(grad, momentum, self.momentum) if self.nesterov else momentum, {MOMENTUM: momentum}
+
+    def library_update_(
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
+    ) -> None:
+        if "exp_avg" in states and not self.takes_chances:
+            self._fused_update_(grad, master, states, at, update, found_inf)
+        else:
+            super(Muon, self).library_update_(grad, master, states, at, update, found_inf)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def orthogonalised(momentum: Tensor, optimizer: Muon) -> Tensor:
+    """Return about U V^T of each matrix U S V^T, by Newton and Schulz's iteration: products alone.
+
+    What it begins with has a largest singular value of at most 1: the matrix over its Frobenius norm, which is summed
+    in FP32 along rows and in FP64 over them. Zeros stay zeros; with a NaN or inf anywhere there is no direction.
+    Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
+    """
+    a, b, c = optimizer.ns_coefficients
+    norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
+    x = (momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype)
+    is_tall = x.shape[-2] > x.shape[-1]
+    if is_tall:
+        x = x.mT.contiguous()
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(optimizer.ns_steps):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT.contiguous() if is_tall else x

@@ -1,0 +1,70 @@
+"""Stochastic gradient descent with Nesterov's momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megamix.mixed_precision.half_states import needs_chance, require_state_dtype
+from megamix.mixed_precision.optimizers import Optimizer, States, UpdateScalars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NAG(Optimizer):
+    """SGD with Nesterov's momentum; with momentum 0 plain SGD, without a state.
+
+    `momentum_form`: what the momentum adds up. "gradient": gradients, times the learning rate of the update that uses
+    them, as torch.optim.SGD(nesterov=True) does. "velocity": steps, each with the learning rate of its own time, as
+    MXNet's mp_nag_mom_update does (src/operator/optimizer_op-inl.h). They are one path while lr is constant.
+    `decoupled_weight_decay`: the decay shrinks the master, as AdamW's; else it enters the gradient, as in both peers.
+    """
+
+    momentum: float = 0.9
+    momentum_form: Literal["gradient", "velocity"] = "gradient"
+    decoupled_weight_decay: bool = False
+    state_dtype: torch.dtype = torch.float32  # or BF16
+
+    def __post_init__(self) -> None:
+        super(NAG, self).__post_init__()
+        require_state_dtype(self.state_dtype)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}")
+        if self.momentum_form not in ("gradient", "velocity"):
+            raise ValueError(f'momentum_form must be "gradient" or "velocity", got {self.momentum_form!r}')
+        if self.state_dtype == torch.bfloat16 and needs_chance(self.momentum):
+            raise ValueError(f"momentum {self.momentum} is lost in a BF16 state; take state_dtype=torch.float32")
+
+    def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        if not self.momentum:
+            return {}
+        return {"velocity" if self.momentum_form == "velocity" else "momentum_buffer": self.state_dtype}
+
+    def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
+        if self.decoupled_weight_decay:
+            master = master - at.lr * at.weight_decay * master
+        else:
+            grad = grad + at.weight_decay * master
+        if not self.momentum:
+            return master - at.lr * grad, {}
+        if self.momentum_form == "velocity":
+            velocity = self.momentum * states["velocity"] - at.lr * grad
+            return master + self.momentum * velocity - at.lr * grad, {"velocity": velocity}
+        momentum_buffer = self.momentum * states["momentum_buffer"] + grad
+        return master - at.lr * (grad + self.momentum * momentum_buffer), {"momentum_buffer": momentum_buffer}
+
+    def library_update_(
+        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
+    ) -> None:
+        own_equation = type(self).equation is not NAG.equation
+        if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
+            super(NAG, self).library_update_(grad, master, states, at, update, found_inf)
+            return
+        torch._fused_sgd_(
+            [master], [grad], [*states.values()],
+            weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
+            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=found_inf.float(),
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""Muon on any ranks, with matrices whole in one shard or put together from pieces: masters, momentum and moments are
+bit for bit those of a plain loop in one process that takes each matrix in full.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+
+from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
+from megamix.mixed_precision.matrix_layout import matrices_of
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.optimizers import MASTER
+from tests.conftest import FULL
+from tests.distributed import test_equals_reference as plain
+from tests.distributed.models import make_model
+from tests.distributed.reference import Reference, train_reference
+from tests.distributed.test_equals_reference import GROUPS
+
+pytestmark = pytest.mark.uncounted
+
+COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15} if FULL else {1: 3, 2: 7, 3: 3, 4: 5, 8: 2}
+
+
+@dataclass(frozen=True)
+class Case(plain.Case):
+    ns_dtype: torch.dtype = torch.bfloat16
+    nesterov: bool = True
+    adjust_lr: str = "match_rms_adamw"
+    fused: bool = False  # `up` holds three matrices
+    uncut: bool = True
+
+    @property
+    def muon(self) -> Muon:
+        return Muon(
+            lr=0.02, groups=GROUPS, ns_dtype=self.ns_dtype, nesterov=self.nesterov, adjust_lr=self.adjust_lr,
+            adamw_lr_factor=0.5, fused={"*.up.weight": (13, 20, 7)} if self.fused else {},
+        )  # fmt: skip
+
+
+AXES = {
+    "dtypes": plain.AXES["dtypes"],
+    "ns_dtype": [torch.bfloat16, torch.float32],
+    "nesterov": [True, False],
+    "adjust_lr": ["match_rms_adamw", "original"],
+    "fused": [False, True],
+    "uncut": [True, False],
+    "bucket_size": [1111, 10**9],
+    "overlap": [True, False],
+    "grad_accum_steps": [1, 3],
+    "clip_grad": [0.0, 0.05],
+    "tied": [True, False],
+    "shard": ["states", "gradients", "parameters"],
+    "flavours": ["all", "differ"],
+    "ends": ["full", "short"],
+}
+
+
+def _cases(dp_size: int) -> list[Case]:
+    rng, cases = random.Random(dp_size), []
+    for _ in range(COUNTS[dp_size]):
+        one = {axis: rng.choice(values) for axis, values in AXES.items()}
+        if one["shard"] != "states":
+            one |= {"flavours": "all", "ends": "full"}
+        cases.append(Case(*one.pop("dtypes"), dp_size=dp_size, **one))
+    return cases
+
+
+def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, list[float]]:
+    model = make_model(case.tied)
+    engine = ShardedEngine(
+        model,
+        case.muon,
+        Precision(case.dtype, case.grad_dtype, StaticLossScale(case.loss_scale), case.reduce_dtype),
+        Sharding([*model.blocks], bucket_size=case.bucket_size, overlap=case.overlap, shard=case.shard),
+        clip_grad=case.clip_grad,
+        grad_accum_steps=case.grad_accum_steps,
+        compile_update=compile_update,
+    )
+    norms, rank = [], engine.topology.dp.rank
+    for step in range(case.steps):
+        micro_batches = case.micro_batches(step, rank)
+        for micro_batch in range(micro_batches):
+            loss = case.loss(model, step, rank, micro_batch)
+            engine.backward(loss, last=micro_batch == micro_batches - 1)
+        norms.append(float(engine.step().grad_norm))
+    return engine, norms
+
+
+def _differences(case: Case, engine: ShardedEngine, norms: list[float], reference: Reference) -> list[str]:
+    wrong = [] if norms == reference.grad_norms else [f"norms {norms} instead of {reference.grad_norms}"]
+    for owned in engine.owned_ranges():
+        name = owned.spec.name
+        states = dict(zip(case.muon.states(name, owned.spec.full_shape), reference.states[name], strict=True))
+        for state, want in (states | {MASTER: reference.masters[name]}).items():
+            got = owned.tensors[state]
+            if not torch.equal(got, want[owned.start : owned.start + got.numel()]):
+                wrong.append(f"{state} of {name}")
+    return [f"{case}: {what}" for what in wrong]
+
+
+def check_cases(cases: list[Case]) -> list[str]:
+    wrong = []
+    for case in cases:
+        reference = train_reference(make_model(case.tied), case.loss, case.muon, case)
+        with mock.patch.object(tuned, "MOST_PADDING", 100.0 if case.uncut else -1.0):
+            engine, norms = _train(case)
+        cut = [
+            piece
+            for bucket in engine.layout.buckets
+            for matrix in matrices_of(bucket)
+            for shard in range(bucket.num_shards)
+            for piece in bucket.shard_pieces(shard)
+            if piece.spec is matrix.spec and 0 < piece.numel < piece.spec.numel
+        ]
+        if cut and case.uncut:
+            wrong.append(f"{case}: a matrix is cut")
+        wrong += _differences(case, engine, norms, reference)
+    return wrong
+
+
+@pytest.mark.parametrize("dp_size", [*COUNTS])
+def test_equals_a_plain_loop(run_ranks, dp_size: int) -> None:
+    cases = _cases(dp_size)
+    wrong = [check_cases(cases)] if dp_size == 1 else run_ranks(check_cases, dp_size, cases, deadline_s=900.0)
+    assert not any(wrong), "\n".join(sum(wrong, [])[:5])
