@@ -73,8 +73,8 @@ class ShardedEngine:
         self.clock, self.loss_scale = Clock(device), precision.loss_scale or StaticLossScale()
         self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)
         chosen = (precision.dtype, grad_dtype, precision.reduce_dtype, clip_grad, grad_accum_steps, compile_update)
-        chosen += (self.loss_scale.settings(), sharding.shard, sharding.accumulate)
-        settings.require_equal(world, device, optimizer, chosen)
+        others = (self.loss_scale.settings(), sharding.shard, sharding.accumulate)
+        settings.require_equal(world, device, optimizer, chosen, others)
         require_equal_buckets(by_axis, device, layout.buckets)
 
         make_params, make_buffers, make_gather = LIVES[sharding.shard]
