@@ -113,14 +113,20 @@ def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:
 
 
 def choose_homes(costs: Sequence[int], held: Sequence[Sequence[int]], num_ranks: int) -> list[int]:
-    """Return which rank computes with each matrix: the one that owns most of it, as long as none does much more than
-    its share; else the one that does least. `held`: elements of each matrix by rank.
+    """Return which rank computes with each matrix: its owner, if no matrix is divided; else the one that owns most of
+    it, as long as none has much more to do than it must, and then the one that does least. `held`: elements of each
+    matrix by rank.
     """
-    most = (1 + tuned.MOST_EXTRA_WORK) * sum(costs) / num_ranks
+    if all(sum(map(bool, own)) == 1 for own in held):
+        return [own.index(max(own)) for own in held]
+    order = sorted(range(len(costs)), key=lambda number: -costs[number])
+    evenly = [0] * num_ranks  # the largest first, each to the rank that does least: nearly the best (Graham 1969)
+    for number in order:
+        evenly[evenly.index(min(evenly))] += costs[number]
+    most = (1 + tuned.MOST_EXTRA_WORK) * max(evenly)
     loads, homes = [0] * num_ranks, [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+    for number in order:
         fits = [rank for rank in range(num_ranks) if loads[rank] + costs[number] <= most]
-        own = held[number]
-        homes[number] = max(fits, key=own.__getitem__) if fits else loads.index(min(loads))
+        homes[number] = max(fits, key=held[number].__getitem__) if fits else loads.index(min(loads))
         loads[homes[number]] += costs[number]
     return homes

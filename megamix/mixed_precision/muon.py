@@ -120,17 +120,20 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def orthogonalised(momentum: Tensor, optimizer: Muon) -> Tensor:
-    """Return about U V^T of each matrix U S V^T, by Newton and Schulz's iteration: products alone.
+    """Return about U V^T of each matrix U S V^T; zeros stay zeros, and NaN or inf anywhere is NaN everywhere.
 
-    What it begins with has a largest singular value of at most 1: the matrix over its Frobenius norm, which is summed
-    in FP32 along rows and in FP64 over them. Zeros stay zeros; with a NaN or inf anywhere there is no direction.
+    The iteration begins with singular values of at most 1: the matrix over its Frobenius norm, which is summed in FP32
+    along rows and in FP64 over them.
     Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
     """
-    a, b, c = optimizer.ns_coefficients
     norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
-    x = (momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype)
-    is_tall = x.shape[-2] > x.shape[-1]
-    if is_tall:
+    return iterated((momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype), optimizer)
+
+
+def iterated(x: Tensor, optimizer: Muon) -> Tensor:
+    """Turn singular values to about 1 by Newton and Schulz's iteration, which is products alone. Shapes: as above."""
+    a, b, c = optimizer.ns_coefficients
+    if is_tall := x.shape[-2] > x.shape[-1]:
         x = x.mT.contiguous()
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(optimizer.ns_steps):

@@ -5,15 +5,21 @@ bit for bit those of a plain loop in one process that takes each matrix in full.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
+from megamix.comm.collectives import GlooCollectives, Pending
+from megamix.mixed_precision import muon
 from megamix.mixed_precision.matrix_layout import matrices_of
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.optimizers import MASTER
 from tests.conftest import FULL
 from tests.distributed import test_equals_reference as plain
@@ -33,6 +39,7 @@ class Case(plain.Case):
     adjust_lr: str = "match_rms_adamw"
     fused: bool = False  # `up` holds three matrices
     uncut: bool = True
+    overflow: bool = False  # of an attempt behind the first step
 
     @property
     def muon(self) -> Muon:
@@ -49,6 +56,7 @@ AXES = {
     "adjust_lr": ["match_rms_adamw", "original"],
     "fused": [False, True],
     "uncut": [True, False],
+    "overflow": [False, True],
     "bucket_size": [1111, 10**9],
     "overlap": [True, False],
     "grad_accum_steps": [1, 3],
@@ -82,13 +90,23 @@ def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, lis
         compile_update=compile_update,
     )
     norms, rank = [], engine.topology.dp.rank
-    for step in range(case.steps):
+    attempts = [(step, False) for step in range(case.steps)]
+    for step, planted in [*attempts[:1], *([(0, True)] if case.overflow else []), *attempts[1:]]:
         micro_batches = case.micro_batches(step, rank)
         for micro_batch in range(micro_batches):
             loss = case.loss(model, step, rank, micro_batch)
-            engine.backward(loss, last=micro_batch == micro_batches - 1)
-        norms.append(float(engine.step().grad_norm))
+            last = micro_batch == micro_batches - 1
+            engine.backward(loss * torch.inf if planted and rank == 0 and last else loss, last=last)
+        result = engine.step()
+        assert bool(result.found_inf) == planted
+        if not planted:
+            norms.append(float(result.grad_norm))
     return engine, norms
+
+
+def _laid_out(*, uncut: bool) -> Any:
+    """Let matrices be whole in one shard whatever that costs, or lie anyhow."""
+    return mock.patch.object(tuned, "MOST_PADDING", 100.0 if uncut else -1.0)
 
 
 def _differences(case: Case, engine: ShardedEngine, norms: list[float], reference: Reference) -> list[str]:
@@ -107,7 +125,7 @@ def check_cases(cases: list[Case]) -> list[str]:
     wrong = []
     for case in cases:
         reference = train_reference(make_model(case.tied), case.loss, case.muon, case)
-        with mock.patch.object(tuned, "MOST_PADDING", 100.0 if case.uncut else -1.0):
+        with _laid_out(uncut=case.uncut):
             engine, norms = _train(case)
         cut = [
             piece
@@ -128,3 +146,55 @@ def test_equals_a_plain_loop(run_ranks, dp_size: int) -> None:
     cases = _cases(dp_size)
     wrong = [check_cases(cases)] if dp_size == 1 else run_ranks(check_cases, dp_size, cases, deadline_s=900.0)
     assert not any(wrong), "\n".join(sum(wrong, [])[:5])
+
+
+def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, int, float]:
+    """Return this rank's directions, how many there must be of all ranks, and the bytes it sent a matrix element."""
+    case = Case(torch.float16, torch.float16, dp_size=dist.get_world_size(), ns_dtype=ns_dtype, overflow=overflow)
+    counts, exchange = Counter[str](), GlooCollectives.exchange
+
+    def counted(matrix: Tensor, optimizer: Muon) -> Tensor:
+        counts["directions"] += 1
+        return orthogonalised(matrix, optimizer)
+
+    def sent(own: GlooCollectives, values: Tensor, arrived: Tensor, to: list[int], of: list[int]) -> Pending:
+        counts["bytes"] += values.element_size() * (sum(to) - to[own.axis.rank])
+        return exchange(own, values, arrived, to, of)
+
+    with (
+        _laid_out(uncut=uncut),
+        mock.patch.object(muon, "orthogonalised", counted),
+        mock.patch.object(GlooCollectives, "exchange", sent),
+    ):
+        engine, _ = _train(case)
+    matrices = [matrix for bucket in engine.layout.buckets for matrix in matrices_of(bucket)]
+    elements = sum(matrix.rows * matrix.columns for matrix in matrices)
+    attempts = case.steps + case.overflow
+    return counts["directions"], attempts * len(matrices), counts["bytes"] / (attempts * elements)
+
+
+@pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: int, ns_dtype: torch.dtype) -> None:
+    """Whole matrices travel not at all; of others each element goes at most once there and once back, from the d - 1 of
+    d ranks that do not compute with it.
+    """
+    for uncut, overflow in ((True, False), (False, True)):
+        told = run_ranks(_counted, dp_size, uncut, ns_dtype, overflow)
+        assert sum(directions for directions, *_ in told) == told[0][1]
+        sent = sum(each for *_, each in told)
+        most = 0 if uncut else 2 * ns_dtype.itemsize * (dp_size - 1) / dp_size
+        assert most / 5 <= sent <= most
+
+
+def _weights(uncut: bool) -> dict[str, Tensor]:
+    case = Case(torch.bfloat16, torch.bfloat16, dp_size=dist.get_world_size(), clip_grad=0.05)
+    with _laid_out(uncut=uncut):
+        engine, _ = _train(case, compile_update=True)
+    assert engine.update_path == "compiled"
+    return engine.full_weights()
+
+
+def test_compiled_too_the_layout_changes_no_bit(run_ranks) -> None:
+    whole, cut = (run_ranks(_weights, 2, uncut)[0] for uncut in (True, False))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)

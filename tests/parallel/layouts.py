@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix import AdamW, Optimizer, Precision, ShardedEngine, Sharding, StaticLossScale
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
@@ -83,14 +83,14 @@ class Outcome:
     owned: dict[str, list[Owned]] = field(default_factory=dict)
 
 
-def build(case: Case) -> tuple[Transformer, ShardedEngine]:
+def build(case: Case, optimizer: Optimizer = OPTIMIZER) -> tuple[Transformer, ShardedEngine]:
     topology = Topology.connect(tp_size=case.tp_size)
     device = rank_device()
     model, placements = build_model(case.config(), topology, device, sequence_parallel=case.sequence_parallel)
     scale = StaticLossScale(2.0**10) if case.dtype == torch.float16 else None
     sharding = Sharding([*model.blocks], topology, case.bucket_size, placements=placements)
     engine = ShardedEngine(
-        model, OPTIMIZER, Precision(case.dtype, loss_scale=scale, reduce_dtype=case.reduce_dtype), sharding,
+        model, optimizer, Precision(case.dtype, loss_scale=scale, reduce_dtype=case.reduce_dtype), sharding,
         clip_grad=case.clip_grad, grad_accum_steps=case.grad_accum_steps, compile_update=False,
         fill=drawn(model, 0),
     )  # fmt: skip

@@ -1,0 +1,189 @@
+"""Muon's own rule: it is torch.optim.Muon but for roundings, its iteration is the polynomial of singular values, and
+which parameters are matrices follows from shape and name.
+"""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import _muon
+
+from megamix import Muon, ParamGroup, Precision, ShardedEngine
+from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
+from megamix.mixed_precision.matrix_layout import Place, choose_homes, matrices_of, parts_of
+from megamix.mixed_precision.muon import MOMENTUM, iterated, orthogonalised
+
+U32 = 2.0**-24
+STEPS = 6
+
+
+def _matrix(rows: int, columns: int, seed: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def _torch_muon(rows: int, columns: int, lr: float) -> tuple[Tensor, Tensor]:
+    """The weight and momentum of torch.optim.Muon after some given gradients."""
+    weight = nn.Parameter(_matrix(rows, columns, 0))
+    optimizer = torch.optim.Muon([weight], lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for step in range(STEPS):
+        weight.grad = _matrix(rows, columns, 1 + step)
+        optimizer.step()
+    return weight.detach(), optimizer.state[weight]["momentum_buffer"]
+
+
+def _engine(rows: int, columns: int, optimizer: Muon) -> ShardedEngine:
+    """After the same: the loss is linear in the weight, so that its gradients are given."""
+    model = nn.Linear(columns, rows, bias=False)
+    model.weight.data = _matrix(rows, columns, 0)
+    engine = ShardedEngine(model, optimizer, Precision(torch.float32), compile_update=False)
+    for step in range(STEPS):
+        engine.backward((model.weight * _matrix(rows, columns, 1 + step)).sum())
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24), (32, 32)])
+def test_it_is_torch_s_but_for_roundings(rows: int, columns: int) -> None:
+    """With one iteration, in FP32. Both decays round the weight up to 2 times, both steps the direction up to 3 times
+    and the weight once: in each step u of FP32 times 6 of the largest weight and 6 of the largest step.
+    """
+    own = Muon(lr=0.02, ns_dtype=torch.float32)
+    with mock.patch.object(_muon, "_zeropower_via_newtonschulz", lambda grad, *_: orthogonalised(grad, own)):
+        weight, momentum = _torch_muon(rows, columns, 0.02)
+    engine = _engine(rows, columns, own)
+    (owned,) = engine.owned_ranges()
+    assert torch.equal(owned.tensors[MOMENTUM].view(rows, columns), momentum)
+    largest_step = 0.02 * own.lr_scale(rows, columns) * 1.3
+    bound = STEPS * 6 * U32 * (float(_matrix(rows, columns, 0).abs().max()) + STEPS * largest_step)
+    assert (engine.full_weights()["weight"] - weight).abs().max() <= bound
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
+def test_what_torch_s_own_iteration_differs_by_is_the_norm_in_bf16(rows: int, columns: int) -> None:
+    """torch divides the BF16 matrix by a norm that is rounded to BF16; the engine's norm is FP32. From there on the
+    bits are the same.
+    """
+    own, matrix = Muon(lr=0.02), _matrix(rows, columns, 9)
+    theirs = _muon._zeropower_via_newtonschulz(matrix, own.ns_coefficients, own.ns_steps, 1e-7)
+    small = matrix.bfloat16() if rows <= columns else matrix.bfloat16().T
+    divided = small / small.norm().clamp(min=1e-7)
+    same = iterated(divided if rows <= columns else divided.T.contiguous(), own)
+    assert torch.equal(same, theirs)
+    gap = (orthogonalised(matrix.bfloat16(), own) - theirs).float().abs().max()
+    assert 0 < gap < 0.05  # of directions whose elements are about 0.15
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(24, 40), (40, 24)])
+def test_the_iteration_is_its_polynomial_of_the_singular_values(rows: int, columns: int) -> None:
+    """In FP64, by the singular values themselves. Each of a turn's three products of n numbers rounds by about
+    sqrt(n) u of what is at most some units, 3 sqrt(n) 10 u in all, and a turn makes an error at most 3.4445 times as
+    large: that of 5 turns adds up to 3.4445^5 * 1.41 times one turn's.
+    """
+    own, matrix = Muon(lr=0.02, ns_dtype=torch.float32), _matrix(rows, columns, 5)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    a, b, c = own.ns_coefficients
+    for _ in range(own.ns_steps):
+        values = a * values + b * values**3 + c * values**5
+    want = left @ values.diag() @ right
+    bound = 3.4445**5 * 1.41 * 3 * math.sqrt(max(rows, columns)) * 10 * U32
+    assert (orthogonalised(matrix, own) - want).abs().max() <= bound < 0.03
+    assert ((0.6 < values) & (values < 1.3)).all()
+    in_bf16 = torch.linalg.svdvals(orthogonalised(matrix.bfloat16(), own).float())
+    assert ((0.5 < in_bf16) & (in_bf16 < 1.4)).all()
+
+
+def test_zeros_stay_zeros_and_nan_is_everywhere() -> None:
+    own = Muon(lr=0.02)
+    assert not orthogonalised(torch.zeros(8, 16, dtype=torch.bfloat16), own).any()
+    spoilt = _matrix(8, 16, 2).bfloat16()
+    spoilt[3, 4] = torch.inf
+    assert orthogonalised(spoilt, own).isnan().all()
+
+
+def test_batched_matrices_have_nearly_the_directions_of_single_ones() -> None:
+    """Other roundings of BF16 alone: of directions whose elements are about 0.15."""
+    own = Muon(lr=0.02)
+    matrices = torch.stack([_matrix(24, 40, seed) for seed in range(3)]).bfloat16()
+    single = torch.stack([orthogonalised(matrix, own) for matrix in matrices])
+    assert (orthogonalised(matrices, own) - single).float().abs().max() < 0.05
+
+
+MATRICES = [
+    ("blocks.0.up.weight", (40, 24), (40,)),
+    ("blocks.0.up.bias", (40,), ()),
+    ("blocks.0.qkv.weight", (40, 24), (24, 8, 8)),
+    ("blocks.0.experts", (3, 40, 24), (40, 40, 40)),
+    ("embedding.weight", (100, 24), ()),
+    ("transformer.wte.weight", (100, 24), ()),
+    ("lm_head.weight", (100, 24), ()),
+    ("head.special", (24, 24), (24,)),
+    ("blocks.0.router.weight", (4, 24), ()),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "rows"), MATRICES)
+def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
+    patterns = {"matrix": ["head.special"], "adamw": ["*.router.*"], "fused": {"*.qkv.weight": (24, 8, 8)}}
+    own = Muon(lr=0.02, adamw_lr_factor=0.5, groups=(ParamGroup(pattern="blocks.*", lr_factor=3.0),), **patterns)
+    assert own.matrices(name, shape) == rows
+    assert [*own.states(name, shape)] == ([MOMENTUM] if rows else ["exp_avg", "exp_avg_sq"])
+    factor = 3.0 if name.startswith("blocks") else 1.0
+    assert own.group_of(name, shape).lr_factor == (factor if rows else 0.5 * factor)
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"momentum": 1.0}, "momentum must lie in"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three finite numbers"),
+        ({"ns_coefficients": (1.0, 2.0, math.nan)}, "three finite numbers"),
+        ({"ns_steps": 0}, "ns_steps must lie in"),
+        ({"ns_dtype": torch.float16}, "ns_dtype must be"),
+        ({"adjust_lr": "none"}, "adjust_lr must be"),
+        ({"adamw_lr_factor": -1.0}, "adamw_lr_factor must be"),
+    ],
+)
+def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Muon(lr=0.02, **setting)
+
+
+def test_rows_that_do_not_add_up_are_named() -> None:
+    with pytest.raises(ValueError, match=r"whose sum must be the 40 rows of blocks.0.qkv.weight"):
+        Muon(lr=0.02, fused={"*.qkv.weight": (24, 8)}).matrices("blocks.0.qkv.weight", (40, 24))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 16, 64])
+def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
+    """72 rows on 16 ranks, too, and matrices of a fused parameter that end amid a row of 64 elements."""
+    rows = {"a": (72,), "b": (5, 7, 13), "c": (3, 3, 3, 3)}
+    shapes = {"a": (72, 20), "b": (25, 7), "c": (4, 3, 30)}
+    specs = [
+        ParamSpec(name=name, shape=shapes[name], full_shape=shapes[name], group=0, offset=(0,) * len(shapes[name]),
+                  matrices=rows[name])
+        for name in rows
+    ]  # fmt: skip
+    for bucket in build_layout(specs, [num_shards]).buckets:
+        matrices = matrices_of(bucket)
+        seen = [torch.zeros(matrix.rows, matrix.columns) for matrix in matrices]
+        held = [[0] * num_shards for _ in matrices]
+        for shard in range(num_shards):
+            for piece in parts_of(bucket, matrices, Place(shard)):
+                seen[piece.matrix][piece.rows, piece.columns].view(-1)[piece.first : piece.first + piece.numel] += 1
+                held[piece.matrix][shard] += piece.numel
+        assert all(bool((one == 1).all()) for one in seen)
+        homes = choose_homes([matrix.cost for matrix in matrices], held, num_shards)
+        assert len(homes) == len(matrices)
+        assert {*homes} <= {*range(num_shards)}
+
+
+def test_homes_share_the_work() -> None:
+    """One rank holds the most of each matrix; the others take theirs of the work."""
+    homes = choose_homes([100] * 8, [[60, 20, 10, 10]] * 8, 4)
+    assert [homes.count(rank) for rank in range(4)] == [2, 2, 2, 2]
+    assert choose_homes([100] * 4, [[0, 60, 40], [50, 50, 0], [10, 20, 70], [30, 40, 30]], 3)[0] == 1

@@ -1,0 +1,119 @@
+"""Muon under tensor parallelism: a divided matrix is put together from all ranks' blocks, and moves as the whole one
+does, bit for bit; what cannot be put together is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megamix import Muon, Precision, ShardedEngine, Sharding
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
+from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.settings import Placement
+from tests.parallel import layouts
+from tests.parallel.layouts import Case, Owned, assemble
+
+pytestmark = pytest.mark.uncounted
+
+STEPS = 3
+
+
+@dataclass
+class Seen:
+    """What one rank owns of masters and momenta before and after each step, and of the gradient between them."""
+
+    before: list[dict[str, list[Owned]]]
+    grads: list[list[Owned]]
+    after: list[dict[str, list[Owned]]]
+
+
+def _train(case: Case, optimizer: Muon) -> Seen:
+    _, engine = layouts.build(case, optimizer)
+    seen = Seen([], [], [])
+    for step in range(STEPS):
+        seen.before.append(layouts.states(engine))
+        layouts.backward(case, engine, step)
+        engine.step()
+        seen.grads.append(layouts.gradients(engine)["gradient"])
+        seen.after.append(layouts.states(engine))
+    return seen
+
+
+def _moved(optimizer: Muon, grad: Tensor, master: Tensor, momentum: Tensor) -> tuple[Tensor, Tensor]:
+    """The new master and momentum of one whole matrix."""
+    momentum = torch.lerp(momentum, grad, 1 - optimizer.momentum)
+    ahead = torch.lerp(grad, momentum, optimizer.momentum).to(optimizer.ns_dtype)
+    direction = orthogonalised(ahead, optimizer).float() * optimizer.lr_scale(*grad.shape)
+    lr = torch.tensor(optimizer.lr_table()[0])
+    return master - lr * optimizer.weight_decay * master - lr * direction, momentum
+
+
+# Without clipping, with a power of two of micro-batches, a gradient without its scale is exact.
+@pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dp_size", "tp_size", "model"), [(1, 2, "llama"), (2, 2, "gpt"), (1, 4, "gpt")])
+def test_a_divided_matrix_moves_as_the_whole_one(
+    run_ranks, dp_size: int, tp_size: int, model: str, ns_dtype: torch.dtype
+) -> None:
+    case = Case(model=model, tied=False, dp_size=dp_size, tp_size=tp_size, dtype=torch.bfloat16, clip_grad=0.0)
+    optimizer = Muon(lr=0.02, ns_dtype=ns_dtype)
+    ranks: list[Seen] = run_ranks(_train, case.world_size, case, optimizer)
+    divided = 0
+    for step in range(STEPS):
+        grads, shared = assemble([rank.grads[step] for rank in ranks])
+        assert not shared
+        before, after = (
+            {state: assemble([rank[state] for rank in there])[0] for state in (MASTER, MOMENTUM)}
+            for there in ([rank.before[step] for rank in ranks], [rank.after[step] for rank in ranks])
+        )
+        assert before[MOMENTUM]
+        for name, momentum in before[MOMENTUM].items():
+            got = after[MASTER][name], after[MOMENTUM][name]
+            want = _moved(optimizer, grads[name], before[MASTER][name], momentum)
+            assert all(map(torch.equal, got, want)), f"{name} in step {step}"
+            blocks = (one.spec for rank in ranks for one in rank.grads[step] if one.spec.name == name)
+            divided += any(spec.shape != spec.full_shape for spec in blocks)
+    assert divided == STEPS * 2 * (7 if model == "llama" else 6)  # of two blocks
+
+
+class _Experts(nn.Module):
+    """A rank's block of a parameter of three dims, divided in the given one."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        shape = [4, 8, 6]
+        shape[dim] //= 2
+        self.experts = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+
+
+def _engine(dim: int) -> ShardedEngine:
+    model = _Experts(dim)
+    offset = tuple(2 if at == dim else 0 for at in range(3))  # of the second of two ranks
+    place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
+    sharding = Sharding(placements=place)
+    return ShardedEngine(model, Muon(lr=0.1), Precision(torch.float32), sharding, compile_update=False)
+
+
+def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
+    """A rank's experts, of (E, out, in): each is one matrix, and those of other ranks are theirs."""
+    engine, optimizer = _engine(0), Muon(lr=0.1)
+    masters = [engine.module.experts.detach().clone()]
+    grad = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(4))
+    engine.backward((engine.module.experts * grad).sum())
+    engine.step()
+    masters.append(engine.module.experts.detach())
+    for one_grad, before, after in zip(grad, *masters, strict=True):
+        assert torch.equal(after, _moved(optimizer, one_grad, before, torch.zeros(8, 6))[0])
+
+
+@pytest.mark.parametrize(
+    ("dim", "named"),
+    [(1, r"divide its \[4, 8, 6\] into blocks of \[4, 4, 6\]"), (2, "have 24 of 48 elements; let AdamW move it")],
+)
+def test_blocks_that_cannot_be_put_together_are_refused(dim: int, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        _engine(dim)
