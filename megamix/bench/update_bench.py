@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,25 @@ from megamix.mixed_precision.settings import Sharding
 from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ADAMW = AdamW(lr=1e-4)
+KINDS = {
+    "bf16": (torch.bfloat16, ADAMW),
+    "fp16": (torch.float16, ADAMW),
+    "bf16, moments too": (torch.bfloat16, replace(ADAMW, state_dtype=torch.bfloat16)),
+}
 
 COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
 STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
 
-BYTES_PER_PARAM = 28  # half gradient 2, master 8, two states 16, half parameter 2
+STATS_BYTES = 2  # a parameter: its half gradient
+
+
+def update_bytes(optimizer: AdamW) -> int:
+    """Return the bytes a parameter that an update moves: reads of a half gradient, writes of a half parameter, both of
+    the master and of the states.
+    """
+    states = optimizer.states("", ()).values()
+    return 2 + 2 + 2 * (4 + sum(dtype.itemsize for dtype in states))
 
 
 class UpdateRank:
@@ -43,10 +57,13 @@ class UpdateRank:
     device; `calls`: timed ones of each variant in a round.
     """
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True):
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, calls: int = 5, try_compiler: bool = True,
+        optimizer: AdamW = ADAMW,
+    ):  # fmt: skip
         self._calls, device = calls, torch.get_default_device()
         self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        self._optimizer, alone = AdamW(lr=1e-4), Collectives(Axis())
+        self._optimizer, alone = optimizer, Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
         specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), Sharding())
@@ -72,7 +89,7 @@ class UpdateRank:
         self.variants[LIBRARY_STATS] = lambda: pieces([library_stats.of_shard(grad) for grad in self._grads])
         self.variants[CASTS] = self._make_casts()
         # In FP32, reading and writing as many bytes as the update.
-        source = torch.ones(BYTES_PER_PARAM * self.num_params() // 8)
+        source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)
         target = torch.zeros_like(source)
         self.variants[COPY] = lambda: target.copy_(source)
 
@@ -125,17 +142,18 @@ Seconds = dict[str, list[float]]  # variant -> of a call, round by round
 
 
 def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5) -> Result:
-    """Measure every variant in BF16 and FP16, for each number of threads in a process of its own. `calls`: timed ones
-    of each variant in a round.
+    """Measure every variant in BF16, in FP16, and with moments in BF16 as well, for each number of threads in a process
+    of its own. `calls`: timed ones of each variant in a round.
     """
-    cases = [(number, name) for number in threads for name in _DTYPES]
+    cases = [(number, name) for number in threads for name in KINDS]
     work = settings.work
     measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
     with ExitStack() as stack:
         ranks = {}
         for case in cases:
             progress(f"update: building {case[1]} with {case[0]} thread(s)")
-            actor = partial(UpdateRank, work.model, _DTYPES[case[1]], calls, work.compile_update)
+            dtype, optimizer = KINDS[case[1]]
+            actor = partial(UpdateRank, work.model, dtype, calls, work.compile_update, optimizer)
             ranks[case] = stack.enter_context(start_ranks(f"update {case[1]}", actor, threads=case[0]))
             ranks[case].call(UpdateRank.seconds, 0)  # first calls compile and allocate
         (num_params,) = ranks[cases[0]].call(UpdateRank.num_params)
@@ -149,8 +167,9 @@ def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5
     rows = [row for case in cases for row in _rows(case, measured[case], num_params)]
     goals = [goal for case in cases for goal in _goals(case, measured[case])]
     raw = {f"{name}, {number} thread(s)": measured[number, name] for number, name in cases}
+    counted = ", ".join(f"{update_bytes(optimizer)} ({name})" for name, (_, optimizer) in KINDS.items())
     notes = [
-        f"GB/s of an update count {BYTES_PER_PARAM} bytes a parameter, of statistics 2, "
+        f"GB/s of an update count in bytes a parameter {counted}, of statistics {STATS_BYTES}, "
         "of the copy what it reads and writes"
     ]
     described = {
@@ -163,11 +182,11 @@ def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5
 def _rows(case: tuple[int, str], seconds: Seconds, num_params: int) -> Iterator[tuple[str, ...]]:
     threads, name = case
     for variant, values in seconds.items():
-        bytes_moved = num_params * (2 if variant in (STATS, LIBRARY_STATS) else BYTES_PER_PARAM)
+        moved = STATS_BYTES if variant in (STATS, LIBRARY_STATS) else update_bytes(KINDS[name][1])
         yield (
             f"{name}, {threads} thread(s): {variant}",
             show(spread([1e9 * value / num_params for value in values]), 3),
-            show(spread([1e-9 * bytes_moved / value for value in values]), 1),
+            show(spread([1e-9 * num_params * moved / value for value in values]), 1),
             show(paired_ratio(seconds[COPY], values), 3),
         )
 

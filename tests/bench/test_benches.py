@@ -142,7 +142,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     output = tmp_path / "bench.jsonl"
     if not FULL:
         fork_ranks(monkeypatch)
-        monkeypatch.setattr(update_bench, "_DTYPES", {"fp16": torch.float16})  # each in a process of its own
+        monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # each in a process of its own
     command.report([lambda: update(TINY, threads=(1,), calls=1), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
@@ -192,6 +192,20 @@ def test_update_goals_are_ratios_of_rates() -> None:
         ("compiled statistics' time over the compiled update's (bf16, 1 thread(s))", 0.4, False),
         ("update's rate without a compiler over the copy's (bf16, 1 thread(s))", 0.75, False),
     ]
+
+
+def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
+    for name, (dtype, optimizer) in update_bench.KINDS.items():
+        rank = UpdateRank(MODEL, dtype, try_compiler=False, optimizer=optimizer)
+        states = [state for bucket in rank._shard.states for run in bucket for state in run.values()]
+        once, twice = [*rank._grads, *rank._half], [*rank._shard.master, *states]  # read or written, and both
+        moved = sum(tensor.nbytes for tensor in once) + 2 * sum(tensor.nbytes for tensor in twice)
+        bytes_a_param = update_bench.update_bytes(optimizer)
+        assert moved == bytes_a_param * rank.num_params()
+        assert bytes_a_param == (20 if "moments" in name else 28)
+        seconds = {LIBRARY: [1e-9 * rank.num_params()], COPY: [1.0]}
+        (row, _) = update_bench._rows((1, name), seconds, rank.num_params())
+        assert row[1:3] == ("1.000 [1.000, 1.000]", f"{bytes_a_param}.0 [{bytes_a_param}.0, {bytes_a_param}.0]")
 
 
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
