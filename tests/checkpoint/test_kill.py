@@ -1,5 +1,5 @@
-"""A process killed at any call of a save that touches the disk, on either rank, at once or beside training, leaves the
-newest complete checkpoint, and the next save what is left over of none.
+"""A process killed at any call of a save that touches the disk, on either rank, at once or beside training, with whole
+parameters kept or not, leaves the newest complete checkpoint, and the next save what is left over of none.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import pytest
 
 from megamix.checkpoint.folder import Files
 from megamix.checkpoint.manifest import RunRecord
+from megamix.mixed_precision.settings import Shard
 from megamix.ranks import RankFailure, RankPool
 from tests.checkpoint.faults import CALLS, FaultyFiles, kill, kill_in_the_middle, listing
 from tests.checkpoint.state import fill, make_engine, make_saver, resume, save_steps, together_of
 from tests.conftest import FULL
 from tests.programs import lines_counted
 
+SHARDS: tuple[Shard, ...] = ("states", "parameters")
 SAMPLE = 12  # points, where not all are taken
 
 
 @lines_counted(False)  # they would die with the rank
-def _save_step_3(folder: Path, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
-    engine = make_engine()
+def _save_step_3(folder: Path, shard: Shard, victim: int, at: int | None, midway: bool, beside: bool) -> list[str]:
+    engine = make_engine(shard=shard)
     fill(engine, 3)
     together = together_of(engine)
     at = at if together.rank == victim else None
@@ -45,11 +47,12 @@ def _resume_and_save_step_4(folder: Path) -> tuple[int | None, list[str]]:
     return found
 
 
-def _points(calls: list[list[str]]) -> list[tuple[int, int, bool, bool]]:
-    """(rank, number of the call, inside it, beside training): before every call, and inside every write."""
+def _points(calls: dict[Shard, list[list[str]]]) -> list[tuple[Shard, int, int, bool, bool]]:
+    """(setting, rank, number of the call, inside it, beside training): before every call, and inside every write."""
     points = [
-        (rank, at, midway, beside)
-        for rank, names in enumerate(calls)
+        (shard, rank, at, midway, beside)
+        for shard, by_rank in calls.items()
+        for rank, names in enumerate(by_rank)
         for at, name in enumerate(names)
         for midway in ((False, True) if name == "write" else (False,))
         for beside in (False, True)
@@ -58,7 +61,7 @@ def _points(calls: list[list[str]]) -> list[tuple[int, int, bool, bool]]:
         return points
     # One for each kind of call, as most are writes of tensors, and the rest by chance.
     random.Random(0).shuffle(points)
-    kinds = {calls[rank][at]: (rank, at, midway, beside) for rank, at, midway, beside in points}
+    kinds = {calls[point[0]][point[1]][point[2]]: point for point in points}
     others = [point for point in points if point not in kinds.values()]
     return [*kinds.values(), *others[: SAMPLE - len(kinds)]]
 
@@ -67,21 +70,23 @@ def _points(calls: list[list[str]]) -> list[tuple[int, int, bool, bool]]:
 def test_a_kill_at_any_call_leaves_the_newest_complete_checkpoint(run_ranks, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     run_ranks(save_steps, 2, ready, [1, 2])
-    shutil.copytree(ready, tmp_path / "counted")
-    calls = run_ranks(_save_step_3, 2, tmp_path / "counted", -1, None, False, False)
-    assert set(calls[0]) == set(CALLS), "every kind is met"
-    committed_at = calls[0].index("rename")
+    calls: dict[Shard, list[list[str]]] = {}
+    for shard in SHARDS:
+        shutil.copytree(ready, tmp_path / shard)
+        calls[shard] = run_ranks(_save_step_3, 2, tmp_path / shard, shard, -1, None, False, False)
+        assert set(calls[shard][0]) == set(CALLS), "every kind is met"
     points = _points(calls)
-    assert len(points) >= (60 if FULL else SAMPLE)
-    for rank, at, midway, beside in points:
-        where = f"rank {rank} before call {at} ({calls[rank][at]})" + " and a half" * midway + " beside" * beside
+    assert len(points) >= (120 if FULL else SAMPLE)
+    for shard, rank, at, midway, beside in points:
+        where = f"{shard}, rank {rank} before call {at} ({calls[shard][rank][at]})"
+        where += " and a half" * midway + " beside" * beside
         folder = tmp_path / "killed"
         shutil.copytree(ready, folder)
         pool = RankPool(2)
         with pytest.raises(RankFailure, match=f"rank {rank}: died with exit code -9"):
-            pool.call(_save_step_3, folder, rank, at, midway, beside, deadline_s=60.0)
+            pool.call(_save_step_3, folder, shard, rank, at, midway, beside, deadline_s=60.0)
         pool.close(kill=True)
-        newest = 3 if rank == 0 and at > committed_at else 2
+        newest = 3 if rank == 0 and at > calls[shard][0].index("rename") else 2
         assert run_ranks(_resume_and_save_step_4, 2, folder) == [(newest, [])] * 2, where
         assert listing(folder) == [f"step_{newest:08d}", "step_00000004"], where
         shutil.rmtree(folder)

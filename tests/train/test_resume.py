@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
@@ -46,7 +47,7 @@ from tests.train.jobs import (
 )
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 
-KILLS = 300 if FULL else 3  # by settings of shard in turn
+KILLS = [*zip(range(300 if FULL else 3), cycle(get_args(Shard)), strict=False)]  # 100 of each setting, or one
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
@@ -162,11 +163,10 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("trial", range(KILLS))
+@pytest.mark.parametrize(("trial", "shard"), KILLS)
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
-    tmp_path, data, run_ranks, uninterrupted, trial: int
+    tmp_path, data, run_ranks, uninterrupted, trial: int, shard: Shard
 ) -> None:
-    shard = get_args(Shard)[trial % 3]
     whole, calls, _ = uninterrupted(shard)
     rng = random.Random(trial)
     config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, parallelism={"shard": shard})
