@@ -170,8 +170,9 @@ def choose_update(
         with torch._dynamo.config.patch(specialize_float=True):
             for grad_dtype, sum_dtype, owners in kinds:
                 grad = half.new_zeros(tuned.TRIAL, dtype=sum_dtype)
+                stats.of_shard(grad)
                 for group in {group.states: number for number, group in enumerate(groups)}.values():
-                    _try_out(optimizer, *compiled, groups, group, half.new_zeros(tuned.TRIAL), grad)
+                    _try_out(optimizer, compiled[0], groups, group, half.new_zeros(tuned.TRIAL), grad)
                 if sum_dtype != grad_dtype and not half.is_cpu:
                     size = tuned.TRIAL // owners // ROW * ROW
                     stats.of_sum(half.new_zeros(owners, size, dtype=grad_dtype), grad[:size])
@@ -200,12 +201,10 @@ def _compiled_stats(device: torch.device) -> RowStats:
 
 
 def _try_out(
-    optimizer: Optimizer, update: Update, stats: RowStats, groups: Sequence[UpdateGroup], group: int, half: Tensor,
-    grad: Tensor,
-) -> None:  # fmt: skip
-    master = torch.zeros_like(grad, dtype=torch.float32)
+    optimizer: Optimizer, update: Update, groups: Sequence[UpdateGroup], group: int, half: Tensor, grad: Tensor
+) -> None:
     states = groups[group].new_states(grad.numel(), grad.device)
-    one = torch.ones((), device=grad.device)
+    half_dtype, grad_dtype = optimizer.dtypes(groups[group].states, half.dtype, grad.dtype)
+    master, one = torch.zeros_like(grad, dtype=torch.float32), torch.ones((), device=grad.device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
-    update(grad, master, states, half, group, step)
-    stats.of_shard(grad)
+    update(grad.to(grad_dtype), master, states, half.to(half_dtype), group, step)

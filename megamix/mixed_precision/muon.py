@@ -89,6 +89,13 @@ class Muon(AdamW):
             return group
         return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
 
+    def dtypes(
+        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
+    ) -> tuple[torch.dtype, torch.dtype]:
+        if not states:
+            return half, torch.float32  # a direction
+        return self.ns_dtype if MOMENTUM in dict(states) else half, grad
+
     def lr_scale(self, rows: int, columns: int) -> float:
         """Return what the direction of a matrix is multiplied by."""
         if self.adjust_lr == "original":

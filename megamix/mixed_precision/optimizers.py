@@ -153,6 +153,12 @@ class Optimizer:
         """Return what the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""
         return ()
 
+    def dtypes(
+        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """Return in which dtypes a run with these states is updated, of what these of the engine are."""
+        return half, grad
+
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """Return the new master and states, element by element, out of place; zeros must stay zeros where the gradient
         is zero, as padding's is. `states`: those of a run of parameters that share them.
