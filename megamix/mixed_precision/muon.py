@@ -5,6 +5,7 @@ hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM tr
 from __future__ import annotations
 
 import fnmatch
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +17,21 @@ from torch import Tensor
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars
 
+log = logging.getLogger("megamix")
+
 MOMENTUM = "momentum_buffer"
-# What has a row for each token or position, by the usual names.
-TABLES = ("*embed*", "*head*", "*wte*", "*wpe*")
+# What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
+TABLES = ("*embed*", "*wte.*", "*wpe.*", "*lm_head.*", "head.*", "*.head.*", "output.*")
+FUSED = ("*qkv*", "*in_proj_weight", "*c_attn.weight", "*gate_up*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(AdamW):
     """Muon for matrices, AdamW, with the settings that this class inherits, for tables, norms and biases.
 
-    A matrix is what has two or more dims, unless a shell pattern of `tables` matches its name; those of `matrix` and
-    `adamw` are exceptions, the latter first. Of more dims all but the last two count matrices: (E, out, in) is E.
+    A matrix is what has two dims, or three, (E, out, in) for E of them, unless a shell pattern of `tables` matches its
+    name; those of `matrix` and `adamw` are exceptions, the latter first. Kernels of convolutions have three, too: name
+    them in `adamw`.
     `fused`: by pattern, the rows of the matrices that stand one below the other in a parameter, as of queries, keys
     and values; each is orthogonalised by itself.
     """
@@ -64,11 +69,8 @@ class Muon(AdamW):
             raise ValueError(f"adamw_lr_factor must be a finite number of at least 0, got {self.adamw_lr_factor}")
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if (
-            len(shape) < 2
-            or _matches(name, self.adamw)
-            or not (_matches(name, self.matrix) or not _matches(name, self.tables))
-        ):
+        is_table = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
+        if not 2 <= len(shape) <= 3 or 1 in shape[-2:] or is_table:
             return ()
         rows, count = shape[-2], math.prod(shape[:-2])
         for pattern, parts in self.fused.items():
@@ -88,6 +90,19 @@ class Muon(AdamW):
         if self.matrices(name, shape):
             return group
         return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
+
+    def warn_of_idle_groups(self, names: Sequence[str]) -> None:
+        super(Muon, self).warn_of_idle_groups(names)
+        for key in ("matrix", "adamw", "fused"):
+            for pattern in getattr(self, key):
+                if not fnmatch.filter(names, pattern):
+                    log.warning("%s of Muon has the pattern %r, which matches no parameter of the model", key, pattern)
+        for name in names:
+            if _matches(name, FUSED) and not _matches(name, [*self.fused, *self.adamw]):
+                log.warning(
+                    "Muon takes %s for one matrix. If it holds several, as queries, keys and values, give their rows: "
+                    "fused={%r: (rows, rows, rows)}", name, name,
+                )  # fmt: skip
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype

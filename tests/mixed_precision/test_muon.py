@@ -118,6 +118,9 @@ MATRICES = [
     ("blocks.0.up.bias", (40,), ()),
     ("blocks.0.qkv.weight", (40, 24), (24, 8, 8)),
     ("blocks.0.experts", (3, 40, 24), (40, 40, 40)),
+    ("blocks.0.conv.weight", (40, 24, 3, 3), ()),
+    ("blocks.0.conv1d.weight", (40, 1, 4), ()),
+    ("blocks.0.multihead.query.weight", (24, 24), (24,)),
     ("embedding.weight", (100, 24), ()),
     ("transformer.wte.weight", (100, 24), ()),
     ("lm_head.weight", (100, 24), ()),
@@ -151,6 +154,16 @@ def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], 
 def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Muon(lr=0.02, **setting)
+
+
+def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog) -> None:
+    names = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "blocks.0.up.weight"]
+    Muon(lr=0.02, adamw=["*.rooter.*"], fused={"blocks.0.qkv.weight": (8, 8, 8)}).warn_of_idle_groups(names)
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
+        "adamw of Muon has the pattern '*", "Muon takes blocks",
+    ]  # fmt: skip
+    assert "blocks.1.qkv.weight" in caplog.text
+    assert "blocks.0.qkv.weight" not in caplog.text
 
 
 def test_rows_that_do_not_add_up_are_named() -> None:
