@@ -29,7 +29,7 @@ from tests.distributed.test_equals_reference import GROUPS
 
 pytestmark = pytest.mark.uncounted
 
-COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15} if FULL else {1: 3, 2: 7, 3: 3, 4: 5, 8: 2}
+COUNTS = {1: 20, 2: 50, 3: 25, 4: 40, 8: 15, 16: 3} if FULL else {1: 3, 2: 7, 3: 3, 4: 5, 8: 2}
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ AXES = {
     "clip_grad": [0.0, 0.05],
     "tied": [True, False],
     "shard": ["states", "gradients", "parameters"],
+    "accumulate": ["local", "owner"],
     "flavours": ["all", "differ"],
     "ends": ["full", "short"],
 }
@@ -72,8 +73,8 @@ def _cases(dp_size: int) -> list[Case]:
     rng, cases = random.Random(dp_size), []
     for _ in range(COUNTS[dp_size]):
         one = {axis: rng.choice(values) for axis, values in AXES.items()}
-        if one["shard"] != "states":
-            one |= {"flavours": "all", "ends": "full"}
+        if one["shard"] == "parameters" or one["accumulate"] == "owner":
+            one |= {"flavours": "all", "ends": "full"}  # ranks that differ are another test's
         cases.append(Case(*one.pop("dtypes"), dp_size=dp_size, **one))
     return cases
 
@@ -84,7 +85,13 @@ def _train(case: Case, compile_update: bool = False) -> tuple[ShardedEngine, lis
         model,
         case.muon,
         Precision(case.dtype, case.grad_dtype, StaticLossScale(case.loss_scale), case.reduce_dtype),
-        Sharding([*model.blocks], bucket_size=case.bucket_size, overlap=case.overlap, shard=case.shard),
+        Sharding(
+            [*model.blocks],
+            bucket_size=case.bucket_size,
+            overlap=case.overlap,
+            shard=case.shard,
+            accumulate=case.accumulate,
+        ),
         clip_grad=case.clip_grad,
         grad_accum_steps=case.grad_accum_steps,
         compile_update=compile_update,
