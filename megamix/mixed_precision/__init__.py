@@ -27,7 +27,8 @@ grad_stats     one read: sum of squares and max abs; one agreement of all ranks
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 matrix_update  where the optimizer takes whole matrices: momentum, exchange, direction, and back to their owners
 param_gather   all-gather of half parameters while the next forward runs
-unit_gather    in its place: a unit's half parameters, for its forward and again for its backward
+unit_hooks     where a unit's forward and its backward begin and end
+unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward
 examination    on demand: the same step looked at closely
 engine         the conductor
 

@@ -177,7 +177,7 @@ class ShardedEngine:
         """
         self.half_grads.expect_step()
         self.grad_reduce.reset()
-        self.param_gather.wait_all()
+        self.param_gather.end()
         self.under_way.examination = None
         self.under_way.reset()
 

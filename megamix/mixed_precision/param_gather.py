@@ -80,6 +80,10 @@ class ParamGather:
         self.wait_all()
         return nullcontext()
 
+    def end(self) -> None:
+        """Await all: nothing else comes or goes."""
+        self.wait_all()
+
     def leave(self, call: str) -> None:
         """Await all, since `call` is about to write them."""
         self.wait_all()

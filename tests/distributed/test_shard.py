@@ -298,6 +298,7 @@ ORDERS = {  # of the blocks that a forward calls, by rank
     "ranks leave out other ones": ((1, 2), (0, 2)),
     "none on one rank": ((0, 1, 2), ()),
     "last one first": ((2, 0, 1), (2, 0, 1)),
+    "one twice, another left out by one rank": ((0, 1, 0), (0, 0)),
 }
 
 
@@ -337,6 +338,47 @@ def test_units_may_be_called_outside_of_the_models_forward(run_ranks, recompute:
     outside = partial(_in_order, inside=False)
     kept, passing = (run_ranks(outside, 2, shard, orders, recompute) for shard in ("states", "parameters"))
     assert kept == passing
+
+
+CALLS = {  # of one rank alone between its forward and its backward
+    "wait": lambda engine: engine.wait(),
+    "state_dict": lambda engine: engine.state_dict(),
+    "owned_ranges": lambda engine: engine.owned_ranges(),
+}
+
+
+def _calls_alone(shard: str, call: str) -> list[float]:
+    engine, norms = _engine(shard), list[float]()
+    for step in range(3):
+        loss = loss_of(engine.module, make_batch(step, engine.topology.dp.rank, 0))
+        if dist.get_rank():
+            CALLS[call](engine)
+        engine.backward(loss)
+        norms.append(float(engine.step().grad_norm))
+    return norms
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call: str) -> None:
+    kept, passing = (run_ranks(_calls_alone, 2, shard, call) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
+    """How many gathers a step has, and the norms of three. The tied embedding is a unit without a parameter."""
+    model = make_model(tied=True)
+    sharding = Sharding([model.embedding, *model.blocks, model.norm], shard=shard)
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    seen = list[str]()
+    engine.clock.watch = lambda kind, bucket, pending: seen.append(kind)
+    norms = [_take_step(engine, step) for step in range(3)]
+    return seen.count("all_gather") // 3, norms
+
+
+def test_the_last_two_units_of_a_forward_are_not_gathered_again(run_ranks) -> None:
+    kept, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
+    assert [norms for _, norms in kept] == [norms for _, norms in passing]
+    assert {count for count, _ in passing} == {1 + 4 + 2}  # root and four units; in backward the first two of them
 
 
 def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:
@@ -499,7 +541,9 @@ def _calls_a_unit_twice() -> str:
     if dist.get_rank():
         blocks[2].register_forward_pre_hook(lambda module, args: (blocks[0](*args),))
     try:
-        _take_step(engine)
+        with torch.no_grad():  # in a backward the others may wait for a sum first
+            engine(make_batch(0, 0, 0))
+            engine(make_batch(0, 0, 0))
     except RuntimeError as error:
         return "".join(traceback.format_exception(error))
     return ""
