@@ -1,6 +1,7 @@
 """What a rank keeps of gradients and half parameters changes no bit: with `Sharding(shard="gradients")` and
 `"parameters"` masters, states, half parameters, losses, norms and flags are those of the kept copy, on any ranks, over
-overflows, evaluations, skipped and frozen parts, and recompute.
+overflows, evaluations, skipped and frozen parts, and recompute; a rank may look at its state alone between forward and
+backward, whose turn gathers nothing again.
 """
 
 from __future__ import annotations
