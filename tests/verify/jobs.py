@@ -258,17 +258,16 @@ def stale_gather() -> Iterator[None]:
 
 @contextmanager
 def unit_freed_early() -> Iterator[None]:
-    """In backward the next unit's weights take the memory of the one that still computes."""
-    right = UnitGather._launch
+    """In backward a unit's weights go as soon as it begins to compute."""
+    right = UnitGather.before_backward
 
-    def launch(self, unit):
-        for other in self._units[1:]:
-            if self._in_backward and other.begun and other is not unit and not all(map(self._came, other.params)):
-                for bucket in other.buckets:
-                    self._half_params.flat[bucket].zero_()
+    def before_backward(self, unit):
         right(self, unit)
+        if not all(map(self._came, unit.params)):
+            for bucket in unit.buckets:
+                self._half_params.flat[bucket].zero_()
 
-    with mock.patch.object(UnitGather, "_launch", launch):
+    with mock.patch.object(UnitGather, "before_backward", before_backward):
         yield
 
 
