@@ -90,7 +90,7 @@ class ShardedEngine:
         update, stats = choose_update(optimizer, with_moves(optimizer, groups), *kinds, world, compile_update)
         self.update_path = "compiled" if isinstance(update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, update) for run in runs] for runs in self.master_shard.runs]
-        self._updates = MatrixUpdate(optimizer, update, len(groups), shard, half.shards, topology, self.clock)
+        self.matrix_update = MatrixUpdate(optimizer, update, len(groups), shard, half.shards, topology, self.clock)
         self.grad_reduce = GradReduce(grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
@@ -195,7 +195,7 @@ class ShardedEngine:
         with self.clock.span("update"):
             cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
             if examination is not None:
-                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self._updates.of_run)
+                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self.matrix_update.of_run)
             # The scale that backward used: the next step's may differ from it by the growth factor.
             divisor = self.under_way.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
@@ -203,7 +203,7 @@ class ShardedEngine:
             update = self.applied_updates + 1
             coefficients = self.optimizer.coefficients(update.double())
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
-        for bucket in self._updates.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
+        for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
             self.param_gather.launch(bucket)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf

@@ -6,7 +6,7 @@ What a rank computes with a matrix does not depend on who owns its elements, so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from megamix.mixed_precision.matrix_layout import (
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 
 Spread = list[tuple[slice, slice, list[slice]]]  # of a matrix: rows, columns, and where what came of these lies
+SOURCE, DIRECTION = "direction's input", "direction"  # what a step makes orthogonal, and what of it moves the masters
 
 
 def with_moves(optimizer: Optimizer, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
@@ -66,6 +67,8 @@ class MatrixUpdate:
     ):  # fmt: skip
         """`of_run`: by the groups of `with_moves`; `halves`: of each bucket this rank's. Every rank must call it."""
         self.of_run, self._num_groups, self._shard, self._halves, self._clock = of_run, num_groups, shard, halves, clock
+        # Of a bucket's shard, zeros where no matrix is: for whoever judges a step, since nothing else keeps them.
+        self.look: Callable[[str, int, Tensor], object] = lambda what, bucket, values: None
         specs = (slot.spec for bucket in shard.layout.buckets for slot in bucket.slots)
         self._matrix_groups = {spec.group for spec in specs if spec.matrices}
         self._exchanges: dict[int, _Exchange] = {}
@@ -115,6 +118,7 @@ class MatrixUpdate:
             parts = torch.split(back, [piece.numel for piece in exchange.pieces])
             for piece, values, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
                 torch.mul(values.float(), scale, out=direction[piece.start : piece.end])
+            self.look(DIRECTION, bucket, direction)
             # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
             step = step._replace(multiplier=torch.ones_like(step.multiplier))
             for run, update in cuts:
@@ -131,6 +135,7 @@ class MatrixUpdate:
                 at = slice(run.start, run.end)
                 states = self._shard.states_of(bucket, run.start, run.end)
                 self.of_run(grad[at], wide[at], states, narrow[at], run.group, step)
+        self.look(SOURCE, bucket, narrow)
         return torch.cat([narrow[:0], *(narrow[piece.start : piece.end] for piece in exchange.pieces)])
 
     def _send(

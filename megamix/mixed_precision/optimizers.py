@@ -26,7 +26,7 @@ log = logging.getLogger("megamix")
 
 MASTER = "master"  # the name of the weights themselves among a parameter's states
 # What stands beside states in checkpoints, in their export and in `megamix verify`.
-TAKEN_NAMES = (MASTER, "buffer", "gradient", "step")
+TAKEN_NAMES = (MASTER, "buffer", "direction", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Tensors = tuple[Tensor, ...]

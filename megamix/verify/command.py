@@ -10,6 +10,7 @@ import torch
 
 from megamix.arguments import Failed
 from megamix.config import Config
+from megamix.mixed_precision.matrix_update import DIRECTION, SOURCE
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
 from megamix.verify.judge import judge
@@ -29,8 +30,8 @@ COLUMNS = {
     "loss": ("loss",),
     "gradients": ("gradient",),
     "norm": ("norm", "largest"),
-    "weights": ("weight", "initial weight"),
-    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity", "row_var", "col_var", "variance"),
+    "weights": ("weight", "initial weight", DIRECTION, f"{DIRECTION} in FP64"),
+    "moments": ("exp_avg", "exp_avg_sq", "momentum_buffer", "velocity", "row_var", "col_var", "variance", SOURCE),
 }
 
 

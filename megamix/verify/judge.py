@@ -11,16 +11,20 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import Batch
+from megamix.mixed_precision.matrix_update import DIRECTION, SOURCE
+from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, nearest
+from megamix.verify.judge_matrices import judge_matrices
 from megamix.verify.norm_kinds import explain_norm
 from megamix.verify.observe import GRADIENT, ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
@@ -152,8 +156,9 @@ class _Judged:
 
     def nothing_changed(self, verdict: Verdict) -> None:
         for (state, name), tensor in self.before.tensors.items():
-            if state != GRADIENT:
-                verdict.equal(self.number, f"{state} after an overflow", name, self.after.tensors[state, name], tensor)
+            if state not in (GRADIENT, SOURCE, DIRECTION):
+                got, text = self.after.tensors[state, name], "moved by a step that is none"
+                verdict.equal(self.number, f"{state} after an overflow", name, got, tensor, text)
 
     def overflow(self, verdict: Verdict) -> None:
         """Check, where a layout overflows, that one rank's gradient at the same scale comes near its dtype's end."""
@@ -210,10 +215,16 @@ class _Judged:
             group = self.optimizer.group_of(name, tuple(grad.shape))
             dtypes = {MASTER: torch.float32, **dict(group.states)}
             before = {state: self.before.tensors[state, name] for state in dtypes}
+            rule = partial(exact_update, self.optimizer)
+            if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):
+                want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
+                device = next(self.reference.native.parameters()).device
+                at = (self.number, self.optimizer, name, want, self.after, device, self.asked.tp_size)
+                rule = partial(matrix_update, self.optimizer, judge_matrices(verdict, *at))
             others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
             asked = AskedUpdate(
-                rule=partial(exact_update, self.optimizer), name=name, grad=grad, before=before,
+                rule=rule, name=name, grad=grad, before=before,
                 lr=lr * group.lr_factor, lrs=others | {"the lr without its factor": lr},
                 weight_decay=group.weight_decay, decays={"another group's weight decay": self.optimizer.weight_decay},
                 update=count, attempts=self.number + 1, coefficient=coefficient, loss_scale=self.of["loss_scale"],
@@ -234,3 +245,11 @@ def exact_update(
     states = {state: tensor.double() for state, tensor in before.items()}
     new_master, new_states = optimizer.equation(grad, states.pop(MASTER), states, at)
     return {MASTER: new_master, **new_states}
+
+
+def matrix_update(
+    optimizer: Optimizer, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
+) -> Tensors:
+    """Return the same of matrices: states by the gradient, the master by the direction that the ranks have found."""
+    master = {MASTER: before[MASTER]}
+    return exact_update(optimizer, name, grad, before, **at) | exact_update(optimizer, name, direction, master, **at)

@@ -47,7 +47,7 @@ class ObservedStep:
     """One step as one rank saw it. The gradient is the sum over ranks and micro-batches with the scale still in it."""
 
     scalars: dict[str, float]
-    owned: list[Fragment]  # gradient, master and states, after the step
+    owned: list[Fragment]  # gradient, master and states after the step; of matrices what was made orthogonal, and how
     copies: list[Fragment]  # the half parameters that this rank's next forward would read
     buffers: dict[str, Tensor] = field(default_factory=dict)  # of this rank's module
     tape: Tape = field(default_factory=dict)  # what passed through the modules of the first micro-batch, if recorded
@@ -71,7 +71,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
-    poison = Poison(engine)
+    poison, matrices = Poison(engine), watch_matrices(engine)
     specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
     run = [observed(engine, None)]
@@ -80,13 +80,17 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
         loaded = batches(config, attempt, topology.data.rank)
         with recorded(model, wanted=bisect, but=divided) as tape:
             passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
-        run.append(observed(engine, engine.step(), tape))
+        run.append(observed(engine, engine.step(), tape, matrices.values()))
     return run
 
 
-def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None) -> ObservedStep:
-    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
-    gradients = [] if result is None else _gradients(engine)
+def observed(
+    engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None, matrices: Iterable[Fragment] = ()
+) -> ObservedStep:
+    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient.
+    `matrices`: what `watch_matrices` has seen of it.
+    """
+    gradients = [] if result is None else [*_gradients(engine), *matrices]
     with engine.whole_parameters():
         copies = [*_copies(engine)]
     owned = [*gradients, *_states(engine)]
@@ -95,6 +99,18 @@ def observed(engine: ShardedEngine, result: StepResult | None, tape: Tape | None
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
         dp_rank=engine.topology.data.rank,
     )  # fmt: skip
+
+
+def watch_matrices(engine: ShardedEngine) -> dict[tuple[str, str], Fragment]:
+    """Return what has, after each step from now on, this rank's part of what was made orthogonal, and became."""
+    seen: dict[tuple[str, str], Fragment] = {}
+
+    def look(what: str, bucket: int, values: Tensor) -> None:
+        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.spec.matrices and one.numel):
+            seen[what, piece.spec.name] = _fragment(piece.spec, what, piece.first, values[piece.elements])
+
+    engine.matrix_update.look = look
+    return seen
 
 
 def rank_device() -> torch.device:

@@ -87,7 +87,7 @@ class PlainUpdates:
             update = AskedUpdate(
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
                 weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=asked.coefficient,
-                loss_scale=after.loss_scale, lacking=lacking,
+                loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
                 lrs={text: other for text, other in lrs.items() if other != lr},
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, (_, one) in enumerate(self.plain) if "weight_decay" in one},

@@ -37,6 +37,7 @@ class AskedUpdate:
     decays: Mapping[str, float] = field(default_factory=dict)
     coefficient: float = 1.0  # of clipping, in the gradient
     loss_scale: float = 1.0
+    of_rows: bool = False  # whether the rule may be asked of some rows alone
     lacking: str = ""  # states with which the rule goes on, and this optimizer does not
 
     def updated(self, grad: Tensor, before: Tensors | None = None, **other: Any) -> Tensors:
@@ -105,7 +106,7 @@ class AskedUpdate:
         yield "updated twice with one number", self.updated(grad, once)
         for text, lr in self.lrs.items():
             yield f"updated with {text}, {lr:.4g}, not {self.lr:.4g}", self.updated(grad, lr=lr)
-        for text, decay in {"no weight decay": 0.0, **self.decays}.items():
+        for text, decay in {"no weight decay": 0.0, "weight decay twice": 2 * self.weight_decay, **self.decays}.items():
             yield f"{text}, {decay:.4g}, not {self.weight_decay:.4g}", self.updated(grad, weight_decay=decay)
         decayed = grad + self.weight_decay * before[MASTER].double()
         yield "weight decay added to the gradient, not to the weights", self.updated(decayed, weight_decay=0.0)
@@ -120,6 +121,12 @@ class AskedUpdate:
             empty = {state: before[state] if state == MASTER else torch.zeros_like(before[state]) for state in before}
             yield "states lost: this update began with zeros", self.updated(grad, empty)
             yield "states and their count lost: updated as if it were the first", self.updated(grad, empty, update=1)
+        by_row = self.of_rows and grad.dim() > 1 and all(one.shape == grad.shape for one in before.values())
+        for parts in (2, 4) if by_row else ():
+            cut = [one.chunk(parts) for one in (grad, *before.values())]
+            made = [self.updated(some, dict(zip(before, rest, strict=True))) for some, *rest in zip(*cut, strict=True)]
+            text = f"each of {parts} parts of its rows updated by itself, as a partition or a block of it"
+            yield text, {state: torch.cat([one[state] for one in made]) for state in before}
         for dtype, text in HALVES.items():
             rounded = before | {MASTER: before[MASTER].to(dtype).to(before[MASTER].dtype)}
             yield f"masters made from the {text} copy before this update", self.updated(grad, rounded)

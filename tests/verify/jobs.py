@@ -30,10 +30,12 @@ from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep, observe
+from tests.verify.muon_bugs import FAMILY, MUON_BUGS
 
 FAMILIES = {
     "llama": {"num_kv_heads": 4},
     "gpt": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
+    "per_head": {"family": "per_head", "num_kv_heads": 4},
 }
 UPDATES, OVERFLOW_AT = 2, 1
 
@@ -74,6 +76,7 @@ def make_config(
         "parallelism": {"bucket_size": 4000, **({"pp_size": stages, "pp_schedule": schedule} if stages > 1 else {})},
         "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 64},
         "checkpoint": {"folder": "none"},
+        "plugins": [FAMILY] if family == "per_head" else [],
     }  # fmt: skip
     return place.apply(config_from_dict(tree), accumulation)
 
@@ -352,3 +355,4 @@ def documents_seen_across() -> Iterator[None]:
 
 
 BUGS |= {"schedule_one_update_late": schedule_one_update_late, "documents_seen_across": documents_seen_across}
+BUGS |= MUON_BUGS

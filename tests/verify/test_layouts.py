@@ -1,10 +1,10 @@
-"""Every layout passes `verify` with every family, dtype, tie, accumulation and setting of shard, overflow included; the
-covering set shows every pair.
+"""Every layout passes `verify` with every family, dtype, tie, accumulation, setting of shard, with AdamW and Muon,
+overflow included; the covering set shows every pair.
 """
 
 from __future__ import annotations
 
-import itertools
+import random
 from collections import Counter
 from functools import cache
 from typing import get_args
@@ -25,6 +25,7 @@ MOST_RUNS = 20
 AT_ONCE = 6  # of more runs, what ranks have seen would fill the memory, and groups that they have made the threads
 LAYOUTS = ("dp2", "dp4", "tp2", "tp4", "pp2", "pp4", "dp2tp2", "dp2pp2", "tp2pp2", "dp2tp2pp2")
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+OPTIMIZERS = ("adamw", "muon")
 AXES = {
     "layout": LAYOUTS,
     "shard": get_args(Shard),
@@ -34,6 +35,7 @@ AXES = {
     "accumulation": (1, 4),
     "sequence_parallel": (False, True),
     "schedule": SCHEDULES,
+    "name": OPTIMIZERS,
 }
 
 
@@ -54,9 +56,9 @@ def _observe_all(configs: list[Config]) -> list[list[ObservedStep]]:
 def _runs() -> list[Run]:
     if not FULL:
         return covering_runs(AXES, _allowed, MOST_RUNS)
-    # Three times as many say no more: each layout has all settings in turn.
-    runs = whole_matrix(AXES | {"shard": ("states",)}, _allowed)
-    turned = [run | {"shard": shard} for run, shard in zip(runs, itertools.cycle(get_args(Shard)), strict=False)]
+    # Six times as many say no more.
+    runs, drawn = whole_matrix(AXES | {"shard": ("states",), "name": ("adamw",)}, _allowed), random.Random(0)
+    turned = [run | {"shard": drawn.choice(get_args(Shard)), "name": drawn.choice(OPTIMIZERS)} for run in runs]
     return [run if _allowed(run) else run | {"shard": "gradients"} for run in turned]
 
 

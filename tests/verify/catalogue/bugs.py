@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T", bound=type)
@@ -24,6 +24,8 @@ class Bug:
     kind: str = ""  # words of what it looks like
     missing: str = ""  # why the kind is not named, or the bug not found
     layout: str = ""  # of our engine
+    job: Mapping[str, object] = field(default_factory=dict)  # more of its configuration
+    overflow_at: int | None = None
     fast: bool = False  # always in CI
 
 

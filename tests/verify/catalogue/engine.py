@@ -1,14 +1,16 @@
 """Bugs in our own engine: tests/verify/jobs.py plants them."""
 
 from tests.verify.catalogue.bugs import BUGS, Bug
+from tests.verify.jobs import OVERFLOW_AT
 
 
 def _enter(
-    name: str, met_in: str, layout: str, check: str, where: str = "", kind: str = "", **other: object
+    name: str, met_in: str, layout: str, check: str, where: str = "", kind: str = "", ranks: int = 2,
+    **other: object,
 ) -> None:  # fmt: skip
     key = f"{name} ({layout})"
     BUGS[key] = Bug(
-        name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=2, check=check, where=where, kind=kind,
+        name=key, sentence=SENTENCES[name], met_in=met_in, file="", ranks=ranks, check=check, where=where, kind=kind,
         layout=layout, **other,
     )  # fmt: skip
 
@@ -25,6 +27,12 @@ SENTENCES = {
     "unit_freed_early": "In backward the next unit's weights take the memory of the one that still computes.",
     "stale_shards": "What is gathered behind a step are the casts of the masters before it.",
     "gradients_freed_early": "One rank's gradients are freed, and their memory taken, before they are sent.",
+    "matrices_by_parts": "Muon makes each rank's part of a matrix orthogonal by itself.",
+    "tall_not_orthogonalised": "A path of its own, for tall matrices, lacks Muon's iteration.",
+    "muon_per_micro_batch": "Muon makes each micro-batch's gradient orthogonal, and these are added up.",
+    "momentum_moves_on_skipped": "Muon's momentum takes the gradient before anybody knows that the step is skipped.",
+    "heads_not_split": "Muon takes several matrices, one below the other in a parameter, for one.",
+    "matrices_decay_twice": "Weight decay is applied by the optimizer's wrapper, and once more by its equation.",
     "tied_table_not_summed": "Each end of a pipeline trains its own copy of the table.",
 }
 
@@ -111,3 +119,61 @@ _enter(
     "embedding.weight",
     missing="the check says it: two copies differ",
 )
+MUON = {"name": "muon"}
+_enter(
+    "matrices_by_parts",
+    "DeepSpeed #7807",
+    "dp2",
+    "direction",
+    "",
+    "each rank's part orthogonalised by itself",
+    job=MUON,
+)
+_enter(
+    "matrices_by_parts",
+    "DeepSpeed #8437",
+    "tp2",
+    "direction",
+    "",
+    "each tensor-parallel rank's block orthogonalised by itself",
+    job=MUON,
+)
+_enter(
+    "tall_not_orthogonalised",
+    "DeepSpeed #8441, #8461",
+    "dp2",
+    "direction",
+    "",
+    "times the momentum itself: not orthogonalised",
+    job=MUON,
+)
+_enter(
+    "muon_per_micro_batch",
+    "DeepSpeed #8443",
+    "dp1",
+    "gradient",
+    "blocks.",
+    "made orthogonal in each micro-batch",
+    ranks=1,
+    job=MUON,
+)
+_enter(
+    "momentum_moves_on_skipped",
+    "DeepSpeed #8432",
+    "dp2",
+    "momentum_buffer after an overflow",
+    "blocks.",
+    "moved by a step that is none",
+    job=MUON,
+    overflow_at=OVERFLOW_AT,
+)
+_enter(
+    "heads_not_split",
+    "xtuner #2030, miles #3096",
+    "dp2",
+    "direction",
+    "query.weight, rows ",
+    "orthogonalised with its neighbours as one matrix: not split",
+    job=MUON | {"family": "per_head"},
+)
+_enter("matrices_decay_twice", "Neuron_SP #13", "dp2", "weight", "blocks.", "weight decay twice", job=MUON)

@@ -27,7 +27,7 @@ def observe_all(bugs: Sequence[Bug]) -> list[list[Any]]:
 
 def _observe(bug: Bug) -> list[Any]:
     if bug.layout:
-        return observe_bug(_config(bug), bug.name.split()[0])
+        return observe_bug(_config(bug), bug.name.split()[0], bug.overflow_at)
     return watch_trainer(f"{bug.file}:{bug.name}", STEPS)
 
 
@@ -35,7 +35,7 @@ def _config(bug: Bug) -> Any:
     axes, _, shard = bug.layout.partition("-")
     sequence_parallel = axes.endswith("sp")
     return make_config(
-        axes.removesuffix("sp"), loss_scale=4.0, sequence_parallel=sequence_parallel, shard=shard or "states"
+        axes.removesuffix("sp"), loss_scale=4.0, sequence_parallel=sequence_parallel, shard=shard or "states", **bug.job
     )
 
 
@@ -47,7 +47,7 @@ def verdicts(run_ranks: Callable[..., list[Any]], names: Sequence[str]) -> dict[
         by_rank = run_ranks(observe_all, ranks, bugs, deadline_s=600.0)
         for bug, *seen in zip(bugs, *by_rank, strict=True):
             if bug.layout:
-                found[bug.name] = judge(_config(bug), seen, torch.device("cpu"), UPDATES, None)
+                found[bug.name] = judge(_config(bug), seen, torch.device("cpu"), UPDATES, bug.overflow_at)
             else:
                 found[bug.name] = judge_trainer(load_trainer(f"{bug.file}:{bug.name}", ranks=ranks), seen)
     return found

@@ -327,8 +327,7 @@ class _Muon(torch.optim.Optimizer):
                     param -= group["lr"] * torch.cat(parts).view_as(param)
 
 
-@bug("DeepSpeed #7807, #8441, #8443", "weight", "embed.weight", "",
-     missing="Muon's parts are not among the hypotheses")  # fmt: skip
+@bug("DeepSpeed #7807", "weight", "embed.weight", "each of 2 parts of its rows updated by itself")
 class MuonByParts(ByHand):
     """Muon makes each partition orthogonal by itself."""
 

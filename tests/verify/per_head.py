@@ -1,0 +1,28 @@
+"""A family of which Muon takes each head's queries for a matrix of its own, as where one weight holds several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from megamix.config import ModelConfig
+from megamix.model.transformer import Transformer
+from megamix.plugins import register_family
+
+
+class PerHeadConfig(ModelConfig):
+    """A transformer."""
+
+    family: Literal["per_head"] = "per_head"
+    """What kind of model it is."""
+
+
+class PerHead(Transformer):
+    name, section, formats = "per_head", PerHeadConfig, ()
+
+    @classmethod
+    def fused(cls, config: Any) -> dict[str, Sequence[int]]:
+        return {"*.attention.query.weight": (config.hidden_size // config.num_heads,) * config.num_heads}
+
+
+register_family(PerHead)
