@@ -49,6 +49,7 @@ class ParamFacts:
     dtypes: dict[str, str]
     parameters: list[str]
     moments: dict[str, str] = field(default_factory=dict)
+    direction: str = NOWHERE  # the dtype in which our Muon multiplies matrices, and sends them between ranks
     counts: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
 
@@ -130,6 +131,7 @@ def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
             there = whole.setdefault(one.name, replace(one, counts={}, largest={}))
             there.dtypes = {name: joined(there.dtypes[name], cell) for name, cell in one.dtypes.items()}
             there.moments |= one.moments
+            there.direction = joined(there.direction, one.direction)
             there.count(**one.counts)
             there.note_largest(**one.largest)
     for one in whole.values():

@@ -13,13 +13,14 @@ from megamix.comm.topology import Topology
 
 WIDTH = 120
 _NUMBERS = ("lost", "zeroed", "zeroed_is_exact", "headroom", "update_to_weight", "lr")
-_TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments")  # of a row, in JSON
+_TOLD = ("name", "dtypes", *_NUMBERS, "parameters", "moments", "direction")  # of a row, in JSON
 _HEADS = ("store", "compute", "grad", "wire", "sum", "master", "moments", "saved", "lost", "zeroed", "room", "upd/w")
 _LEGEND = (
     "lost: share of the updates that leave the stored value as it was; zeroed: share of the gradient's elements that\n"
     "underflow (~: an estimate, from zeros in rows and columns that have subnormal numbers); room: doublings of the\n"
     "largest gradient element until its dtype ends; upd/w: rms of the update over rms of the weight, the largest"
 )
+_MATRICES = "direct: in which matrices are multiplied and sent for their directions; what has none is moved by AdamW"
 _TOO_EARLY = "audit: nothing is known, no step is over; read the report behind the block of megamix.audit"
 
 
@@ -78,7 +79,10 @@ class AuditReport:
         if not (self.rows or self.warnings):
             yield _TOO_EARLY
             return
-        table = [_HEADS, *(_cells(row) for row in self.rows)]
+        table = [[*_HEADS], *(_cells(row) for row in self.rows)]
+        directions = [row.direction for row in self.rows]
+        if has_matrices := any(kind != NOWHERE for kind in directions):
+            table = [[*cells, more] for cells, more in zip(table, ["direct", *directions], strict=True)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         names = ["parameters", *(row.name for row in self.rows)]
         room = min(WIDTH - sum(widths) - len(widths), max(map(len, names)))
@@ -87,6 +91,8 @@ class AuditReport:
             yield f"{name:<{room}}{line}" if len(name) <= room else f"{name}\n{'':<{room}}{line}"
         moments = dict.fromkeys(name for row in self.rows for name in row.moments)
         yield _LEGEND
+        if has_matrices:
+            yield _MATRICES
         yield f"moments: {', '.join(moments) or 'none'}; loss scale: {self.loss_scale or 'none seen'}"
         unknown = Counter(cell for row in self.rows for cell in row.dtypes.items() if cell[1][0] == UNKNOWN)
         yield from (f"{name} {why} ({number} row(s))" for (name, why), number in unknown.items())

@@ -12,6 +12,7 @@ from torch import Tensor
 from megamix.auditing.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.auditing.watch import Watch
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.matrix_update import DIRECTION
 from megamix.mixed_precision.optimizers import MASTER
 
 # The states whose next value moves a weight though the gradient is zero. Others only divide.
@@ -35,8 +36,10 @@ class Update:
         if truth.dtype == torch.float32 and updates >= _TRAINED and lr and truth.numel() >= _FEWEST:
             facts.count(round_masters=only_half_values(truth))
 
-    def after(self, grad: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Count what has become of it. `grad`: as the update used it, up to a factor."""
+    def after(self, grad: Tensor, states: Mapping[str, Tensor], direction: Tensor | None = None) -> None:
+        """Count what has become of it. `grad`: as the update used it, up to a factor; `direction`: what moves the truth
+        in its place, and in that of a state.
+        """
         facts, before, truth = self.facts, self._before, self._truth.detach()
         moments = {name: state for name, state in states.items() if state.shape == truth.shape}
         facts.moments |= {name: dtype_name(state.dtype) for name, state in moments.items()}
@@ -46,6 +49,8 @@ class Update:
             facts.count(**{f"due {name}": due.sum(), f"stuck {name}": (due & (moments[name] == state)).sum()})
         for name in moments.keys() & _MOVES:
             due = due | (moments[name] != 0)
+        if direction is not None:
+            due = direction != 0
         if self._decays:
             due = due | (before != 0)
         if self._lr:
@@ -125,7 +130,20 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
             one.count(held=1)
             wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
             one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
-    yield
+    directions: dict[str, Tensor] = {}
+
+    def look(what: str, bucket: int, values: Tensor) -> None:
+        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.spec.matrices and one.numel):
+            if what == DIRECTION:
+                directions[piece.spec.name] = values[piece.elements]
+            else:
+                facts[piece.spec.name].direction = dtype_name(values.dtype)
+
+    before, engine.matrix_update.look = engine.matrix_update.look, look
+    try:
+        yield
+    finally:
+        engine.matrix_update.look = before
     watch.steps = int(engine.applied_updates) - applied
     watch.overflowed |= int(engine.skipped_steps) > skipped
     if watch.steps > 1:
@@ -135,5 +153,6 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
         grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
         for update, owned, grad in zip(updates, engine.owned_ranges(), grads, strict=True):
-            update.after(grad, {name: one for name, one in owned.tensors.items() if name != MASTER})
+            states = {name: one for name, one in owned.tensors.items() if name != MASTER}
+            update.after(grad, states, directions.get(owned.spec.name))
             update.facts.note_largest(gradient=grad.abs().amax())

@@ -134,9 +134,10 @@ def fsdp(
 
 
 def engine(
-    seed: int, precision: megamix.Precision, micro_batches: int = 1, shard: Shard = "states", **settings: Any
-) -> Loop:
-    model, optimizer = new_model(seed=seed), megamix.AdamW(lr=1e-2)
+    seed: int, precision: megamix.Precision, micro_batches: int = 1, shard: Shard = "states",
+    kind: type[megamix.AdamW] = megamix.AdamW, **settings: Any,
+) -> Loop:  # fmt: skip
+    model, optimizer = new_model(seed=seed), kind(lr=1e-2)
     sharding = megamix.Sharding([*model.layers], shard=shard)
     trained = megamix.ShardedEngine(
         model, optimizer, precision, sharding, grad_accum_steps=micro_batches, compile_update=False, **settings
@@ -159,6 +160,7 @@ ALONE: dict[str, Callable[[], Loop]] = {
     "autocast fp16, scaler": lambda: scaled(seed=7),
     "autocast fp16, scaler, fused": lambda: scaled(seed=8, fused=True, micro_batches=2),
     "engine bf16": lambda: engine(9, megamix.Precision(BF16), clip_grad=1.0),
+    "engine, muon": lambda: engine(9, megamix.Precision(BF16), kind=megamix.Muon),
     "engine fp16": lambda: engine(
         10, megamix.Precision(FP16, loss_scale=megamix.DynamicLossScale(init_scale=2.0**16)), 2
     ),
@@ -175,6 +177,7 @@ TOGETHER: dict[str, Callable[[], Loop]] = {
     "fsdp2 bf16": lambda: fsdp(19, MixedPrecisionPolicy(param_dtype=BF16)),
     "engine": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2),
     "engine, gradients": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "gradients"),
+    "engine, muon, parameters": lambda: engine(20, megamix.Precision(BF16), 2, "parameters", megamix.Muon),
     "engine, parameters": lambda: engine(20, megamix.Precision(BF16, reduce_dtype="half_fp32_sum"), 2, "parameters"),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import megamix
 from megamix.auditing.report import WIDTH, AuditReport
 from megamix.auditing.watch import zeros_among_subnormals
+from megamix.mixed_precision.muon import MOMENTUM
 from tests.auditing.loops import (
     ALONE,
     BF16,
@@ -35,7 +36,7 @@ from tests.auditing.loops import (
 from tests.conftest import FULL
 
 TINY_LR = 6e-6
-QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradients", "engine, parameters")
+QUICK = ("ddp, fp16 on the wire, zero", "fsdp2 bf16, fp32 sums", "engine, gradients", "engine, muon, parameters")
 
 
 def after(loop: Loop, steps: int) -> AuditReport:
@@ -88,6 +89,7 @@ def _cells(name: str) -> tuple[str, str]:
         ("engine", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
         ("engine, gradients", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
         ("engine, parameters", "bf16 bf16 bf16 bf16 fp32 fp32 fp32 fp32"),
+        ("engine, muon, parameters", "bf16 bf16 bf16 bf16 bf16 fp32 fp32 fp32"),
     ],
 )
 def test_so_is_that_of_what_ranks_send_and_sum(name: str, up: str, run_ranks: Callable[..., Any]) -> None:
@@ -353,6 +355,22 @@ def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> No
     loop.optimizer = {}
     with pytest.raises(TypeError, match=r"takes a torch.optim.Optimizer or a megamix.ShardedEngine, got dict"):
         loop.audited(0)
+
+
+def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)).requires_grad_()
+    optimizer = megamix.Muon(lr=1e-12, weight_decay=0.0, ns_dtype=FP32)
+    trained = megamix.ShardedEngine(model, optimizer, megamix.Precision(FP32), compile_update=False)
+    with megamix.audit(model, trained) as report:
+        model.zero_grad()
+        out = model[0](torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+        trained.backward(out.diagonal().sum() + 0 * model(out).sum())  # of four elements one has no gradient
+        trained.step()
+    weight, *norm = report.rows
+    assert (weight.direction, weight.moments, {row.direction for row in norm}) == ("fp32", {MOMENTUM: "fp32"}, {"-"})
+    assert (weight.counts["due"], weight.lost) == (4, 1.0)
+    assert "\ndirect: " in str(report)
+    assert "\ndirect: " not in str(after(ALONE["engine bf16"](), 1))
 
 
 def test_within_the_block_nothing_is_called_right() -> None:
