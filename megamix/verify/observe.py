@@ -5,8 +5,9 @@ ranks then become whole tensors by name, and copies of the same element are comp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -85,12 +86,13 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
 
 
 def observed(
-    engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None, matrices: Iterable[Fragment] = ()
-) -> ObservedStep:
+    engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
+    matrices: Iterable[Callable[[], Fragment]] = (),
+) -> ObservedStep:  # fmt: skip
     """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient.
     `matrices`: what `watch_matrices` has seen of it.
     """
-    gradients = [] if result is None else [*_gradients(engine), *matrices]
+    gradients = [] if result is None else [*_gradients(engine), *(part() for part in matrices)]
     with engine.whole_parameters():
         copies = [*_copies(engine)]
     owned = [*gradients, *_states(engine)]
@@ -101,13 +103,15 @@ def observed(
     )  # fmt: skip
 
 
-def watch_matrices(engine: ShardedEngine) -> dict[tuple[str, str], Fragment]:
-    """Return what has, after each step from now on, this rank's part of what was made orthogonal, and became."""
-    seen: dict[tuple[str, str], Fragment] = {}
+def watch_matrices(engine: ShardedEngine) -> dict[tuple[str, str], Callable[[], Fragment]]:
+    """Return what has, after each step from now on, this rank's part of what was made orthogonal, and became; called,
+    which waits for the device, as no step may.
+    """
+    seen: dict[tuple[str, str], Callable[[], Fragment]] = {}
 
     def look(what: str, bucket: int, values: Tensor) -> None:
         for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.spec.matrices and one.numel):
-            seen[what, piece.spec.name] = _fragment(piece.spec, what, piece.first, values[piece.elements])
+            seen[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, values[piece.elements])
 
     engine.matrix_update.look = look
     return seen
