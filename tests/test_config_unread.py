@@ -32,6 +32,7 @@ CASES: dict[str, tuple[object, Tree]] = {
     "optimizer.min_lr": (1e-4, {"lr_schedule": {"decay_style": "constant"}}),
     "optimizer.adamw": ({"betas": [0.8, 0.9], "eps": 1e-6}, {"optimizer": {"name": "nag"}}),
     "optimizer.nag": ({"momentum": 0.5}, {}),
+    "optimizer.muon": ({"momentum": 0.5}, {}),
     "lr_schedule.decay_steps": (5, {"lr_schedule": {"decay_style": "inverse_sqrt"}}),
     "precision.loss_scale.init_scale": (65536, {}),
     "precision.loss_scale.growth_factor": (4, scaled(rule="megatron")),
@@ -273,7 +274,7 @@ def some_layers(rng: random.Random) -> list[Tree]:
 @pytest.mark.uncounted
 def test_what_is_accepted_is_shown_and_loads_equal_and_what_is_refused_names_its_key(tmp_path: Path) -> None:
     counts = {"accepted": 0, "with a line": 0, "refused": 0}
-    for seed in range(20000 if FULL else 100):
+    for seed in range(20000 if FULL else 160):
         bottom, middle, top = some_layers(random.Random(seed))
         whole = {name: {**GOOD.get(name, {}), **bottom.get(name, {})} for name in {**GOOD, **bottom}}
         base, path = tmp_path / "base.toml", tmp_path / "job.toml"

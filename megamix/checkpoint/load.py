@@ -5,8 +5,8 @@ Its bytes are verified on their way into a rank's memory: none is read twice for
 
 import logging
 import math
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
-from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, states_text
+from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
@@ -88,16 +88,18 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> Non
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)
 
 
-def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> None:
+def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, anew: bool = False) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
+    `anew`: states that the checkpoint lacks, or has in another dtype, as after another optimizer, are zero then; the
+    log says which.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed; DamagedCheckpoint on
     every rank if one finds that a file is not what was written, after which masters and optimizer states are NaN, until
     another load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of
     each.
     """
     manifest = checkpoint.manifest
-    if problems := misfits(manifest, engine):
+    if problems := misfits(manifest, engine, anew=anew):
         raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
     try:
         _agree_on(
@@ -112,6 +114,8 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
+    if anew and not manifest.weights_only:
+        _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
     if not manifest.weights_only:
@@ -120,13 +124,33 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together) -> N
 
 
 def _saved_parts(manifest: Manifest, engine: ShardedEngine) -> list[Part]:
-    """What of the engine's own state the checkpoint has. Before the first update, all that it lacks is zero."""
-    saved = {(name, state) for name, state, _, _ in manifest.tensors()}
+    """What of the engine's own state the checkpoint has. All that it lacks is zero."""
+    common = {
+        (name, state)
+        for name, _, states, saved in _sets(manifest, engine)
+        for state, dtype in states.items()
+        if saved.get(state) == dtype
+    }
     parts = owned_parts(engine)
     for part in parts:
-        if (part.param, part.state) not in saved:
+        if (part.param, part.state) not in common:
             part.tensor.zero_()
-    return [part for part in (*parts, *buffer_parts(engine)) if (part.param, part.state) in saved]
+    return [part for part in (*parts, *buffer_parts(engine)) if (part.param, part.state) in common]
+
+
+def _sets(manifest: Manifest, engine: ShardedEngine) -> Iterator[tuple[str, tuple[int, ...], StateSet, StateSet]]:
+    """Yield each parameter and buffer: name, shape, the states that the engine has, and those of the checkpoint."""
+    saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
+    for spec, states in state_sets(engine):
+        yield spec.name, spec.full_shape, states, saved.get(spec.name, {})
+
+
+def _tell_of_new_states(manifest: Manifest, engine: ShardedEngine) -> None:
+    counts = Counter[str]()
+    for _, _, states, saved in _sets(manifest, engine):
+        counts.update([states_text(new)] if (new := dict(states.items() - saved.items())) else ())
+    for states_of_some, number in counts.items():
+        log.warning("another optimizer's checkpoint: %s of %d parameters begin at zero", states_of_some, number)
 
 
 def _agree_on(problems: list[list[str]]) -> None:
@@ -135,21 +159,21 @@ def _agree_on(problems: list[list[str]]) -> None:
         raise DamagedCheckpoint(list(found))
 
 
-def misfits(manifest: Manifest, engine: ShardedEngine) -> list[str]:
+def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) -> list[str]:
     """Return why this checkpoint cannot become the engine's state; empty if it can."""
-    saved = {param.name: manifest.states[param.state_set] for param in manifest.params}
-    own = {spec.name: states for spec, states in state_sets(engine)}
+    sets = [*_sets(manifest, engine)]
     # A buffer that was not saved stays as it is: older checkpoints have none, nor has a model that nobody has trained.
     problems = misfit_names(
         {param.name: param.shape for param in manifest.params},
-        {spec.name: spec.full_shape for spec, _ in state_sets(engine)},
-        may_lack={name for name, states in own.items() if BUFFER in states},
+        {name: shape for name, shape, _, _ in sets},
+        may_lack={name for name, _, states, _ in sets if BUFFER in states},
     )
-    other = [name for name in own if name in saved and saved[name] != own[name]]
-    if other and not manifest.weights_only:
-        held, needed = (states_text(states[other[0]]) for states in (saved, own))
+    lax = anew or manifest.weights_only
+    other = [one for one in sets if one[3] and one[3] != one[2] and (BUFFER in one[2] or not lax)]
+    if other:
+        name, _, needed, held = other[0]
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        problems.append(f"of {other[0]}{more} it holds {held}, the optimizer needs {needed}")
+        problems.append(f"of {name}{more} it holds {states_text(held)}, the optimizer needs {states_text(needed)}")
     return problems
 
 

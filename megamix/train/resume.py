@@ -73,7 +73,7 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
         if found.path.parent == checkpoint_folder(config):
             found = load_or_older(found, engine, start.together, check=check_run)
         else:
-            load(found, engine, start.together)
+            load(found, engine, start.together, anew=True)
     except DamagedCheckpoint as error:
         raise path_is_damaged(error) from None
     except ValueError as error:

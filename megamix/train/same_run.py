@@ -94,16 +94,18 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> lis
             f"write steps = {applied} or more, or another checkpoint.folder to begin a new run"
         )
         raise ConfigError([problem], "job")
-    lines = changes(path, manifest, now, cast(int, manifest.run.progress.get("cursor", 0)))
+    own = path.parent == checkpoint_folder(config)
+    lines = changes(path, manifest, now, cast(int, manifest.run.progress.get("cursor", 0)), own=own)
     told = [f"changed since: {line}" for line in lines]
     folder, resume = config.checkpoint.folder, config.checkpoint.resume
-    if resume not in RESUME_WORDS and path.parent == checkpoint_folder(config):
+    if resume not in RESUME_WORDS and own:
         told.append(f"checkpoint.resume: {resume} is not read, for {folder} has checkpoints of its own")
     return told
 
 
-def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int) -> list[str]:
-    """Return a line for every key that has another value since the checkpoint. `cursor`: the first sample never read.
+def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own: bool) -> list[str]:
+    """Return a line for every key that has another value since the checkpoint. `cursor`: the first sample never read;
+    `own`: the checkpoint is of the run's own folder. From another run's the optimizer may begin anew.
 
     Raises: ConfigError naming each change that would make it another run.
     """
@@ -111,7 +113,7 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int) -> list
     old, new = flat(saved.config), flat(now.config)
     if manifest.weights_only:
         return _changes_of_model(old, new)
-    refused = _refused(old, new, _PASS)
+    refused = _refused(old, new, _PASS if own else (*_PASS, "optimizer.name"))
     began = _mixtures(old, cursor)
     if _mixtures(new, cursor) != began:
         refused.append(
@@ -149,7 +151,8 @@ def _refused(old: dict[str, Any], new: dict[str, Any], may_change: tuple[str, ..
     other = _differing(_meaning(old), _meaning(new)) if differing else []
     return [
         f"{key}: the checkpoint has {_text(old.get(key))}, the configuration {_text(new.get(key))}; write the "
-        f"former, or another checkpoint.folder to begin a new run"
+        "former, or another checkpoint.folder to begin a new run"
+        + (", from these weights if checkpoint.resume is this one's path" if key == "optimizer.name" else "")
         for key in differing
         if key in other
     ]

@@ -22,6 +22,8 @@ from megamix import (
     DynamicLossScale,
     HeadroomLossScale,
     MegatronLossScale,
+    Muon,
+    Optimizer,
     ParamGroup,
     Precision,
     ShardedEngine,
@@ -39,6 +41,7 @@ from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_sna
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.clock import Clock
+from megamix.mixed_precision.optimizers import MASTER
 from megamix.mixed_precision.settings import Shard
 from tests.checkpoint.state import (
     differences,
@@ -241,6 +244,32 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine
     after = target.state_dict()
     assert all(torch.equal(one, other) for one, other in zip(before["master"], after["master"], strict=True))
     assert (after["applied_updates"], after["skipped_steps"]) == (0, 0)
+
+
+@pytest.mark.parametrize("saved", [AdamW(lr=0.01), NAG(lr=0.1), Muon(lr=0.02)], ids=["adamw", "nag", "muon"])
+@pytest.mark.parametrize("loaded", [AdamW(lr=0.01), Muon(lr=0.02)], ids=["adamw", "muon"])
+def test_another_optimizer_keeps_masters_counters_and_common_states(
+    tmp_path: Path, caplog, saved: Optimizer, loaded: Optimizer
+) -> None:
+    source, target = make_engine(optimizer=saved), make_engine(optimizer=loaded)
+    _train(source, range(3))
+    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
+    checkpoint = newest_checkpoint(tmp_path, together_of(target))
+    assert checkpoint is not None
+    _train(target, range(3, 5))  # states of its own, which must go
+    load(checkpoint, target, together_of(target), anew=True)
+    anew = 0
+    was = {owned.spec.name: owned for owned in source.owned_ranges()}  # of one rank: each parameter in one range
+    for after in target.owned_ranges():
+        before = was[after.spec.name]
+        assert torch.equal(before.tensors[MASTER], after.tensors[MASTER])
+        for state, values in after.tensors.items():
+            assert torch.equal(values, before.tensors.get(state, torch.zeros_like(values)))
+        anew += bool(after.tensors.keys() - before.tensors.keys())
+    assert int(target.applied_updates) == int(source.applied_updates)
+    told = [line for line in caplog.messages if line.startswith("another optimizer's checkpoint:")]
+    assert sum(int(line.split(" of ")[1].split()[0]) for line in told) == anew
+    assert bool(anew) == (type(saved) is not type(loaded))
 
 
 def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:

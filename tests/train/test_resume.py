@@ -312,12 +312,14 @@ def test_a_checkpoint_that_is_older_than_a_key_was_made_with_its_default(stopped
     older = run.config.replace("qk_norm = false\n", "").replace('packing = "none"\n', "")
     manifest = checkpoint.manifest.model_copy(update={"run": run.model_copy(update={"config": older})})
     before = replace(checkpoint, manifest=manifest)
-    assert changes(before.path, before.manifest, run, 0) == []
+    assert changes(before.path, before.manifest, run, 0, own=True) == []
     otherwise = run.model_copy(update={"rng_rule": "dice"})
-    assert changes(checkpoint.path, checkpoint.manifest, otherwise, 0) == [f'rng_rule: "{run.rng_rule}" -> "dice"']
+    assert changes(checkpoint.path, checkpoint.manifest, otherwise, 0, own=True) == [
+        f'rng_rule: "{run.rng_rule}" -> "dice"'
+    ]
     other = run.config.replace("qk_norm = false", "qk_norm = true")
     with pytest.raises(ConfigError, match="model.qk_norm: the checkpoint has false, the configuration true"):
-        changes(before.path, before.manifest, run.model_copy(update={"config": other}), 0)
+        changes(before.path, before.manifest, run.model_copy(update={"config": other}), 0, own=True)
 
 
 def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_them(stopped, data) -> None:
@@ -328,9 +330,9 @@ def test_keys_that_are_not_read_are_no_change_though_an_older_checkpoint_lists_t
     assert "momentum" not in run.config
     older = run.model_copy(update={"config": listed})
     for manifest, now in ((checkpoint.manifest.model_copy(update={"run": older}), run), (checkpoint.manifest, older)):
-        assert changes(checkpoint.path, manifest, now, 0) == []
+        assert changes(checkpoint.path, manifest, now, 0, own=True) == []
     lower = run.model_copy(update={"config": run.config.replace("lr = 0.01", "lr = 0.005")})
-    assert changes(checkpoint.path, checkpoint.manifest, lower, 0) == ["optimizer.lr: 0.01 -> 0.005"]
+    assert changes(checkpoint.path, checkpoint.manifest, lower, 0, own=True) == ["optimizer.lr: 0.01 -> 0.005"]
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_where_all_are_a_run_does_not_begin_anew(stopped, data, capsys) -> None:
@@ -396,6 +398,17 @@ def test_never_refuses_the_folder_and_a_path_begins_a_new_run_there(stopped, dat
     assert rest[0].number > 9
     _run(_config(stopped, data))
     assert differences(end_of(stopped / "branch"), end_of(stopped)) == ["metrics"]
+
+
+def test_another_optimizer_begins_a_new_run_from_the_weights_of_this_one(stopped, data, capsys, caplog) -> None:
+    muon = {"name": "muon"}
+    with pytest.raises(ConfigError, match=r'optimizer.name: the checkpoint has "adamw", the configuration "muon"'):
+        _run(_config(stopped, data, optimizer=muon))
+    newest = checkpoints(stopped / "run/checkpoints")[0]
+    first = _run(_config(stopped / "branch", data, optimizer=muon, checkpoint={"resume": str(newest)}))[0]
+    assert first.number > 6
+    assert 'changed since: optimizer.name: "adamw" -> "muon"' in capsys.readouterr().out
+    assert "another optimizer's checkpoint: momentum_buffer of 7 parameters begin at zero" in caplog.text
 
 
 def test_a_run_that_gave_up_goes_on_in_bf16(tmp_path, data) -> None:
