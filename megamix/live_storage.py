@@ -38,8 +38,10 @@ class LiveStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # no typ
         for leaf in tree_iter((args, kwargs, result)):
             if not isinstance(leaf, Tensor) or leaf.layout != torch.strided:
                 continue
-            if self._counts_meta or leaf.device.type != "meta":
-                self._count(leaf.untyped_storage())
+            storage = leaf.untyped_storage()
+            # A fake tensor says that it is on a CPU. DTensor computes shapes with some, as large as the whole tensors.
+            if self._counts_meta or storage.device.type != "meta":
+                self._count(storage)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -45,6 +46,12 @@ def test_a_storage_resized_to_nothing_is_not_counted_at_a_peak() -> None:
         emptied.zero_()
         assert tracker.peak_bytes == 42_000
         assert len(kept) == 10
+
+
+def test_a_fake_tensor_has_no_memory() -> None:
+    with LiveStorage() as tracker, FakeTensorMode():
+        torch.zeros(KB).add(1)
+    assert tracker.peak_bytes == 0
 
 
 def _sharded_bytes() -> tuple[int, int]:
