@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bf16_moments
 import bf16_rounding
 import gemm_accumulation
 import loss_scales
@@ -28,7 +29,9 @@ import vanishing
 pytestmark = pytest.mark.uncounted
 
 ROOT = Path(__file__).parents[1]
-STUDIES = (bf16_rounding, gemm_accumulation, loss_scales, memory, overflow, passes, regression, vanishing)
+STUDIES = (
+    bf16_moments, bf16_rounding, gemm_accumulation, loss_scales, memory, overflow, passes, regression, vanishing,
+)  # fmt: skip
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
 
@@ -133,6 +136,15 @@ def test_every_loss_scale_that_can_train_reaches_the_loss_of_fp32(tmp_path, monk
         fate = overflow.Fate.LOST if run.on_overflow == "skip" else overflow.Fate.REQUEUED
         assert run.fates == dict.fromkeys(overflow.Fate, 0) | {fate: run.overflowed}, name
     _shows(overflow, findings, tmp_path, monkeypatch)
+
+
+def test_moments_in_bf16_move_the_loss_less_than_another_seed(tmp_path, monkeypatch) -> None:
+    findings = bf16_moments.measure(small=True)
+    assert len({*map(tuple, findings.losses.values())}) == len(bf16_moments.WAYS)  # no two ways are one
+    for way in findings.losses:
+        # Of one seed the weights and samples are the same: what is left is rounding.
+        assert abs(bf16_moments.difference(findings, way)) < bf16_moments.spread(findings, way) / 20
+    _shows(bf16_moments, findings, tmp_path, monkeypatch)
 
 
 def test_headroom_overflows_in_under_a_fiftieth_of_a_percent_of_20_000_steps(tmp_path, monkeypatch) -> None:
