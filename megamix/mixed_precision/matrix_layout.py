@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megamix import tuned
-from megamix.mixed_precision.flat_layout import Bucket, ParamSpec
+from megamix.mixed_precision.flat_layout import Bucket, FlatLayout, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,10 @@ class Matrix:
     first: int
     rows: int
     columns: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
 
     @property
     def cost(self) -> int:
@@ -90,6 +94,49 @@ def parts_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Iterat
             at = piece.start - piece.first
             within = slice(first - matrix.first, last - matrix.first)
             yield MatrixPiece(number, at + start, at + stop, within, columns, start - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """One bucket's matrices, what each of the ranks that hold any owns of them, and which one computes with each."""
+
+    number: int  # the bucket's
+    matrices: list[Matrix]
+    parts: list[list[MatrixPiece]]  # by rank
+    homes: list[int]
+
+    @property
+    def travels(self) -> bool:
+        """Return whether anything does, between any two ranks."""
+        return any(self.homes[part.matrix] != rank for rank, own in enumerate(self.parts) for part in own)
+
+
+def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Place]) -> list[Homes]:
+    """Return those of buckets whose matrices the ranks at these places hold.
+
+    Raises: ValueError naming a matrix of which they do not have all.
+    """
+    found, costs, held = [], list[int](), list[list[int]]()
+    for number in buckets:
+        matrices = matrices_of(layout.buckets[number])
+        parts = [[*parts_of(layout.buckets[number], matrices, place)] for place in places]
+        shares = [[0] * len(places) for _ in matrices]
+        for rank, own in enumerate(parts):
+            for part in own:
+                shares[part.matrix][rank] += part.numel
+        for matrix, share in zip(matrices, shares, strict=True):
+            if sum(share) != matrix.numel:
+                raise ValueError(
+                    f"Muon takes {matrix.spec.name} for matrices, but the ranks that hold it have {sum(share)} "
+                    f"of {matrix.numel} elements; let AdamW move it: adamw=[{matrix.spec.name!r}]"
+                )
+        costs += [matrix.cost for matrix in matrices]
+        held += shares
+        found.append(Homes(number, matrices, parts, []))
+    homes = iter(choose_homes(costs, held, len(places)))
+    for bucket in found:
+        bucket.homes.extend(next(homes) for _ in bucket.matrices)
+    return found
 
 
 def _block(spec: ParamSpec, block: int | None) -> tuple[slice, slice]:

@@ -18,15 +18,7 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.fused_update import Cut, StepScalars, Update, update_shard
 from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.matrix_layout import (
-    Matrix,
-    MatrixPiece,
-    Place,
-    choose_homes,
-    is_cut,
-    matrices_of,
-    parts_of,
-)
+from megamix.mixed_precision.matrix_layout import Homes, Matrix, MatrixPiece, Place, find_homes, is_cut, matrices_of
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 
 Spread = list[tuple[slice, slice, list[slice]]]  # of a matrix: rows, columns, and where what came of these lies
@@ -178,10 +170,10 @@ class MatrixUpdate:
 def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[int, _Exchange]:
     """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
     stage: Collectives | None = None
-    device = shard.master[0].device
+    layout, device = shard.layout, shard.master[0].device
     # Of each axis apart: its ranks alone know all of its matrices.
-    by_axis: dict[Collectives, list[tuple[int, list[Matrix], list[list[MatrixPiece]]]]] = {}
-    for number, bucket in enumerate(shard.layout.buckets):
+    by_axis: dict[Collectives, tuple[list[Place], list[int]]] = {}
+    for number, bucket in enumerate(layout.buckets):
         if not (matrices := matrices_of(bucket)):
             continue
         among = shard.collectives[number]
@@ -192,34 +184,16 @@ def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[
             row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
             among = stage
             places = [Place(*place) for place in among.table(row).tolist()]
-        parts = [[*parts_of(bucket, matrices, place)] for place in places]
-        by_axis.setdefault(among, []).append((number, matrices, parts))
-    found = {}
-    for among, buckets in by_axis.items():
-        costs, held = [], []
-        for _, matrices, parts in buckets:
-            shares = [[0] * among.axis.size for _ in matrices]
-            for rank, own in enumerate(parts):
-                for part in own:
-                    shares[part.matrix][rank] += part.numel
-            for matrix, share in zip(matrices, shares, strict=True):
-                if sum(share) != matrix.rows * matrix.columns:
-                    raise ValueError(
-                        f"Muon takes {matrix.spec.name} for matrices, but the ranks that hold it have {sum(share)} "
-                        f"of {matrix.rows * matrix.columns} elements; let AdamW move it: adamw=[{matrix.spec.name!r}]"
-                    )
-            costs += [matrix.cost for matrix in matrices]
-            held += shares
-        homes = iter(choose_homes(costs, held, among.axis.size))
-        for number, matrices, parts in buckets:
-            found[number] = _exchange(optimizer, among, matrices, parts, [next(homes) for _ in matrices])
-    return found
+        by_axis.setdefault(among, (places, []))[1].append(number)
+    return {
+        found.number: _exchange(optimizer, among, found)
+        for among, (places, buckets) in by_axis.items()
+        for found in find_homes(layout, buckets, places)
+    }
 
 
-def _exchange(
-    optimizer: muon.Muon, among: Collectives, matrices: Sequence[Matrix], parts: Sequence[Sequence[MatrixPiece]],
-    homes: Sequence[int],
-) -> _Exchange:  # fmt: skip
+def _exchange(optimizer: muon.Muon, among: Collectives, found: Homes) -> _Exchange:
+    matrices, parts, homes = found.matrices, found.parts, found.homes
     rank, size = among.axis.rank, among.axis.size
     mine = sorted(parts[rank], key=lambda part: homes[part.matrix])  # stable: by matrix within
     of = [sum(part.numel for part in own if homes[part.matrix] == rank) for own in parts]
@@ -245,5 +219,5 @@ def _exchange(
                                 for rows, columns, where in blocks.values()])
             for number, blocks in sorted(spreads.items())
         ],
-        travels=any(homes[part.matrix] != place for place, own in enumerate(parts) for part in own),
+        found.travels,
     )  # fmt: skip

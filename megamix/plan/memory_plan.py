@@ -15,11 +15,13 @@ from megamix.config import Config, grad_accum_steps
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
 from megamix.mixed_precision.half_params import describe_params
+from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
 from megamix.plan.activations import Activations, Machine, TracedWork, trace_stage
 from megamix.plan.engine_memory import EngineMemory, engine_memory
+from megamix.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.plan.pipeline_memory import PipelineRank
 from megamix.train.build import build_optimizer, build_precision, plan_pipeline
 
@@ -47,6 +49,7 @@ class MemoryPlan:
     grad_accum_steps: int
     parameters: int  # elements that this rank trains, without padding
     buckets: int
+    matrices: MatrixPlan | None  # where the optimizer takes any whole
     held: dict[str, int]  # from the first step on, by category
     in_step: dict[str, int]  # what the peak of forward and backward has beside that, by category
     phases: dict[str, int]  # the most that lives at once in each, what is held included
@@ -97,6 +100,7 @@ def plan_rank(
         grad_accum_steps=grad_accum_steps(config, dp_size),
         parameters=part.weights // FP32,
         buckets=len(part.layout.buckets),
+        matrices=part.matrices,
         held=part.held,
         in_step=_in_step(passes, activations),
         phases=_phases(part, passes),
@@ -117,6 +121,7 @@ class _RankPart(NamedTuple):
 
     engine: EngineMemory
     layout: FlatLayout
+    matrices: MatrixPlan | None
     weights: int  # bytes in FP32, without padding
     held: dict[str, int]
     work: TracedWork
@@ -149,6 +154,9 @@ def _plan_part(
         compiled=config.optimizer.compile,
         shards=[axis.rank for axis in axes] if own_states else None,
     )
+    matrices, compiled = None, config.optimizer.compile
+    if isinstance(optimizer, Muon):
+        matrices = plan_matrices(layout, optimizer, topology, engine.update, compiled=compiled, on_gpu=machine == "gpu")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held | {"model buffers": buffers, "tables": engine.tables}
     work = TracedWork(
@@ -166,7 +174,7 @@ def _plan_part(
         micro_batches = grad_accum_steps(config, dp_size)
         pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
         held[PIPELINE] = pipeline.held_buffers()
-    return _RankPart(engine, layout, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
+    return _RankPart(engine, layout, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
 
 
 def _activations(part: _RankPart) -> Activations:
@@ -219,7 +227,7 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
         "forward": held + sum(passes["forward"]),
         "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
         "statistics": held + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
-        "update": held + engine.update,
+        "update": held + (part.matrices.update if part.matrices else engine.update),
         "final weights": held + engine.fp32_bucket,
     }
 

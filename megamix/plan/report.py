@@ -77,6 +77,8 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
         f"{mesh}, each on {kind}: {plan.parameters:,} parameters in {plan.buckets} bucket(s), "
         f"micro_batch_size {plan.micro_batch_size}, accumulation {plan.grad_accum_steps}{of_stage}"
     )
+    if plan.matrices is not None:
+        yield str(plan.matrices)
     yield from _rows("held between steps", plan.held, plan.resident)
     yield from _rows("beside it in forward and backward", plan.in_step, sum(plan.in_step.values()))
     yield "the most at once"

@@ -1,0 +1,113 @@
+"""What the update of whole matrices takes beside what is held, and what of them travels, counted without ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from megamix import tuned
+from megamix.comm.topology import Topology
+from megamix.live_storage import LiveStorage
+from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.matrix_layout import Homes, Place, find_homes, is_cut, matrices_of
+from megamix.mixed_precision.muon import Muon, orthogonalised
+
+_FP32 = 4  # bytes
+_OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """How matrices reach the ranks that compute with them, and the most bytes of their update on any rank."""
+
+    update: int
+    sent: float  # bytes an element of a matrix that go to another rank in a step, there and back
+    padding: float  # of all parameters, a share
+
+    def __str__(self) -> str:
+        if not self.sent:
+            return f"matrices: whole in one rank's shard each, so none travels; padding {self.padding:.1%}"
+        return (
+            f"matrices: assembled, {self.sent:.2f} bytes of each element travel in a step; padding {self.padding:.1%}"
+        )
+
+
+def plan_matrices(
+    layout: FlatLayout, optimizer: Muon, topology: Topology, elementwise: int, *, compiled: bool, on_gpu: bool
+) -> MatrixPlan:
+    """Count for a rank of this stage. `elementwise`: bytes while elements are updated, beside those of the matrices."""
+    of_run = elementwise
+    if not compiled:
+        largest = max(bucket.shard_numel for bucket in layout.buckets)
+        of_run += _OF_EQUATION * _FP32 * tuned.piece(tuned.EQUATION_PIECE, largest, on_gpu=on_gpu)
+    cut, by_axis = list[int](), dict[int, list[int]]()
+    for number, bucket in enumerate(layout.buckets):
+        if matrices := matrices_of(bucket):
+            is_in_blocks = any(is_cut(matrix.spec) for matrix in matrices)
+            (cut if is_in_blocks else by_axis.setdefault(bucket.axis, [])).append(number)
+    blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
+    found = find_homes(layout, cut, blocks)
+    for buckets in by_axis.values():
+        found += find_homes(layout, buckets, [*map(Place, range(layout.buckets[buckets[0]].num_shards))])
+    size, total, moved = optimizer.ns_dtype.itemsize, 0, 0
+    for homes in found:
+        total += sum(matrix.numel for matrix in homes.matrices)
+        for rank, parts in enumerate(homes.parts):
+            moved += sum(part.numel for part in parts if homes.homes[part.matrix] != rank)
+    numel = sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
+    most = 0
+    for rank in range(max((len(homes.parts) for homes in found), default=0)):
+        own = {homes.number: homes for homes in found if rank < len(homes.parts)}
+        # About the order in which forward needs them.
+        turns = [_stages(own.get(number), rank, layout, optimizer, of_run) for number in range(len(layout.buckets))]
+        most = max(most, _most_under_way(turns[::-1]))
+    return MatrixPlan(max(most, elementwise), 2 * size * moved / max(total, 1), layout.padded_numel / numel - 1)
+
+
+_Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it
+
+
+def _stages(homes: Homes | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int) -> _Stages:
+    if homes is None:
+        return [(0, 0)]
+    size, shard = optimizer.ns_dtype.itemsize, layout.buckets[homes.number].shard_numel
+    pieces = [part.numel for part in homes.parts[rank]]
+    own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
+    shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
+    turn = max(
+        (_turn(count if optimizer.batched else 1, *shape, optimizer.ns_dtype) for shape, count in shapes.items()),
+        default=0,
+    )
+    sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
+    momentum = (_FP32 + size) * shard + max(sent, of_run)
+    direction = _FP32 * shard + max(of_run, _FP32 * max(pieces, default=0) * (size < _FP32))
+    if not homes.travels:
+        return [(max(momentum, sent + turn, sent + direction), 0)]
+    both = sent + arrived
+    return [(max(momentum, both), both), (both + max(turn, sent), both + sent), (both + sent + direction, 0)]
+
+
+@cache
+def _turn(count: int, rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Trace the bytes while matrices of one shape are made orthogonal."""
+    with LiveStorage(counts_meta=True) as tracker:
+        matrices = torch.empty(count, rows, columns, dtype=dtype, device="meta")
+        orthogonalised(matrices if count > 1 else matrices[0], Muon(lr=0.0, ns_dtype=dtype))
+        most: int = tracker.peak_bytes
+        return most
+
+
+def _most_under_way(buckets: Sequence[_Stages]) -> int:
+    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first."""
+    left, most = [0] * len(buckets), 0
+    for turn in range(len(buckets) + 2):
+        for number in range(min(turn, len(buckets) - 1), max(turn - 3, -1), -1):
+            if turn - number < len(buckets[number]):
+                now, then = buckets[number][turn - number]
+                most = max(most, sum(left) - left[number] + now)
+                left[number] = then
+    return most
