@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megamix.arguments import print_lines
 from megamix.bench.checkpoint_bench import checkpoint
+from megamix.bench.muon_bench import muon
 from megamix.bench.ranks import Settings
 from megamix.bench.report import Result, append_line, describe_machine
 from megamix.bench.sides import Work
@@ -27,6 +28,7 @@ def run(what: str, rounds: int, output: Path) -> None:
         "fp16": lambda: fp16(settings),
         "overlap": lambda: overlap(settings),
         "wire": lambda: wire(settings),
+        "muon": lambda: muon(settings),
         "examine": lambda: examine(Settings(rounds=rounds, ranks=1)),
         "checkpoint": lambda: checkpoint(settings),
         "startup": lambda: startup(settings),

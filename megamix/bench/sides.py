@@ -5,7 +5,7 @@ data-parallel in mixed precision, each as its documentation has it, on the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,13 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
 
 
 def make_engine(
-    work: Work, model: Decoder, precision: Precision, sharding: Sharding, fill: Fill | None = None
-) -> ShardedEngine:
+    work: Work, model: Decoder, precision: Precision, sharding: Sharding, fill: Fill | None = None,
+    optimizer: Callable[..., AdamW] = AdamW,
+) -> ShardedEngine:  # fmt: skip
     """Return an engine by the rules of `work`, with a running clock. Every rank must call it."""
     engine = ShardedEngine(
         model,
-        AdamW(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
+        optimizer(lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay),
         precision,
         sharding,
         clip_grad=work.clip_grad,
@@ -103,13 +104,15 @@ class Ours(Engine):
     def __init__(
         self, work: Work, dtype: torch.dtype = torch.bfloat16, *,
         wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
+        optimizer: Callable[..., AdamW] = AdamW,
     ):  # fmt: skip
         model = make_model(work, wide=wide)
         reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
         loss_scale = DynamicLossScale(init_scale=2.0**16) if dtype == torch.float16 else None
         precision = Precision(dtype, reduced, loss_scale, reduce_dtype)
-        self.engine = make_engine(work, model, precision, Sharding(model.units, overlap=overlap, shard=shard))
+        sharding = Sharding(model.units, overlap=overlap, shard=shard)
+        self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.engine(tokens, targets)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megamix.bench import command, startup_bench, train_bench, update_bench
+from megamix.bench import command, muon_bench, startup_bench, train_bench, update_bench
+from megamix.bench.muon_bench import muon
 from megamix.bench.ranks import Settings, Side, Turn
 from megamix.bench.report import Goal, Result
 from megamix.bench.sides import Work
@@ -101,6 +102,24 @@ def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) ->
         ("peak live bytes over native's", 1.05, True),
     ]
     assert _figures(overlap(TINY).goals) == [("tokens/s with overlap over without", 1.02, False)]
+
+
+def test_muon_is_judged_at_two_batches_on_two_ranks_and_by_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(sides: list[Side], settings: Settings) -> dict[str, Measured]:
+        rates = {"adamw": 100.0, "muon": 80.0 if settings.work.micro_batch_size == TINY.work.micro_batch_size else 90.0}
+        of_all = {side.name: _measured([rates.get(side.name, 85.0)] * settings.rounds) for side in sides}
+        each = 60.0 if settings.ranks == 2 else 100.0
+        return {name: one._replace(optimizer_ms=[each] * settings.rounds) for name, one in of_all.items()}
+
+    monkeypatch.setattr(muon_bench, "measure", measure)
+    *judged, (name, share, _) = _figures(muon(replace(TINY, ranks=2)).goals)
+    assert judged == [
+        (f"tokens/s over AdamW's, {TINY.work.micro_batch_size} sequences", 0.8, True),
+        ("tokens/s over AdamW's, 16 sequences", 0.9, True),
+        ("optimizer's part on 2 ranks over one's", 0.6, True),
+    ]
+    assert name == "time of the iteration's products over its own"
+    assert 0 < share < 10
 
 
 def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +247,7 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("what", ["fp16", "all"])
 def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"):
+    for name in ("update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"):
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -239,7 +258,7 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
     want = (
-        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "examine", "checkpoint", "startup"]
+        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
         if what == "all"
         else ["fp16"]
     )
