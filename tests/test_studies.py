@@ -17,6 +17,7 @@ import bf16_rounding
 import gemm_accumulation
 import loss_scales
 import memory
+import optimizers
 import overflow
 import passes
 import pytest
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.uncounted
 
 ROOT = Path(__file__).parents[1]
 STUDIES = (
-    bf16_moments, bf16_rounding, gemm_accumulation, loss_scales, memory, overflow, passes, regression, vanishing,
+    bf16_moments, bf16_rounding, gemm_accumulation, loss_scales, memory, optimizers, overflow, passes, regression,
+    vanishing,
 )  # fmt: skip
 PAGE = run_all.PAGE.read_text(encoding="utf-8")
 
@@ -171,6 +173,31 @@ def test_a_rank_holds_the_formula_and_a_few_counters(tmp_path, monkeypatch) -> N
     (by_hand,) = findings[memory.TEXTBOOK, 1][1]
     assert by_hand.peak >= 20 * by_hand.num_params  # with the FP32 copy of the gradient
     _shows(memory, findings, tmp_path, monkeypatch)
+
+
+def test_every_optimizer_trains_and_the_page_is_what_the_kept_runs_say(tmp_path, monkeypatch) -> None:
+    small = optimizers.measure(small=True)
+    ends = {run.way: curve.losses[-1] for run, curve in small.items()}
+    assert [*ends] == [*optimizers.WAYS]
+    assert all(curve.losses[-1] < curve.losses[0] for curve in small.values())
+    assert ends["Muon"] != ends["Muon, one scale"]
+    assert optimizers.text(small).count("small, ") == 2 * len(ends)
+    kept = optimizers.measure()
+    assert f"\n{optimizers.text(kept)}\n\n<!-- end of optimizers -->" in PAGE
+    _shows(optimizers, kept, tmp_path, monkeypatch)
+
+
+def test_a_grid_goes_on_until_its_best_lies_inside_then_come_the_seeds() -> None:
+    def trained(best: float) -> list[tuple[float, int]]:
+        curves: optimizers.Curves = {}
+        while runs := optimizers.missing(curves, "2 M", "AdamW"):
+            curves[runs[0]] = optimizers.Curve([1], [max(runs[0].lr / best, best / runs[0].lr)])
+        return [(run.lr, run.seed) for run in sorted(curves)]
+
+    inside = [(lr, 1) for lr in (1e-3, 2e-3, 4e-3, 8e-3)]
+    assert trained(4e-3) == sorted([*inside, (4e-3, 2), (4e-3, 3)])
+    assert trained(1e-3) == sorted([(5e-4, 1), *inside, (1e-3, 2), (1e-3, 3)])
+    assert trained(32e-3) == sorted([*inside, (16e-3, 1), (32e-3, 1), (64e-3, 1), (32e-3, 2), (32e-3, 3)])
 
 
 def test_passes_are_summed_by_what_a_step_needs(tmp_path, monkeypatch) -> None:
