@@ -60,17 +60,19 @@ class MatrixPiece:
 
 
 def is_cut(spec: ParamSpec) -> bool:
-    """Return whether a matrix lies in several ranks' blocks of the parameter."""
+    """Return whether any matrix of a parameter that has some lies in several of the blocks that divide it: one answer
+    for all of their ranks, though a rank's own block may hold whole ones.
+    """
     own, _ = _block(spec, None)
-    borders = [*accumulate(spec.matrices, initial=0)]
-    is_inside = own.start in borders and own.stop in borders and spec.shape[-1] == spec.full_shape[-1]
-    return bool(spec.matrices) and not is_inside
+    starts = range(0, sum(spec.matrices), own.stop - own.start)
+    is_inside = {*accumulate(spec.matrices, initial=0)}.issuperset(starts) and spec.shape[-1] == spec.full_shape[-1]
+    return not is_inside
 
 
 def matrices_of(bucket: Bucket) -> list[Matrix]:
     """Return the matrices of a bucket, in the order of its parameters: those of a block, if they are whole there."""
     found = []
-    for spec in (slot.spec for slot in bucket.slots):
+    for spec in (slot.spec for slot in bucket.slots if slot.spec.matrices):
         own, _ = _block(spec, None)
         for first, last in pairwise(accumulate(spec.matrices, initial=0)):
             if is_cut(spec) or (own.start <= first and last <= own.stop):

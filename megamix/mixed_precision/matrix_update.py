@@ -66,6 +66,8 @@ class MatrixUpdate:
         self._exchanges: dict[int, _Exchange] = {}
         if isinstance(optimizer, muon.Muon):
             self._muon, self._exchanges = optimizer, _plan(optimizer, shard, topology)
+        elif self._matrix_groups:
+            raise TypeError(f"{type(optimizer).__name__} has matrices, but only a Muon moves any; derive it from that")
 
     def in_turn(
         self, buckets: Sequence[int], cuts: Sequence[Sequence[Cut]], grad_shards: Sequence[Tensor], step: StepScalars

@@ -55,6 +55,9 @@ class Muon(AdamW):
 
     def __post_init__(self) -> None:
         super(Muon, self).__post_init__()
+        for key in ("tables", "matrix", "adamw"):
+            if isinstance(patterns := getattr(self, key), str):  # each letter would be one, and * is all parameters
+                raise TypeError(f"{key} takes a sequence of patterns, got {patterns!r}; write {key}=[{patterns!r}]")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
         if len(self.ns_coefficients) != 3 or not all(map(math.isfinite, self.ns_coefficients)):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
-from megamix import Muon, ParamGroup, Precision, ShardedEngine
+from megamix import Muon, Optimizer, ParamGroup, Precision, ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
-from megamix.mixed_precision.matrix_layout import Place, choose_homes, matrices_of, parts_of
+from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, parts_of
 from megamix.mixed_precision.muon import MOMENTUM, iterated, orthogonalised
 
 U32 = 2.0**-24
@@ -166,9 +166,46 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
     assert "blocks.0.qkv.weight" not in caplog.text
 
 
+@pytest.mark.parametrize("key", ["tables", "matrix", "adamw"])
+def test_a_pattern_alone_is_not_taken_for_its_letters(key: str) -> None:
+    with pytest.raises(TypeError, match=rf"write {key}=\['\*.router.\*'\]"):
+        Muon(lr=0.02, **{key: "*.router.*"})
+
+
+class _NoMuon(Optimizer):
+    def states(self, name: str, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
+        return {}
+
+    def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[:1]
+
+
+def test_matrices_that_nothing_would_move_are_refused() -> None:
+    with pytest.raises(TypeError, match="_NoMuon has matrices, but only a Muon moves any"):
+        ShardedEngine(nn.Linear(4, 4, bias=False), _NoMuon(lr=0.1), compile_update=False)
+
+
+def test_a_number_for_a_parameter_is_no_matrix() -> None:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.float32), compile_update=False)
+    engine.backward((model(torch.ones(4)) * model.scale).sum())
+    engine.step()
+    assert float(model.scale.detach()) != 1.0
+
+
 def test_rows_that_do_not_add_up_are_named() -> None:
     with pytest.raises(ValueError, match=r"whose sum must be the 40 rows of blocks.0.qkv.weight"):
         Muon(lr=0.02, fused={"*.qkv.weight": (24, 8)}).matrices("blocks.0.qkv.weight", (40, 24))
+
+
+def test_ranks_whose_blocks_hold_whole_matrices_know_of_those_that_are_cut() -> None:
+    """Queries of two blocks, keys and values of one: the ranks with these have them whole, and must take part."""
+    specs = [
+        ParamSpec(name="qkv", shape=(16, 8), full_shape=(64, 8), group=0, offset=(start, 0), matrices=(32, 16, 16))
+        for start in range(0, 64, 16)
+    ]
+    assert [is_cut(spec) for spec in specs] == [True] * 4
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 16, 64])

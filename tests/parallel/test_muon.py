@@ -4,6 +4,7 @@ does, bit for bit; what cannot be put together is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -90,12 +91,12 @@ class _Experts(nn.Module):
         self.experts = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
 
 
-def _engine(dim: int) -> ShardedEngine:
+def _engine(dim: int, adamw: Sequence[str] = ()) -> ShardedEngine:
     model = _Experts(dim)
     offset = tuple(2 if at == dim else 0 for at in range(3))  # of the second of two ranks
     place = {"experts": Placement((4, 8, 6), offset, Topology().owners)}
     sharding = Sharding(placements=place)
-    return ShardedEngine(model, Muon(lr=0.1), Precision(torch.float32), sharding, compile_update=False)
+    return ShardedEngine(model, Muon(lr=0.1, adamw=adamw), Precision(torch.float32), sharding, compile_update=False)
 
 
 def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
@@ -117,3 +118,4 @@ def test_matrices_that_a_rank_has_whole_are_its_own() -> None:
 def test_blocks_that_cannot_be_put_together_are_refused(dim: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         _engine(dim)
+    _engine(dim, adamw=["experts"])  # as the message asks
