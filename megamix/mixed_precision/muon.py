@@ -21,8 +21,11 @@ log = logging.getLogger("megamix")
 
 MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
-TABLES = ("*embed*", "*wte.*", "*wpe.*", "*lm_head.*", "head.*", "*.head.*", "output.*")
-FUSED = ("*qkv*", "*in_proj_weight", "*c_attn.weight", "*gate_up*")
+TABLES = (
+    "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
+    "*lm_head.*", "head.*", "*.head.*", "output.*",
+)  # fmt: skip
+FUSED = ("*qkv*", "*query_key_value*", "*in_proj_weight", "*c_attn.weight", "*gate_up*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,10 @@ MATRICES = [
     ("embedding.weight", (100, 24), ()),
     ("transformer.wte.weight", (100, 24), ()),
     ("lm_head.weight", (100, 24), ()),
+    ("shared.weight", (100, 24), ()),
+    ("emb.weight", (100, 24), ()),
+    ("tok_emb.weight", (100, 24), ()),
+    ("pos_emb", (1, 50, 24), ()),
     ("head.special", (24, 24), (24,)),
     ("blocks.0.router.weight", (4, 24), ()),
 ]
@@ -157,12 +161,12 @@ def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> Non
 
 
 def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog) -> None:
-    names = ["blocks.0.qkv.weight", "blocks.1.qkv.weight", "blocks.0.up.weight"]
+    names = ["blocks.0.qkv.weight", "blocks.1.query_key_value.weight", "blocks.0.up.weight"]
     Muon(lr=0.02, adamw=["*.rooter.*"], fused={"blocks.0.qkv.weight": (8, 8, 8)}).warn_of_idle_groups(names)
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
         "adamw of Muon has the pattern '*", "Muon takes blocks",
     ]  # fmt: skip
-    assert "blocks.1.qkv.weight" in caplog.text
+    assert "blocks.1.query_key_value.weight" in caplog.text
     assert "blocks.0.qkv.weight" not in caplog.text
 
 
