@@ -28,7 +28,7 @@ class Unit:
     params: list[str]
     live: bool = False  # its gathers are under way, or have landed
     begun: bool = False  # the pass has come to it
-    called: bool = False  # by a forward whose backward is still to come
+    called: bool = False  # by a forward of this step, whose backward may be still to come
 
 
 class UnitGather:
@@ -39,8 +39,8 @@ class UnitGather:
     own; its hook behind forward frees it. In backward the gradient of its output does what the pre-hook does, and a
     unit is freed when all its gradients have come and the pass is at another one. Two units have memory at a time: the
     last two of a forward stay for the backward, which begins with them. So does the root, the parameters that no unit
-    has alone, from the first forward of a step to its end. A unit that is called again, earlier than the order says, or
-    outside of the model's forward is gathered when it is called, if all ranks call it.
+    has alone. A unit that is called again, earlier than the order says, or outside of the model's forward is gathered
+    when it is called, if all ranks call it.
     `came(parameter)`: its gradient has come in this backward pass.
     """
 
@@ -140,7 +140,7 @@ class UnitGather:
         if unit is self._root:
             if not self._in_backward:
                 self._end()
-                self._free(self._units[1:])  # of a forward that had no backward
+                self._free(self._units)  # the root, too: after an evaluation without gradients a rank has none
                 kept = [self._root, *self._units[1:][-2:]]
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
         else:
@@ -186,6 +186,8 @@ class UnitGather:
     def _drop(self) -> None:
         self._kept = ()
         self._free(self._units)
+        for unit in self._units:
+            unit.called = False
 
     def _advance(self, to: int, at: int = 0) -> None:
         """Launch the first `to` units of the pass, as far as they are not. It is at place `at`: those in front of it
@@ -261,7 +263,6 @@ class UnitGather:
                             pending.wait()
                     self._half_params.free(bucket)
             unit.live = unit.begun = False
-            unit.called = unit.called and not self._in_backward
 
     @contextmanager
     def _named(self, unit: Unit) -> Iterator[None]:

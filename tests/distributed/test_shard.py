@@ -217,13 +217,16 @@ def test_one_rank_adds_up_micro_batches_as_a_plain_loop_does() -> None:
     assert check_cases(_added_by_owners(1, 1, 20 if FULL else 8)) == []
 
 
-def _engine(shard: str = "parameters", group: dist.ProcessGroup | None = None, **settings: bool) -> ShardedEngine:
+def _engine(
+    shard: str = "parameters", group: dist.ProcessGroup | None = None, compiled: bool = False, grad_accum_steps: int = 1
+) -> ShardedEngine:
     model = make_model(tied=False)
-    if settings.get("compiled"):
+    if compiled:
         for block in model.blocks:
             block.compile(dynamic=False)
     sharding = Sharding([*model.blocks], Topology.current(group), shard=shard)
-    return ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    settings = {"compile_update": False, "grad_accum_steps": grad_accum_steps}
+    return ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, **settings)
 
 
 def _take_step(engine: ShardedEngine, step: int = 0, flavour: int = 0) -> float:
@@ -303,9 +306,13 @@ ORDERS = {  # of the blocks that a forward calls, by rank
 }
 
 
-def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *, inside: bool = True) -> list[float]:
-    """Norms and losses of steps whose forward calls these blocks; unless `inside`, from outside of the model's."""
-    engine = _engine(shard)
+def _in_order(
+    shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *, inside: bool = True, forwards: int = 1
+) -> list[float]:
+    """Norms and losses of steps whose forward calls these blocks; unless `inside`, from outside of the model's. Of a
+    step all `forwards` come before all backwards.
+    """
+    engine = _engine(shard, grad_accum_steps=forwards)
     model, rank, told = engine.module, engine.topology.dp.rank, []
 
     def forward(tokens: Tensor) -> Tensor:
@@ -319,10 +326,12 @@ def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *,
 
     for step in range(3):
         with mock.patch.object(model, "forward", forward):
-            out = model(make_batch(step, rank, 0)) if inside else forward(make_batch(step, rank, 0))
-        loss = out.float().square().mean()
-        engine.backward(loss)
-        told += [loss.item(), float(engine.step().grad_norm)]
+            batches = [make_batch(step, rank, number) for number in range(forwards)]
+            outs = [model(tokens) if inside else forward(tokens) for tokens in batches]
+        losses = [out.float().square().mean() for out in outs]
+        for loss in losses:
+            engine.backward(loss)
+        told += [*map(Tensor.item, losses), float(engine.step().grad_norm)]
     return told
 
 
@@ -330,6 +339,27 @@ def _in_order(shard: str, order: tuple[tuple[int, ...], ...], recompute: str, *,
 @pytest.mark.parametrize("order", ORDERS)
 def test_whatever_units_a_forward_calls_the_bits_are_the_kept_copys(run_ranks, order: str, recompute: str) -> None:
     kept, passing = (run_ranks(_in_order, 2, shard, ORDERS[order], recompute) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+@pytest.mark.parametrize("order", ["early exit of one rank", "none on one rank", "ranks leave out other ones"])
+def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, order: str) -> None:
+    twice = partial(_in_order, forwards=2)
+    kept, passing = (run_ranks(twice, 2, shard, ORDERS[order], "together") for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+def _evaluates_otherwise(shard: str) -> list[float]:
+    engine, told = _engine(shard), list[float]()
+    for step in range(3):
+        with torch.set_grad_enabled(dist.get_rank() == 1):
+            told.append(loss_of(engine.module, make_batch(100 + step, dist.get_rank(), 0)).item())
+        told.append(_take_step(engine, step))
+    return told
+
+
+def test_one_rank_may_evaluate_with_gradients(run_ranks) -> None:
+    kept, passing = (run_ranks(_evaluates_otherwise, 2, shard) for shard in ("states", "parameters"))
     assert kept == passing
 
 
