@@ -167,7 +167,7 @@ def test_a_checkpoint_of_version_1_loads_bit_for_bit_and_its_run_goes_on(
     )
     saved = read_checkpoint(old, check_run)
     record = saved.manifest.run.model_copy(update={"config": config_to_toml(config)})
-    assert changes(saved.path, saved.manifest, record, 24) == [f'checkpoint.folder: "run" -> "{run}"']
+    assert changes(saved.path, saved.manifest, record, 24, own=True) == [f'checkpoint.folder: "run" -> "{run}"']
     stored = {key.split("|")[0]: part for key, part in load_file(old / SHARD).items() if "|master|" in key}
     loaded = open_source(run).load(torch.float32, torch.device("cpu")).state_dict()
     assert all(torch.equal(loaded[name], part) for name, part in stored.items())
@@ -196,4 +196,4 @@ def test_a_model_that_version_1_has_imported_is_begun_from(tmp_path: Path) -> No
     config = config_from_dict(now(tmp_path / "run"), {"model": dict(open_source(path).config)})
     record = checkpoint.manifest.run.model_copy(update={"config": config_to_toml(config)})
     assert "family" not in checkpoint.manifest.run.config
-    assert changes(checkpoint.path, checkpoint.manifest, record, 0) == []
+    assert changes(checkpoint.path, checkpoint.manifest, record, 0, own=True) == []

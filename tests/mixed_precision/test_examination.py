@@ -116,7 +116,7 @@ def _cuts_tile_runs() -> bool:
     try:
         own = engine.piece_stats.by_bucket
         grads = engine.grad_reduce.grad_shards
-        watched = examination.watch(engine.under_way.examination, own, grads, engine._updates.of_run)
+        watched = examination.watch(engine.under_way.examination, own, grads, engine.matrix_update.of_run)
         for bucket, runs in enumerate(engine.master_shard.runs):
             cuts = [cut for cut, _ in watched[bucket]]
             assert all(cut.start % ROW == cut.end % ROW == 0 and cut.end - cut.start <= 128 for cut in cuts)
