@@ -72,7 +72,7 @@ class MuonConfig(AdamWConfig):
     adamw_lr_factor: NonNegativeFloat = 1.0
     """Multiplies the learning rate of what AdamW moves."""
     batched: bool = False
-    """Whether matrices of one shape are multiplied together, which is faster for small ones and rounds otherwise."""
+    """Whether matrices of one shape are multiplied together: in fewer calls, and with other bits."""
     matrix: Annotated[tuple[Text, ...], Field(strict=False, examples=[["head.weight"]])] = ()
     """Patterns of parameters that are matrices, though the model calls them tables."""
     adamw: Annotated[tuple[Text, ...], Field(strict=False, examples=[["*.router.weight"]])] = ()

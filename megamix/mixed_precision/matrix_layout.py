@@ -80,7 +80,7 @@ def matrices_of(bucket: Bucket) -> list[Matrix]:
     return found
 
 
-def parts_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
+def pieces_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
     """Yield what the rank at a place owns of each matrix, if anything."""
     pieces = {piece.spec.name: piece for piece in bucket.shard_pieces(place.shard)}
     for number, matrix in enumerate(matrices):
@@ -121,7 +121,7 @@ def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Plac
     found, costs, held = [], list[int](), list[list[int]]()
     for number in buckets:
         matrices = matrices_of(layout.buckets[number])
-        parts = [[*parts_of(layout.buckets[number], matrices, place)] for place in places]
+        parts = [[*pieces_of(layout.buckets[number], matrices, place)] for place in places]
         shares = [[0] * len(places) for _ in matrices]
         for rank, own in enumerate(parts):
             for part in own:

@@ -39,7 +39,6 @@ class Muon(AdamW):
     and values; each is orthogonalised by itself.
     """
 
-    weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
     # Of x -> a x + b (x x^T) x + c (x x^T)^2 x, five times: Jordan's, which take singular values to about [0.7, 1.2].
@@ -50,7 +49,7 @@ class Muon(AdamW):
     # "original": sqrt(max(1, rows / columns)) (Jordan). The names are torch.optim.Muon's.
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     adamw_lr_factor: float = 1.0  # times lr, for what AdamW moves
-    batched: bool = False  # whether matrices of one shape are multiplied together: faster if small, and other bits
+    batched: bool = False  # whether matrices of one shape are multiplied together: fewer calls, and other bits
     tables: Sequence[str] = TABLES
     matrix: Sequence[str] = ()
     adamw: Sequence[str] = ()
@@ -64,7 +63,9 @@ class Muon(AdamW):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
         if len(self.ns_coefficients) != 3 or not all(map(math.isfinite, self.ns_coefficients)):
-            raise ValueError(f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}")
+            raise ValueError(
+                f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}; leave them out"
+            )
         if not 1 <= self.ns_steps <= 100:
             raise ValueError(f"ns_steps must lie in 1 .. 100, got {self.ns_steps}; use 5")
         if self.ns_dtype not in (torch.bfloat16, torch.float32):

@@ -247,7 +247,11 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, engine
 
 
 @pytest.mark.parametrize("saved", [AdamW(lr=0.01), NAG(lr=0.1), Muon(lr=0.02)], ids=["adamw", "nag", "muon"])
-@pytest.mark.parametrize("loaded", [AdamW(lr=0.01), Muon(lr=0.02)], ids=["adamw", "muon"])
+@pytest.mark.parametrize(
+    "loaded",
+    [AdamW(lr=0.01), Muon(lr=0.02), AdamW(lr=0.01, state_dtype=torch.bfloat16)],
+    ids=["adamw", "muon", "adamw in bf16"],
+)
 def test_another_optimizer_keeps_masters_counters_and_common_states(
     tmp_path: Path, caplog, saved: Optimizer, loaded: Optimizer
 ) -> None:
@@ -264,12 +268,14 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
         before = was[after.spec.name]
         assert torch.equal(before.tensors[MASTER], after.tensors[MASTER])
         for state, values in after.tensors.items():
-            assert torch.equal(values, before.tensors.get(state, torch.zeros_like(values)))
-        anew += bool(after.tensors.keys() - before.tensors.keys())
+            was_kept = state in before.tensors and before.tensors[state].dtype == values.dtype
+            assert torch.equal(values, before.tensors[state] if was_kept else torch.zeros_like(values))
+        dtypes = ({(state, values.dtype) for state, values in one.tensors.items()} for one in (after, before))
+        anew += bool(set.difference(*dtypes))
     assert int(target.applied_updates) == int(source.applied_updates)
     told = [line for line in caplog.messages if line.startswith("another optimizer's checkpoint:")]
     assert sum(int(line.split(" of ")[1].split()[0]) for line in told) == anew
-    assert bool(anew) == (type(saved) is not type(loaded))
+    assert bool(anew) == (type(saved) is not type(loaded) or saved.state_dtype != loaded.state_dtype)
 
 
 def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:

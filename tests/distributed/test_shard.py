@@ -349,6 +349,16 @@ def test_a_checkpoint_of_several_units_may_wait_for_its_backward(run_ranks, orde
     assert kept == passing
 
 
+def test_a_step_forgets_which_units_were_called() -> None:
+    """Else one that a later step leaves out would have memory to the end of its backward."""
+    engine = _engine()
+    loss = loss_of(engine.module, make_batch(0, 0, 0))
+    assert all(unit.called for unit in engine.param_gather._units[1:])
+    engine.backward(loss)
+    engine.step()
+    assert not any(unit.called for unit in engine.param_gather._units)
+
+
 def _evaluates_otherwise(shard: str) -> list[float]:
     engine, told = _engine(shard), list[float]()
     for step in range(3):

@@ -14,7 +14,7 @@ from torch.optim import _muon
 
 from megamix import Muon, Optimizer, ParamGroup, Precision, ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
-from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, parts_of
+from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, pieces_of
 from megamix.mixed_precision.muon import MOMENTUM, iterated, orthogonalised
 
 U32 = 2.0**-24
@@ -227,7 +227,7 @@ def test_pieces_tile_every_matrix_and_have_a_home(num_shards: int) -> None:
         seen = [torch.zeros(matrix.rows, matrix.columns) for matrix in matrices]
         held = [[0] * num_shards for _ in matrices]
         for shard in range(num_shards):
-            for piece in parts_of(bucket, matrices, Place(shard)):
+            for piece in pieces_of(bucket, matrices, Place(shard)):
                 seen[piece.matrix][piece.rows, piece.columns].view(-1)[piece.first : piece.first + piece.numel] += 1
                 held[piece.matrix][shard] += piece.numel
         assert all(bool((one == 1).all()) for one in seen)
@@ -240,4 +240,5 @@ def test_homes_share_the_work() -> None:
     """One rank holds the most of each matrix; the others take theirs of the work."""
     homes = choose_homes([100] * 8, [[60, 20, 10, 10]] * 8, 4)
     assert [homes.count(rank) for rank in range(4)] == [2, 2, 2, 2]
+    assert choose_homes([100] * 3, [[60, 0]] * 3, 2) == [0, 0, 0]  # whole ones stay, whoever has them
     assert choose_homes([100] * 4, [[0, 60, 40], [50, 50, 0], [10, 20, 70], [30, 40, 30]], 3)[0] == 1
