@@ -54,6 +54,7 @@ class ShardedEngine:
         sharding = Sharding() if sharding is None else sharding
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
+        optimizer = optimizer.for_model(model)
         self.module, self.optimizer = model, optimizer
         self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
         device = self.device = single_device(model)
@@ -64,7 +65,7 @@ class ShardedEngine:
         self.params, self.buffers = describe_whole(model, specs, topology)
         self.param_names = [entry.name for entry in self.params]  # of the whole model, in registration order
         if topology.world.rank == 0:
-            optimizer.warn_of_idle_groups(self.param_names)
+            optimizer.warn_of_doubts(model, {entry.name: entry.full_shape for entry in self.params})
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
         world = self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # all ranks of the model
         self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))

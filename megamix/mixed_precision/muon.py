@@ -5,14 +5,16 @@ hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM tr
 from __future__ import annotations
 
 import fnmatch
+import glob
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars
@@ -23,9 +25,13 @@ MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
 TABLES = (
     "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
-    "*lm_head.*", "head.*", "*.head.*", "output.*",
+    "*lm_head.*", "head.*", "*.head.*", "output.*", "classifier.*", "*.classifier.*", "score.*", "*.score.*",
 )  # fmt: skip
-FUSED = ("*qkv*", "*query_key_value*", "*in_proj_weight", "*c_attn.weight", "*gate_up*")
+FUSED = (
+    "*qkv*", "*query_key_value*", "*in_proj_weight", "*in_proj.weight", "*x_proj.weight", "*c_attn.weight", "*gate_up*",
+)  # fmt: skip
+# Their own parameters are no maps between hidden states, whatever shape and name.
+_NO_MAPS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +39,8 @@ class Muon(AdamW):
     """Muon for matrices, AdamW, with the settings that this class inherits, for tables, norms and biases.
 
     A matrix is what has two dims, or three, (E, out, in) for E of them, unless a shell pattern of `tables` matches its
-    name; those of `matrix` and `adamw` are exceptions, the latter first. Kernels of convolutions have three, too: name
-    them in `adamw`.
+    name, or its module is an embedding, a norm or a convolution; the patterns of `matrix` and `adamw` are exceptions,
+    the latter first.
     `fused`: by pattern, the rows of the matrices that stand one below the other in a parameter, as of queries, keys
     and values; each is orthogonalised by itself.
     """
@@ -98,18 +104,42 @@ class Muon(AdamW):
             return group
         return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
 
-    def warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        super(Muon, self).warn_of_idle_groups(names)
+    def for_model(self, model: nn.Module) -> Self:
+        known = (*self.tables, *self.matrix, *self.adamw)
+        found = [
+            glob.escape(name)
+            for name, (param, modules) in _owners(model).items()
+            if param.dim() > 1 and any(isinstance(one, _NO_MAPS) for one in modules) and not _matches(name, known)
+        ]
+        return replace(self, tables=[*self.tables, *found]) if found else self
+
+    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super(Muon, self).warn_of_doubts(model, shapes)
         for key in ("matrix", "adamw", "fused"):
             for pattern in getattr(self, key):
-                if not fnmatch.filter(names, pattern):
+                if not fnmatch.filter(shapes, pattern):
                     log.warning("%s of Muon has the pattern %r, which matches no parameter of the model", key, pattern)
-        for name in names:
-            if _matches(name, FUSED) and not _matches(name, [*self.fused, *self.adamw]):
+        owners, told = _owners(model), set[str]()
+        for name, shape in shapes.items():
+            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # in all layers
+            if alike in told or not self.matrices(name, shape) or _matches(name, [*self.fused, *self.matrix]):
+                continue
+            _, modules = owners.get(name, (None, []))  # none of another stage's
+            if _matches(name, FUSED):
                 log.warning(
-                    "Muon takes %s for one matrix. If it holds several, as queries, keys and values, give their rows: "
-                    "fused={%r: (rows, rows, rows)}", name, name,
+                    "Muon takes %s for one matrix. If it holds several one below the other, as queries, keys and "
+                    "values, give their rows: fused={%r: (rows, rows, rows)}; if they stand beside each other, let "
+                    "AdamW move it: adamw=[%r]; if it is one: matrix=[%r]", alike, alike, alike, alike,
                 )  # fmt: skip
+            elif modules and not any(isinstance(one, nn.Linear) for one in modules):
+                log.warning(
+                    "Muon takes %s %s, of %s, for %d matrices by its shape alone. If it is a table or a norm, let "
+                    "AdamW move it: adamw=[%r]; if it is right: matrix=[%r]",
+                    alike, [*shape], type(modules[0]).__name__, len(self.matrices(name, shape)), alike, alike,
+                )  # fmt: skip
+            else:
+                continue
+            told.add(alike)
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
@@ -142,6 +172,16 @@ class Muon(AdamW):
             self._fused_update_(grad, master, states, at, update, found_inf)
         else:
             super(Muon, self).library_update_(grad, master, states, at, update, found_inf)
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[nn.Module]]]:
+    """Return each parameter by all of its names, with all modules that have it as their own."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            owners.setdefault(param, []).append(module)
+    params = model.named_parameters(remove_duplicate=False)
+    return {name: (param, owners[param]) for name, param in params}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from numbers import Real
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megamix import tuned
 
@@ -143,10 +143,16 @@ class Optimizer:
                 return UpdateGroup(group.lr_factor, decay, states)
         return UpdateGroup(1.0, default_decay, states)
 
-    def warn_of_idle_groups(self, names: Sequence[str]) -> None:
-        """Log the patterns that match none of a model's parameters: misspelt, or meant for another one."""
+    def for_model(self, model: nn.Module) -> Self:
+        """Return it with what the types of the model's modules say of its parameters."""
+        return self
+
+    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Log the patterns that match no parameter: misspelt, or meant for another model. `shapes`: of all parameters
+        that the ranks train; `model`: this rank's part.
+        """
         for pattern in (group.pattern for group in self.groups):
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
                 log.warning("the optimizer's group %r matches no parameter of the model", pattern)
 
     def coefficients(self, update: Tensor) -> Tensors:

@@ -65,7 +65,7 @@ def build_optimizer(section: OptimizerConfig, lr: Sequence[float], model: Decode
         own |= {"tables": family.tables, "fused": family.fused(model)}
     keys = own | {"lr": lr, "weight_decay": section.weight_decay, "groups": groups}
     optimizer: Optimizer = OPTIMIZERS.registered[section.name](**keys)
-    return optimizer
+    return optimizer.for_model(family_of(model).sketch(model)) if section.name == "muon" else optimizer
 
 
 def _given(section: Section, but: str = "") -> dict[str, Any]:

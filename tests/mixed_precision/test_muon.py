@@ -125,6 +125,8 @@ MATRICES = [
     ("transformer.wte.weight", (100, 24), ()),
     ("lm_head.weight", (100, 24), ()),
     ("shared.weight", (100, 24), ()),
+    ("score.weight", (4, 24), ()),
+    ("model.classifier.weight", (4, 24), ()),
     ("emb.weight", (100, 24), ()),
     ("tok_emb.weight", (100, 24), ()),
     ("pos_emb", (1, 50, 24), ()),
@@ -160,14 +162,60 @@ def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> Non
         Muon(lr=0.02, **setting)
 
 
+class _Odd(nn.Module):
+    """Parameters whose names say nothing, or the wrong thing; `tied` is a map whose weight is a table's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(
+            nn.Embedding(16, 8), nn.EmbeddingBag(16, 8), nn.Conv1d(8, 8, 3), nn.LayerNorm((4, 8))
+        )
+        self.tied, self.plain = nn.Linear(8, 16, bias=False), nn.Linear(8, 8)
+        self.tied.weight = self.parts[0].weight
+        self.first = nn.Linear(8, 12, bias=False)  # has its name before the table that has its weight
+        self.rows = nn.Embedding(12, 8)
+        self.rows.weight = self.first.weight
+        self.experts = nn.Parameter(torch.zeros(3, 8, 4))
+        self.layers = nn.ModuleList(nn.MultiheadAttention(8, 2) for _ in range(2))
+
+
+def _matrices_of(model: nn.Module, **settings: object) -> list[str]:
+    engine = ShardedEngine(model, Muon(lr=0.02, **settings), Precision(torch.float32), compile_update=False)
+    return sorted(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots if slot.spec.matrices)
+
+
+def test_modules_types_say_what_no_matrix_is(caplog) -> None:
+    """Embeddings, convolutions and norms have none, whatever they are called; what only looks like one is told."""
+    attention = [f"layers.{layer}.{name}" for layer in (0, 1) for name in ("in_proj_weight", "out_proj.weight")]
+    assert _matrices_of(_Odd()) == sorted(["experts", "plain.weight", *attention])
+    doubts = [record.getMessage().partition(". ")[0] for record in caplog.records]
+    assert doubts == [
+        "Muon takes experts [3, 8, 4], of _Odd, for 3 matrices by its shape alone",
+        "Muon takes layers.*.in_proj_weight for one matrix",
+    ]
+    assert all("adamw=['" in record.getMessage() for record in caplog.records)
+    assert "fused={'layers.*.in_proj_weight': (rows, rows, rows)}" in caplog.text
+
+
+def test_patterns_of_the_user_come_before_types(caplog) -> None:
+    settings = {"matrix": ["parts.0.*", "experts"], "adamw": ["*.in_proj_weight"], "tables": ["plain.*"]}
+    out = [f"layers.{layer}.out_proj.weight" for layer in (0, 1)]
+    assert _matrices_of(_Odd(), **settings) == ["experts", *out, "parts.0.weight"]
+    assert not caplog.records
+
+
+class _Stacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.query_key_value, self.up = (nn.Linear(8, 24) for _ in range(3))
+
+
 def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(caplog) -> None:
-    names = ["blocks.0.qkv.weight", "blocks.1.query_key_value.weight", "blocks.0.up.weight"]
-    Muon(lr=0.02, adamw=["*.rooter.*"], fused={"blocks.0.qkv.weight": (8, 8, 8)}).warn_of_idle_groups(names)
+    """And no others: biases beside them are no matrices."""
+    _matrices_of(_Stacked(), adamw=["*.rooter.*"], fused={"qkv.weight": (8, 8, 8)})
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
-        "adamw of Muon has the pattern '*", "Muon takes blocks",
+        "adamw of Muon has the pattern '*", "Muon takes query_key_value",
     ]  # fmt: skip
-    assert "blocks.1.query_key_value.weight" in caplog.text
-    assert "blocks.0.qkv.weight" not in caplog.text
 
 
 @pytest.mark.parametrize("key", ["tables", "matrix", "adamw"])

@@ -21,8 +21,10 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
-from megamix.config import PrecisionConfig
+from megamix.config import ModelConfig, PrecisionConfig
 from megamix.model.decoder import Decoder
+from megamix.model.layers import Embedding
+from megamix.model.transformer import Block, Transformer
 from megamix.plugins import LOSS_SCALES
 from megamix.train.build import build_engine, build_loss_scale, build_optimizer
 from tests.train.jobs import tiny_job
@@ -98,6 +100,25 @@ def test_every_setting_of_the_optimizers_arrives(tmp_path) -> None:
         lr=[0.1], weight_decay=0.2, groups=group, ns_dtype=torch.float32, state_dtype=torch.bfloat16,
         tables=Decoder.tables, **numbers, **others, **moments,
     )  # fmt: skip
+
+
+class _Salted(Transformer):
+    """A family with a table in each block that it has not named."""
+
+    def block(self, config: ModelConfig, layer: int) -> Block:
+        block = super().block(config, layer)
+        block.salt = Embedding(8, config.hidden_size, self.ops, std=0.02)
+        return block
+
+
+def test_a_family_s_tables_are_known_by_their_type(tmp_path, monkeypatch) -> None:
+    """Without an engine, too: `plan`, `verify` and the check of a checkpoint ask this one."""
+    monkeypatch.setattr("megamix.train.build.family_of", lambda model: _Salted)
+    config = tiny_job(tmp_path, optimizer={"name": "muon"})
+    optimizer = build_optimizer(config.optimizer, [0.1], config.model)
+    names = [name for name, shape in _Salted.shapes(config.model).items() if optimizer.matrices(name, shape)]
+    assert "blocks.1.attention.query.weight" in names
+    assert not any("salt" in name for name in names)
 
 
 def test_every_setting_of_the_precision_arrives(tmp_path, monkeypatch) -> None:
