@@ -54,9 +54,8 @@ class ShardedEngine:
         sharding = Sharding() if sharding is None else sharding
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
-        optimizer = optimizer.for_model(model)
-        self.module, self.optimizer = model, optimizer
-        self.clip_grad, self.grad_accum_steps = clip_grad, grad_accum_steps
+        optimizer = self.optimizer = optimizer.for_model(model)
+        self.module, self.clip_grad, self.grad_accum_steps = model, clip_grad, grad_accum_steps
         device = self.device = single_device(model)
         grad_dtype = precision.own_grad_dtype
 
