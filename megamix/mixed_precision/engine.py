@@ -83,7 +83,7 @@ class ShardedEngine:
         take_over(model, half, shard, among, by_axis[0], topology, fill)
         self.loss_scale.to(device)
         grads = self.half_grads = HalfGrads(layout, half.params, grad_dtype, device, make_buffers())
-        self.param_gather = make_gather(model, sharding.units, half, among, sharding.overlap, self.clock, grads.came)
+        self.param_gather = make_gather(model, sharding.units, half, shard, sharding.overlap, self.clock, grads.came)
         require_equal_buckets(by_axis, device, [layout.buckets[k] for k in self.param_gather.order_of_need])
         sums, totals = make_sums(grads.buffers, among, precision, sharding, grad_accum_steps)
         kinds = (half.flat, grads.flat, totals or sums)
@@ -292,7 +292,7 @@ class ShardedEngine:
     def publish_masters(self) -> None:
         """Make every half parameter the cast of its master, which was written. Every rank must call it."""
         self._require_between_steps("publish_masters()", writes=True)
-        self.param_gather.publish(self.master_shard.master)
+        self.param_gather.publish()
 
     def _require_between_steps(self, call: str, writes: bool = False) -> None:
         self.under_way.require_empty(call, "right after step()")

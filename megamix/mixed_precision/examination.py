@@ -85,11 +85,11 @@ def _chunk(tensor: Tensor) -> int:
 
 def _compare(update: Update, counts: Tensor, *arguments: Any) -> None:
     _, master, _, half, *_ = arguments
-    old_master, old_half = master.clone(), half.clone()
+    old_master = master.clone()
     update(*arguments)
     changed = master != old_master  # never in the padding: zeros stay zeros
     counts[0] += changed.sum()
-    counts[1] += (changed & (half == old_half)).sum()
+    counts[1] += (changed & (half == old_master.to(half.dtype))).sum()
 
 
 def count_exponents(values: Tensor, counts: Tensor) -> None:

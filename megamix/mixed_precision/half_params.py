@@ -261,11 +261,11 @@ class HalfParams:
             place = param.data_ptr() - flat.data_ptr()
             self._installed[-1].append((slot.spec.name, param, place, param._version))
 
-    def kept(self, bucket: int, among: Collectives) -> tuple[Tensor, range]:
-        """Return what this rank keeps of a bucket between steps, half (owners * shard_numel,), and of which owners."""
-        return self.flat[bucket], range(among.axis.size)
+    def copies(self) -> list[Tensor]:
+        """Return what every rank keeps between steps: of each bucket half (padded_numel,), or nothing of any."""
+        return self.flat
 
-    def put(self, bucket: int, full: Tensor, among: Collectives) -> None:
+    def put(self, bucket: int, full: Tensor) -> None:
         """Set a bucket's values. Shapes: full FP32 (padded_numel,)."""
         self.flat[bucket].copy_(full)
 

@@ -222,7 +222,7 @@ def load_weights(
     for index in range(len(half_params.layout.buckets)):
         full = half_params.full_precision(index, state_dict)
         master_shard.take(index, full)
-        half_params.put(index, full, master_shard.collectives[index])
+        half_params.put(index, full)
     for name, tensor in own.items():
         if name not in trained:
             tensor.detach().copy_(state_dict[name])

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, Pending
+from megamix.comm.collectives import Pending
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.half_params import HalfParams
+from megamix.mixed_precision.master_shard import MasterShard
 
 log = logging.getLogger("megamix")
 
@@ -31,16 +32,17 @@ class ParamGather:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], half_params: HalfParams,
-        collectives: Sequence[Collectives], overlap: bool, clock: Clock, came: Callable[[str], bool],
+        self, model: nn.Module, units: Sequence[nn.Module], half_params: HalfParams, master_shard: MasterShard,
+        overlap: bool, clock: Clock, came: Callable[[str], bool],
     ):  # fmt: skip
-        self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
+        self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
+        self._overlap, self._clock = overlap, clock
         self.pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, half_params.layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        self._beside_forward = overlap and len(needs) > 1 and any(among.axis.size > 1 for among in collectives)
+        self._beside_forward = overlap and len(needs) > 1 and any(among.axis.size > 1 for among in self._collectives)
         self.before_read = _before_read
         if self._beside_forward:
             # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
@@ -66,10 +68,10 @@ class ParamGather:
         if bucket == self.order_of_need[-1] and not self._beside_forward:
             self.wait_all()
 
-    def publish(self, masters: Sequence[Tensor]) -> None:
+    def publish(self) -> None:
         """Cast every bucket's master shard into this rank's half shard, and launch it."""
         for bucket in self.order_of_need:
-            self._half_params.shards[bucket].copy_(masters[bucket])
+            self._half_params.shards[bucket].copy_(self._masters[bucket])
             self.launch(bucket)
 
     def backward_pass(self, grads: AbstractContextManager[None]) -> AbstractContextManager[None]:

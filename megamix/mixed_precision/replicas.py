@@ -2,8 +2,8 @@
 
 Every rank holds each element in half, and its owner holds it in FP32 as well; the counters and the loss scale every
 rank holds whole. What a memory fault, a wrong kernel or a lost message changes in one of them shows as a difference.
-With `Sharding(shard="parameters")` the owner alone holds an element in half, too: its two copies are compared.
-What has no second copy cannot be checked: the digits of a master that its cast drops, and the optimizer's states.
+What has no second copy cannot be checked: the digits of a master that its cast drops, and the optimizer's states. With
+`Sharding(shard="parameters")` no element has one between steps: counters and loss scale alone are compared.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def _buckets_by_axis(engine: ShardedEngine) -> list[list[int]]:
 
 def _copies_agree(engine: ShardedEngine, buckets: list[int]) -> Tensor:
     """Whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call it."""
+    if not (kept := engine.half_params.copies()):
+        return torch.ones((), dtype=torch.bool, device=engine.device)
     among, dtype = engine.bucket_collectives[buckets[0]], engine.half_params.dtype
-    kept = [engine.half_params.kept(index, among) for index in buckets]
-    copies = [shard_hashes(half, len(owners), dtype) for half, owners in kept]
+    copies = [shard_hashes(kept[index], among.axis.size, dtype) for index in buckets]
     own = torch.cat([shard_hashes(engine.master_shard.master[index], 1, dtype) for index in buckets])
-    masters = among.table(own).T[:, [*kept[0][1]]]  # (buckets, owners), as the copies
-    return (torch.stack(copies) == masters).all()
+    return (torch.stack(copies) == among.table(own).T).all()
 
 
 def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
@@ -134,9 +134,7 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
     pieces, differs = [], []
     for index in buckets:
         master = engine.master_shard.gather(index).to(dtype).view(bits).view(size, -1)
-        half, owners = engine.half_params.kept(index, among)
-        unequal = torch.zeros_like(master, dtype=torch.bool)
-        unequal[[*owners]] = master[[*owners]] != half.view(bits).view(len(owners), -1)
+        unequal = master != engine.half_params.copies()[index].view(bits).view(size, -1)
         for owner in range(size):
             for piece in engine.layout.buckets[index].shard_pieces(owner):
                 pieces.append((owner, piece.spec.name))
@@ -145,8 +143,8 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
     numbers, found = among.axis.ranks, []
     for index, (owner, name) in enumerate(pieces):
         wrong = [rank for rank in range(size) if by_rank[rank][index]]
-        if len(wrong) == len(owners):  # alone, an owner cannot tell which of its two copies it is
-            which = f"the master of {name}" if len(owners) > 1 else f"{name} (half parameter or master)"
+        if len(wrong) == size:  # alone, an owner cannot tell which of its two copies it is
+            which = f"the master of {name}" if size > 1 else f"{name} (half parameter or master)"
             found.append(f"rank {numbers[owner]}: {which}")
         else:
             found += [f"rank {numbers[rank]}: the half parameter {name}" for rank in wrong]

@@ -1,5 +1,5 @@
-"""Half parameters that live as long as a unit computes with them: gathered from the ranks' shards for its forward and
-again for its backward, the next unit's beside it, and freed behind it.
+"""Half parameters that live as long as a unit computes with them: cast from the ranks' masters and gathered for its
+forward and again for its backward, the next unit's beside it, and freed behind it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, Pending
+from megamix.comm.collectives import Pending
 from megamix.mixed_precision.flat_buffers import FlatBuffers, PassingBuffers
 from megamix.mixed_precision.half_params import HalfParams
+from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.passing_params import PassingHalfParams
 from megamix.mixed_precision.settings import Shard
@@ -45,11 +46,11 @@ class UnitGather:
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], half_params: PassingHalfParams,
-        collectives: Sequence[Collectives], overlap: bool, clock: Clock, came: Callable[[str], bool],
+        self, model: nn.Module, units: Sequence[nn.Module], half_params: PassingHalfParams, master_shard: MasterShard,
+        overlap: bool, clock: Clock, came: Callable[[str], bool],
     ):  # fmt: skip
-        self._half_params, self._collectives, self._overlap, self._clock = half_params, collectives, overlap, clock
-        self._came, self.pending = came, dict[int, Pending]()
+        self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
+        self._overlap, self._clock, self._came, self.pending = overlap, clock, came, dict[int, Pending]()
         paths = {id(module): path for path, module in model.named_modules()}
         names = ["the model outside its units", *(paths[id(unit)] for unit in units)]
         found = [Unit(name, [], []) for name in names]
@@ -74,10 +75,8 @@ class UnitGather:
     def launch(self, bucket: int) -> None:
         """Send nothing: who next computes with the bucket's parameters gathers them."""
 
-    def publish(self, masters: Sequence[Tensor]) -> None:
-        """Cast every bucket's master shard into this rank's half shard."""
-        for bucket, master in enumerate(masters):
-            self._half_params.shards[bucket].copy_(master)
+    def publish(self) -> None:
+        """Cast nothing: a gather does."""
 
     def wait_all(self) -> None:
         """Return once nothing is under way. What is kept for the next pass stays: a rank that calls this alone gathers
@@ -221,8 +220,8 @@ class UnitGather:
 
         Raises: RuntimeError if another rank calls another unit: each would get the other's weights.
         """
-        among, shard = self._collectives[unit.buckets[0]], self._half_params.shards[0]
-        mine = torch.tensor([self._units.index(unit), self._launched], device=shard.device)
+        among, master = self._collectives[unit.buckets[0]], self._masters[0]
+        mine = torch.tensor([self._units.index(unit), self._launched], device=master.device)
         with self._named(unit):
             places, launched = among.table(mine).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
@@ -240,7 +239,7 @@ class UnitGather:
             flat, among = self._half_params.flat[bucket], self._collectives[bucket]
             self._half_params.take(bucket)
             own = among.own_part(flat)
-            own.copy_(self._half_params.shards[bucket])
+            own.copy_(self._masters[bucket])
             self.pending[bucket] = among.all_gather(flat, own)
             self._clock.watch("all_gather", bucket, self.pending[bucket])
 

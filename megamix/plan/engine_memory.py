@@ -85,7 +85,7 @@ def engine_memory(
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
         held={
-            "half parameters": (owned if params_pass else layout.padded_numel) * half,
+            "half parameters": (largest_shard if params_pass else layout.padded_numel) * half,
             "half gradients": sums if grads_pass else all_grads,
             "FP32 sums of micro-batches": adds * owned * _FP32,
             "FP32 masters": owned * _FP32,

@@ -99,7 +99,7 @@ def _passing(engine: ShardedEngine) -> Iterator[list[int]]:
 
     def watched(self: PassingBuffers, bucket: int) -> None:
         take(self, bucket)
-        halves = engine.half_params.flat if engine.half_params.shards[0]._base is None else []
+        halves = [] if engine.half_params.copies() else engine.half_params.flat
         seen.append(sum(flat.untyped_storage().nbytes() for flat in (*halves, *engine.half_grads.flat)))
 
     with mock.patch.object(PassingBuffers, "take", watched):
@@ -122,7 +122,8 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
     layout = engine.layout
     scratch = layout.largest_bucket * 2 if dp_size > 1 else 0
     grad_bytes = precision.sum_dtype(dp_size).itemsize
-    halves = layout.padded_numel if shard == "gradients" else layout.owned_numel
+    # The update's casts go to memory of the largest shard, and nobody reads them there.
+    halves = layout.padded_numel if shard == "gradients" else max(bucket.shard_numel for bucket in layout.buckets)
     resident = 2 * halves + layout.owned_numel * (grad_bytes + 12) + scratch
     passing, halves = layout.passing_grads(2), layout.passing_params(2)
     peak = max(passing) if shard == "gradients" else max(map(sum, zip(passing, halves, strict=True)))
