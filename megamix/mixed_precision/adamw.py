@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
-from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateScalars
+from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateScalars, are_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class AdamW(Optimizer):
     def __post_init__(self) -> None:
         super(AdamW, self).__post_init__()
         require_state_dtype(self.state_dtype)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if not are_numbers(self.betas, 2) or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1) and be two, got {self.betas}; use (0.9, 0.95)")
         if not torch.finfo(torch.float32).tiny <= self.eps < math.inf:
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars
+from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers
 
 log = logging.getLogger("megamix")
 
@@ -64,11 +64,16 @@ class Muon(AdamW):
     def __post_init__(self) -> None:
         super(Muon, self).__post_init__()
         for key in ("tables", "matrix", "adamw"):
-            if isinstance(patterns := getattr(self, key), str):  # each letter would be one, and * is all parameters
-                raise TypeError(f"{key} takes a sequence of patterns, got {patterns!r}; write {key}=[{patterns!r}]")
+            patterns = getattr(self, key)  # of a text each letter would be one, and * is all parameters
+            if isinstance(patterns, str) or not _is_sequence(patterns, str):
+                example = [patterns] if isinstance(patterns, str) else ["*.router.weight"]
+                raise TypeError(f"{key} takes a sequence of patterns, got {patterns!r}; write {key}={example}")
+        if not isinstance(self.fused, Mapping) or not all(_is_sequence(rows, int) for rows in self.fused.values()):
+            fix = "fused={'*.qkv.weight': (512, 128, 128)}"
+            raise TypeError(f"fused takes the rows of each matrix by pattern, got {self.fused!r}; write {fix}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
-        if len(self.ns_coefficients) != 3 or not all(map(math.isfinite, self.ns_coefficients)):
+        if not are_numbers(self.ns_coefficients, 3) or not all(map(math.isfinite, self.ns_coefficients)):
             raise ValueError(
                 f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}; leave them out"
             )
@@ -172,6 +177,10 @@ class Muon(AdamW):
             self._fused_update_(grad, master, states, at, update, found_inf)
         else:
             super(Muon, self).library_update_(grad, master, states, at, update, found_inf)
+
+
+def _is_sequence(values: object, kind: type) -> bool:
+    return isinstance(values, Sequence) and all(isinstance(one, kind) for one in values)
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[nn.Module]]]:

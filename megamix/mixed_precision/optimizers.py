@@ -13,8 +13,8 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from typing import NamedTuple, Self
 
 import torch
@@ -69,8 +69,19 @@ class ParamGroup:
 
 
 def _require_finite(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:  # NaN neither
+    if not isinstance(value, Real) or not 0 <= value < math.inf:  # NaN neither
         raise ValueError(f"{name} must be a finite number of at least 0, got {value}; 0 turns it off")
+
+
+def are_numbers(values: object, count: int) -> bool:
+    """Return whether they are that many."""
+    return isinstance(values, Sequence) and len(values) == count and all(isinstance(one, Real) for one in values)
+
+
+# Of a setting, by how its class declares it; others are not looked at.
+_KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +112,12 @@ class Optimizer:
         table = self.lr_table()
         if not table or not all(math.isfinite(lr) and lr >= 0 for lr in table):
             raise ValueError(f"lr must be a finite number of at least 0, or a sequence of such, got {self.lr!r}")
+        for setting in fields(self):
+            written = str(setting.type).removeprefix("<class '").removesuffix("'>")  # a text, or the type itself
+            (kind, text), value = _KINDS.get(written, (object, "")), getattr(self, setting.name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+                fix = "" if setting.default is MISSING else f"; leave it out for {setting.default}"
+                raise TypeError(f"{setting.name} of {type(self).__name__} must be {text}, got {value!r}{fix}")
         _require_finite("weight_decay", self.weight_decay)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:

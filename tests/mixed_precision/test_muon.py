@@ -4,7 +4,9 @@ which parameters are matrices follows from shape and name.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
-from megamix import Muon, Optimizer, ParamGroup, Precision, ShardedEngine
+from megamix import NAG, AdamW, Muon, Optimizer, ParamGroup, Precision, ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, pieces_of
 from megamix.mixed_precision.muon import MOMENTUM, iterated, orthogonalised
@@ -155,6 +157,10 @@ def test_shape_and_name_say_what_a_matrix_is(name: str, shape: tuple[int, ...], 
         ({"ns_dtype": torch.float16}, "ns_dtype must be"),
         ({"adjust_lr": "none"}, "adjust_lr must be"),
         ({"adamw_lr_factor": -1.0}, "adamw_lr_factor must be"),
+        ({"ns_coefficients": 3.0}, "three finite numbers, got 3.0"),
+        ({"ns_coefficients": ("3", 2.0, 1.0)}, "three finite numbers"),
+        ({"betas": 0.9}, r"betas must lie in \[0, 1\) and be two, got 0.9"),
+        ({"betas": ("0.9", 0.95)}, r"betas must lie in \[0, 1\) and be two"),
     ],
 )
 def test_wrong_settings_are_named(setting: dict[str, object], named: str) -> None:
@@ -216,6 +222,40 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
         "adamw of Muon has the pattern '*", "Muon takes query_key_value",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "said"),
+    [
+        (Muon, {"momentum": "0.9"}, "momentum of Muon must be a number, got '0.9'; leave it out for 0.95"),
+        (Muon, {"momentum": True}, "momentum of Muon must be a number, got True; leave it out for 0.95"),
+        (Muon, {"nesterov": "no"}, "nesterov of Muon must be True or False, got 'no'; leave it out for True"),
+        (Muon, {"batched": 1}, "batched of Muon must be True or False, got 1; leave it out for False"),
+        (Muon, {"ns_steps": 5.0}, "ns_steps of Muon must be a whole number, got 5.0; leave it out for 5"),
+        (Muon, {"adamw_lr_factor": None}, "adamw_lr_factor of Muon must be a number, got None; leave it out for 1.0"),
+        (AdamW, {"eps": "1e-8"}, "eps of AdamW must be a number, got '1e-8'; leave it out for 1e-08"),
+        (NAG, {"decoupled_weight_decay": "no"}, "decoupled_weight_decay of NAG must be True or False, got 'no'; leave"),
+        (Muon, {"adamw": None}, "adamw takes a sequence of patterns, got None; write adamw=['*.router.weight']"),
+        (Muon, {"matrix": [3]}, "matrix takes a sequence of patterns, got [3]; write matrix=['*.router.weight']"),
+        (Muon, {"fused": ["*.qkv.weight"]}, "fused takes the rows of each matrix by pattern, got ['*.qkv.weight']; "),
+        (Muon, {"fused": {"*.qkv.weight": 3}}, "got {'*.qkv.weight': 3}; write fused={'*.qkv.weight': (512, 128,"),
+        (Muon, {"fused": {"*.qkv.weight": (8.0, 8, 8)}}, "got {'*.qkv.weight': (8.0, 8, 8)}; write fused={"),
+    ],
+)  # fmt: skip
+def test_settings_of_another_kind_are_told_with_what_to_write(make, setting, said: str) -> None:
+    """Without this, "no" would be taken for true, and a number in quotes fail in the first step."""
+    with pytest.raises(TypeError, match=re.escape(said)):
+        make(lr=0.02, **setting)
+
+
+@pytest.mark.parametrize("declared", [float, "float"])
+def test_settings_of_an_optimizer_of_one_s_own_are_looked_at_too(declared: object) -> None:
+    kinds = {"size": declared, "other": float | None, "pair": tuple[float, float]}
+    settings = [(key, kind, None) for key, kind in kinds.items()]
+    own = dataclasses.make_dataclass("Own", settings, bases=(_NoMuon,), frozen=True, kw_only=True)
+    with pytest.raises(TypeError, match="size of Own must be a number, got None"):
+        own(lr=0.1)
+    own(lr=0.1, size=1)
 
 
 @pytest.mark.parametrize("key", ["tables", "matrix", "adamw"])
