@@ -6,14 +6,15 @@ What a rank computes with a matrix does not depend on who owns its elements, so 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives, Pending, make_collectives
+from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.fused_update import Cut, StepScalars, Update, update_shard
@@ -21,7 +22,7 @@ from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.matrix_layout import Homes, Matrix, MatrixPiece, Place, find_homes, is_cut, matrices_of
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 
-Spread = list[tuple[slice, slice, list[slice]]]  # of a matrix: rows, columns, and where what came of these lies
+Spread = list[tuple[slice, slice, Sequence[slice]]]  # of a matrix: rows, columns, and where what came of these lies
 SOURCE, DIRECTION = "direction's input", "direction"  # what a step makes orthogonal, and what of it moves the masters
 
 
@@ -95,30 +96,20 @@ class MatrixUpdate:
             update_shard(plain, grad, self._shard, bucket, half, step)
             if (exchange := self._exchanges.get(bucket)) is None:
                 return
-            sent = self._momentum(exchange, bucket, grad, step)
-            arrived, pending = self._send(exchange, bucket, sent, exchange.to, exchange.of)
-        if exchange.travels:
-            yield False
-        self._await(pending)
+            values = self._momentum(exchange, bucket, grad, step)
+        values = yield from self._sent(exchange, bucket, values, exchange.to, exchange.of)
         with self._clock.span("update"):
             for matrices in self._together(exchange.own):
-                self._turn(arrived, matrices)
-            back, pending = self._send(exchange, bucket, arrived, exchange.of, exchange.to)
-        if exchange.travels:
-            yield False
-        self._await(pending)
+                self._turn(values, matrices)
+        values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
         with self._clock.span("update"):
-            direction = torch.zeros_like(master)
-            parts = torch.split(back, [piece.numel for piece in exchange.pieces])
-            for piece, values, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
-                torch.mul(values.float(), scale, out=direction[piece.start : piece.end])
-            self.look(DIRECTION, bucket, direction)
+            values = self._direction(exchange, bucket, values)
             # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
             step = step._replace(multiplier=torch.ones_like(step.multiplier))
             for run, update in cuts:
                 if run.group in self._matrix_groups:
                     at = slice(run.start, run.end)
-                    update(direction[at], master[at], {}, half[at], self._num_groups + run.group, step)
+                    update(values[at], master[at], {}, half[at], self._num_groups + run.group, step)
 
     def _momentum(self, exchange: _Exchange, bucket: int, grad: Tensor, step: StepScalars) -> Tensor:
         """Return what is to be orthogonalised of what this rank owns, in the order in which it is sent."""
@@ -132,19 +123,29 @@ class MatrixUpdate:
         self.look(SOURCE, bucket, narrow)
         return torch.cat([narrow[:0], *(narrow[piece.start : piece.end] for piece in exchange.pieces)])
 
-    def _send(
-        self, exchange: _Exchange, bucket: int, sent: Tensor, to: Sequence[int], of: Sequence[int]
-    ) -> tuple[Tensor, Pending]:
-        if not exchange.travels:
-            return sent, Pending()
-        arrived = sent.new_empty(sum(of))
-        pending = exchange.among.exchange(sent, arrived, to, of)
-        self._clock.watch("matrices", bucket, pending)
-        return arrived, pending
+    def _direction(self, exchange: _Exchange, bucket: int, values: Tensor) -> Tensor:
+        """Return by what this rank's masters move."""
+        direction = torch.zeros_like(self._shard.master[bucket])
+        parts = torch.split(values, [piece.numel for piece in exchange.pieces])
+        for piece, part, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
+            torch.mul(part.float(), scale, out=direction[piece.start : piece.end])
+        self.look(DIRECTION, bucket, direction)
+        return direction
 
-    def _await(self, pending: Pending) -> None:
+    def _sent(
+        self, exchange: _Exchange, bucket: int, values: Tensor, to: Sequence[int], of: Sequence[int]
+    ) -> Generator[bool, None, Tensor]:
+        """Send values to the ranks and return what these have sent; yield while it is under way."""
+        if not exchange.travels:
+            return values
+        with self._clock.span("update"):
+            arrived = values.new_empty(sum(of))
+            pending = exchange.among.exchange(values, arrived, to, of)
+            self._clock.watch("matrices", bucket, pending)
+        yield False
         with self._clock.span("exposed_matrices"):
             pending.wait()
+        return arrived
 
     def _together(self, own: Sequence[tuple[Matrix, Spread]]) -> list[list[tuple[Matrix, Spread]]]:
         if not self._muon.batched:
@@ -195,31 +196,29 @@ def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[
 
 
 def _exchange(optimizer: muon.Muon, among: Collectives, found: Homes) -> _Exchange:
-    matrices, parts, homes = found.matrices, found.parts, found.homes
-    rank, size = among.axis.rank, among.axis.size
-    mine = sorted(parts[rank], key=lambda part: homes[part.matrix])  # stable: by matrix within
-    of = [sum(part.numel for part in own if homes[part.matrix] == rank) for own in parts]
-    spreads: dict[int, dict[tuple[int, int], tuple[slice, slice, list[tuple[int, slice]]]]] = {}
-    end = 0
-    for own in parts:
-        for part in own:
-            if homes[part.matrix] == rank:
-                block = spreads.setdefault(part.matrix, {})
-                key = (part.rows.start, part.columns.start)
-                block.setdefault(key, (part.rows, part.columns, []))[2].append(
-                    (part.first, slice(end, end + part.numel))
-                )
-                end += part.numel
+    rank, matrices = among.axis.rank, found.matrices
+
+    def home(part: MatrixPiece) -> int:
+        return found.homes[part.matrix]
+
+    def block(part: MatrixPiece) -> tuple[int, int, int]:
+        return part.matrix, part.rows.start, part.columns.start
+
+    mine = sorted(found.parts[rank], key=home)  # stable: by matrix within
+    coming = [part for own in found.parts for part in own if home(part) == rank]
+    ends = accumulate(part.numel for part in coming)
+    placed = [(part, slice(end - part.numel, end)) for part, end in zip(coming, ends, strict=True)]
+    placed.sort(key=lambda one: (*block(one[0]), one[0].first))
+    spreads: dict[int, Spread] = {}
+    for _, parts in groupby(placed, key=lambda one: block(one[0])):
+        (part, *_), where = zip(*parts, strict=True)
+        spreads.setdefault(part.matrix, []).append((part.rows, part.columns, where))
     return _Exchange(
         among,
         mine,
-        [optimizer.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
-        [sum(part.numel for part in mine if homes[part.matrix] == home) for home in range(size)],
-        of,
-        [
-            (matrices[number], [(rows, columns, [place for _, place in sorted(where, key=lambda one: one[0])])
-                                for rows, columns, where in blocks.values()])
-            for number, blocks in sorted(spreads.items())
-        ],
-        found.travels,
-    )  # fmt: skip
+        scales=[optimizer.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
+        to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
+        of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
+        own=[(matrices[number], spread) for number, spread in spreads.items()],
+        travels=found.travels,
+    )

@@ -84,11 +84,11 @@ def _stages(homes: Homes | None, rank: int, layout: FlatLayout, optimizer: Muon,
     )
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (_FP32 + size) * shard + max(sent, of_run)
-    direction = _FP32 * shard + max(of_run, _FP32 * max(pieces, default=0) * (size < _FP32))
+    direction = _FP32 * shard + max(of_run, sent + _FP32 * max(pieces, default=0) * (size < _FP32))
     if not homes.travels:
-        return [(max(momentum, sent + turn, sent + direction), 0)]
-    both = sent + arrived
-    return [(max(momentum, both), both), (both + max(turn, sent), both + sent), (both + sent + direction, 0)]
+        return [(max(momentum, sent + turn, direction), 0)]
+    both = sent + arrived  # until an exchange has ended
+    return [(max(momentum, both), both), (max(both, arrived + turn), both), (max(both, direction), 0)]
 
 
 @cache

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.comm.collectives import GlooCollectives, Pending
+from megamix.live_storage import LiveStorage
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.matrix_layout import matrices_of
+from megamix.mixed_precision.matrix_update import DIRECTION
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.optimizers import MASTER
 from tests.conftest import FULL
@@ -192,6 +194,48 @@ def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: 
         sent = sum(each for *_, each in told)
         most = 0 if uncut else 2 * ns_dtype.itemsize * (dp_size - 1) / dp_size
         assert most / 5 <= sent <= most
+
+
+def _live() -> tuple[list[int], int, int]:
+    """Return the bytes beside those between steps, when this rank makes a matrix orthogonal and when it has the
+    directions of its shard; and elements, of the matrix and of the shard.
+    """
+    model = torch.nn.Linear(512, 256, bias=False)
+    with _laid_out(uncut=False):
+        engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.bfloat16), compile_update=False)
+    seen = []
+
+    def count() -> None:
+        tracker._recount()
+        seen.append(tracker.live_bytes)
+
+    def counted(matrix: Tensor, optimizer: Muon) -> Tensor:
+        count()
+        return orthogonalised(matrix, optimizer)
+
+    engine.matrix_update.look = lambda what, *_: count() if what == DIRECTION else None
+    with LiveStorage() as tracker, mock.patch.object(muon, "orthogonalised", counted):
+        for _ in range(2):
+            engine.backward(model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
+            seen.clear()
+            count()
+            engine.step()
+    between, *more = seen
+    (bucket,) = engine.layout.buckets
+    return [each - between for each in more], model.weight.numel(), bucket.shard_numel
+
+
+def test_what_has_travelled_has_no_memory(run_ranks) -> None:
+    """Where a matrix is made orthogonal lie what has arrived and the whole matrix alone, in BF16; where directions are
+    ready, these in FP32 and what has come back.
+    """
+    told = run_ranks(_live, 2)
+    (home,) = [live for live, *_ in told if len(live) == 2]
+    (other,) = [live for live, *_ in told if len(live) == 1]
+    _, numel, shard = told[0]
+    scalars = 4096
+    assert home == pytest.approx([2 * 2 * numel, (4 + 2) * shard], abs=scalars)
+    assert other == pytest.approx([(4 + 2) * shard], abs=scalars)
 
 
 def _weights(uncut: bool) -> dict[str, Tensor]:
