@@ -12,7 +12,7 @@ import torch
 from megamix import tuned
 from megamix.comm.topology import Topology
 from megamix.live_storage import LiveStorage
-from megamix.mixed_precision.flat_layout import FlatLayout
+from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import Homes, Place, find_homes, is_cut, matrices_of
 from megamix.mixed_precision.muon import Muon, orthogonalised
 
@@ -25,21 +25,32 @@ class MatrixPlan:
     """How matrices reach the ranks that compute with them, and the most bytes of their update on any rank."""
 
     update: int
+    count: int  # of this stage
+    travelling: int  # of these, all or in part
     sent: float  # bytes an element of a matrix that go to another rank in a step, there and back
+    of_each: int  # the same of a rank, in the mean
     padding: float  # of all parameters, a share
+    whole_from: int | None  # bucket_size with which each would be whole in one rank's shard, if not too large
 
     def __str__(self) -> str:
-        if not self.sent:
-            return f"matrices: whole in one rank's shard each, so none travels; padding {self.padding:.1%}"
+        if not self.travelling:
+            return (
+                f"matrices: none of {self.count} travels, each is whole in one rank's shard; padding {self.padding:.1%}"
+            )
+        hint = f"; none would with parallelism.bucket_size = {self.whole_from}" if self.whole_from else ""
         return (
-            f"matrices: assembled, {self.sent:.2f} bytes of each element travel in a step; padding {self.padding:.1%}"
+            f"matrices: {self.travelling} of {self.count} travel, {self.of_each / 2**20:,.1f} MiB from each rank in a "
+            f"step, {self.sent:.2f} bytes an element{hint}; padding {self.padding:.1%}"
         )
 
 
 def plan_matrices(
-    layout: FlatLayout, optimizer: Muon, topology: Topology, elementwise: int, *, compiled: bool, on_gpu: bool
-) -> MatrixPlan:
-    """Count for a rank of this stage. `elementwise`: bytes while elements are updated, beside those of the matrices."""
+    layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
+    elementwise: int, *, compiled: bool, on_gpu: bool,
+) -> MatrixPlan:  # fmt: skip
+    """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for; `elementwise`: bytes
+    while elements are updated, beside those of the matrices.
+    """
     of_run = elementwise
     if not compiled:
         largest = max(bucket.shard_numel for bucket in layout.buckets)
@@ -53,11 +64,15 @@ def plan_matrices(
     found = find_homes(layout, cut, blocks)
     for buckets in by_axis.values():
         found += find_homes(layout, buckets, [*map(Place, range(layout.buckets[buckets[0]].num_shards))])
-    size, total, moved = optimizer.ns_dtype.itemsize, 0, 0
-    for homes in found:
-        total += sum(matrix.numel for matrix in homes.matrices)
-        for rank, parts in enumerate(homes.parts):
-            moved += sum(part.numel for part in parts if homes.homes[part.matrix] != rank)
+    matrices = [matrix for homes in found for matrix in homes.matrices]
+    sent = [
+        ((homes.number, part.matrix), part.numel)
+        for homes in found
+        for rank, parts in enumerate(homes.parts)
+        for part in parts
+        if homes.homes[part.matrix] != rank
+    ]
+    moved = 2 * optimizer.ns_dtype.itemsize * sum(numel for _, numel in sent)
     numel = sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
     most = 0
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
@@ -65,7 +80,27 @@ def plan_matrices(
         # About the order in which forward needs them.
         turns = [_stages(own.get(number), rank, layout, optimizer, of_run) for number in range(len(layout.buckets))]
         most = max(most, _most_under_way(turns[::-1]))
-    return MatrixPlan(max(most, elementwise), 2 * size * moved / max(total, 1), layout.padded_numel / numel - 1)
+    return MatrixPlan(
+        update=max(most, elementwise),
+        count=len(matrices),
+        travelling=len({which for which, _ in sent}),
+        sent=moved / max(sum(matrix.numel for matrix in matrices), 1),
+        of_each=moved // len(blocks),
+        padding=layout.padded_numel / numel - 1,
+        whole_from=_whole_from(specs, axis_sizes) if sent else None,
+    )
+
+
+def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
+    """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None: none is known."""
+    size = axis_sizes[0] * max(spec.numel for spec in specs if spec.matrices)
+    while 4 * size <= sum(spec.numel for spec in specs):
+        buckets = build_layout(specs, axis_sizes, size).buckets
+        placed = ((slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices)
+        if all(slot.start // shard == (slot.end - 1) // shard for slot, shard in placed):
+            return size
+        size *= 2
+    return None
 
 
 _Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it

@@ -141,7 +141,8 @@ def _plan_part(
     )
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     specs, groups, axes = describe_params(module, optimizer, topology, sharding)
-    layout = build_layout(specs, [axis.size for axis in axes], section.bucket_size)
+    sizes = [axis.size for axis in axes]
+    layout = build_layout(specs, sizes, section.bucket_size)
     engine = engine_memory(
         layout,
         precision,
@@ -156,7 +157,8 @@ def _plan_part(
     )
     matrices, compiled = None, config.optimizer.compile
     if isinstance(optimizer, Muon):
-        matrices = plan_matrices(layout, optimizer, topology, engine.update, compiled=compiled, on_gpu=machine == "gpu")
+        of_stage = (layout, specs, sizes, optimizer, topology, engine.update)
+        matrices = plan_matrices(*of_stage, compiled=compiled, on_gpu=machine == "gpu")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held | {"model buffers": buffers, "tables": engine.tables}
     work = TracedWork(

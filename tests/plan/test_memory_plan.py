@@ -229,17 +229,26 @@ def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
         assert most["build"] < max(most["passes"], most["step"])
 
 
-def test_how_matrices_reach_whole_ranks_is_said() -> None:
+def test_how_many_matrices_travel_is_said() -> None:
+    """And the bucket_size with which none would, if there is one. Four blocks of four matrices of 256 x 256 and
+    three of 256 x 704: 3,211,264 elements.
+    """
     _, whole = MUON["muon, whole"]
-    for sections, dp_size, said in (
-        (whole, 1, "matrices: whole in one rank's shard each, so none travels; padding 0.0%"),
-        (whole, 2, "matrices: whole in one rank's shard each, so none travels; padding 3.8%"),
-        # No bucket has eight of them: 4 (8 - 1) / 8 bytes at the most.
-        (whole | {"parallelism": {"bucket_size": 1}}, 8, "matrices: assembled, 3.50 bytes of each element travel"),
+    size = 2 * 256 * 704
+    would = f"none would with parallelism.bucket_size = {size}; padding 0.0%"
+    for size_given, dp_size, said in (
+        (None, 1, "matrices: none of 28 travels, each is whole in one rank's shard; padding 0.0%"),
+        (None, 2, "matrices: none of 28 travels, each is whole in one rank's shard; padding 3.8%"),
+        # The smaller half of each is sent, there and back.
+        (1, 2, f"matrices: 28 of 28 travel, 3.1 MiB from each rank in a step, 2.00 bytes an element; {would}"),
+        # No bucket has eight of them: 4 (8 - 1) / 8 bytes at the most; and there are no four buckets that would.
+        (1, 8, "matrices: 28 of 28 travel, 1.3 MiB from each rank in a step, 3.50 bytes an element; padding 0.1%"),
     ):
-        config = _config(**sections, training={"global_batch_size": 32})
+        config = _config(**whole, parallelism={"bucket_size": size_given}, training={"global_batch_size": 32})
         lines = [*report_lines(config, dp_size, "cpu", None, as_json=False)]
-        assert lines[1].startswith(said)
+        assert lines[1] == said
+    as_said = _config(**whole, parallelism={"bucket_size": size})
+    assert "none of 28 travels" in str(plan_memory(as_said, 2, "cpu").matrices)
 
 
 @pytest.mark.parametrize(("dtype", "has_mask"), [("bf16", False), ("fp32", True)])
