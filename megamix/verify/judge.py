@@ -214,6 +214,11 @@ class _Judged:
             grad = unclipped * coefficient
             group = self.optimizer.group_of(name, tuple(grad.shape))
             dtypes = {MASTER: torch.float32, **dict(group.states)}
+            kept = {state for state, of in self.after.tensors if of == name} - {GRADIENT, SOURCE, DIRECTION}
+            if kept != dtypes.keys():
+                told = f"ranks keep {', '.join(sorted(kept))}; the job's optimizer has {', '.join(sorted(dtypes))}"
+                verdict.note(self.number, "states", name, math.inf, 0.0, told)
+                continue
             before = {state: self.before.tensors[state, name] for state in dtypes}
             rule = partial(exact_update, self.optimizer)
             if isinstance(self.optimizer, Muon) and self.optimizer.matrices(name, tuple(grad.shape)):

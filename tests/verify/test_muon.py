@@ -16,7 +16,7 @@ from megamix.mixed_precision.matrix_update import DIRECTION, SOURCE
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.verify.judge import judge
 from megamix.verify.judge_matrices import exact_direction, judge_matrices
-from megamix.verify.observe import Whole
+from megamix.verify.observe import Whole, observe
 from megamix.verify.verdict import Verdict
 from tests.conftest import FULL
 from tests.verify.catalogue.__main__ import named
@@ -92,6 +92,17 @@ def test_a_matrix_without_a_direction_is_told() -> None:
     verdict = Verdict()
     judge_matrices(verdict, 0, Muon(lr=1.0), "up", torch.ones(2, 3), Whole(), CPU, 1)
     assert str(verdict.differences[0]) == "attempt 0: direction of up: there is none: no rank has made it orthogonal"
+
+
+def test_other_states_than_the_job_s_are_told() -> None:
+    ranks = [observe(make_config("dp1"), 1, None)]
+    verdict = judge(make_config("dp1", **MUON), ranks, CPU, 1, None)
+    told = [str(one) for one in verdict.differences if one.check == "states"]
+    assert len(told) == 14 == len(verdict.differences)
+    assert told[0] == (
+        "attempt 0: states of blocks.1.feed_forward.down.weight: ranks keep exp_avg, exp_avg_sq, master; "
+        "the job's optimizer has master, momentum_buffer"
+    )
 
 
 @pytest.mark.uncounted
