@@ -33,13 +33,13 @@ TABLES = {
 }
 
 
-def rows(heading: str) -> dict[str, str]:
-    """Key -> default, as the page's table under a heading has them."""
+def rows(heading: str, cell: int = 3) -> dict[str, str]:
+    """Key -> default, as the page's table under a heading has them; `cell` 2: the type."""
     text = PAGE.read_text(encoding="utf-8")
     section = re.search(rf"^##+ {re.escape(heading)}$(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     assert section, f"no heading {heading}"
-    found = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]+) \| [^|]+ \|$", section[1], re.MULTILINE)
-    return dict(found)
+    found = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", section[1], re.MULTILINE)
+    return {key: cells[cell - 2] for key, *cells in found}
 
 
 def says(cell: str, field: FieldInfo) -> bool:
@@ -115,6 +115,19 @@ def tables_in(schema: Any) -> Iterator[dict[str, Any]]:
         yield schema
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else []:
         yield from tables_in(inner)
+
+
+def test_page_names_every_choice_of_a_key() -> None:
+    keys = {table["title"]: table["properties"] for table in tables_in(config_schema())}
+    named = {
+        (heading, key, choice): choice in cell
+        for heading, section in TABLES.items()
+        if section is not LossScaleConfig  # whose rules the schema has instead
+        for key, cell in rows(heading, cell=2).items()
+        for choice in keys[section.__name__].get(key, {}).get("enum", ())
+    }
+    assert len(named) > 50
+    assert [which for which, there in named.items() if not there] == []
 
 
 def test_schema_describes_every_key() -> None:
