@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Train by a configuration, with one process per GPU, on one machine or many.
 #
-#   launch/pretrain.sh CONFIG [section.key=value ...] [--check]
+#   launch/pretrain.sh CONFIG [section.key=value ...] [--check [--memory SIZE]]
 #
 #   --check          look for mistakes and say what these ranks would train; start nothing
+#   --memory SIZE    what a rank may hold, as 3GiB: refuse more
 #
 #   NPROC_PER_NODE   ranks on this machine; default: the number of GPUs torch can use, or 1
 #   NNODES           machines; run this script on each of them; default 1
@@ -16,11 +17,18 @@ set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 
-check="" words=()
-for word in "$@"; do
-  if [[ "$word" == --check ]]; then check=--check; else words+=("$word"); fi
+check="" memory=() words=()
+while (($#)); do
+  case "$1" in
+    --check) check=--check ;;
+    --memory) memory=("--memory=${2-}") && shift $(($# > 1)) ;;
+    --memory=*) memory=("$1") ;;
+    *) words+=("$1") ;;
+  esac
+  shift
 done
 set -- "${words[@]}"
+[[ -n "$check" || -z "${memory[*]}" ]] || die "${memory[*]}: is read with --check; write --check ${memory[*]}"
 [[ $# -ge 1 ]] || die "CONFIG is missing; write launch/pretrain.sh CONFIG [section.key=value ...]"
 nnodes="${NNODES:-1}"
 [[ "$nnodes" =~ ^[1-9][0-9]*$ ]] || die "NNODES: got $nnodes, must be 1 or more; write NNODES=2"
@@ -52,7 +60,7 @@ ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
 # So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's
 # folder is claimed only when all ranks have met. What is said of keys that are dropped the run says again.
-outlook="$(WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check)"
+outlook="$(WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check "${memory[@]}")"
 if [[ -n "$check" ]]; then
   printf '%s\n' "$outlook"
   exit

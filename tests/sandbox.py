@@ -33,7 +33,7 @@ case "$1 $2" in
   "-m megamix")
     [[ "$3" != prepare ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
     # With --check, as if the files were there; `config --show`, which comes first, judges the configuration for real.
-    [[ "$3" != train ]] || { echo "WORLD_SIZE=$WORLD_SIZE" >>"$BASE/checked"; exit 0; }
+    [[ "$3" != train ]] || { echo "WORLD_SIZE=$WORLD_SIZE" >>"$BASE/checked"; echo "$*" >>"$BASE/asked"; exit 0; }
     exec "$REAL_PYTHON" "$@"
     ;;
   "--version ") echo "Python 3.x stand-in" ;;

@@ -60,6 +60,14 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     assert not any("supervise.launch" in line for line in sandbox.lines())
 
 
+@pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
+def test_pretrains_check_takes_what_a_rank_may_hold(sandbox: Sandbox, asked: list[str]) -> None:
+    config = str(sandbox.repo / "configs" / "quickstart.toml")
+    done = sandbox.run("pretrain.sh", "--check", *asked, config, MEGAMIX_PYTHON=str(sandbox.program("p")))
+    assert done.returncode == 0, done.stderr
+    assert sandbox.lines("asked") == [f"-m megamix train {config} --check --memory=3GiB"]
+
+
 def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:
     variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
     config = str(sandbox.repo / "configs" / "quickstart.toml")
@@ -98,6 +106,7 @@ def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: 
         (["{config}"], {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE: got two, must be 1 or more"),
         (["{config}", "optimizer.lr=-1"], {}, "optimizer.lr: got -1, must be greater than 0"),
         (["nowhere.toml"], {}, "got nowhere.toml, there is no such file"),
+        (["{config}", "--memory", "3GiB"], {}, "--memory=3GiB: is read with --check; write --check --memory=3GiB"),
     ],
 )
 def test_pretrain_refuses_before_any_rank_starts(
