@@ -114,7 +114,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, a
         for part in owned_parts(engine):
             part.tensor.fill_(math.nan)
         raise
-    if anew and not manifest.weights_only:
+    if anew and not manifest.weights_only and together.rank == 0:  # it is of the whole model, whatever a rank owns
         _tell_of_new_states(manifest, engine)
     engine.applied_updates.fill_(manifest.applied_updates)
     engine.skipped_steps.fill_(manifest.skipped_steps)
@@ -173,7 +173,11 @@ def misfits(manifest: Manifest, engine: ShardedEngine, *, anew: bool = False) ->
     if other:
         name, _, needed, held = other[0]
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        problems.append(f"of {name}{more} it holds {states_text(held)}, the optimizer needs {states_text(needed)}")
+        problems.append(
+            f"of {name}{more} it holds {states_text(held)}, the optimizer needs {states_text(needed)}. To go on from "
+            "its weights with another optimizer, load it into an engine with the one that saved it, and give that "
+            "engine's full_weights() to load_weights() of the new one"
+        )
     return problems
 
 

@@ -6,6 +6,7 @@ nothing.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from copy import deepcopy
 from dataclasses import replace
@@ -228,7 +229,10 @@ def _other_model() -> torch.nn.Module:
                 r"blocks.0.up.weight has shape \(40, 24\), the model's has \(41, 24\)",
             ],
         ),
-        (lambda: make_engine(optimizer=NAG(lr=0.1)), ["it holds master, exp_avg, exp_avg_sq.*needs.*momentum_buffer"]),
+        (
+            lambda: make_engine(optimizer=NAG(lr=0.1)),
+            ["it holds master, exp_avg, exp_avg_sq.*needs.*momentum_buffer", "give that engine's full_weights"],
+        ),
     ],
     ids=["model", "optimizer"],
 )
@@ -276,6 +280,26 @@ def test_another_optimizer_keeps_masters_counters_and_common_states(
     told = [line for line in caplog.messages if line.startswith("another optimizer's checkpoint:")]
     assert sum(int(line.split(" of ")[1].split()[0]) for line in told) == anew
     assert bool(anew) == (type(saved) is not type(loaded) or saved.state_dtype != loaded.state_dtype)
+
+
+def _lines_of_a_load(folder: Path) -> list[str]:
+    engine, told = make_engine(optimizer=Muon(lr=0.02)), list[str]()
+    logger, handler = logging.getLogger("megamix"), logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    checkpoint = newest_checkpoint(folder, together_of(engine))
+    assert checkpoint is not None
+    logger.addHandler(handler)
+    load(checkpoint, engine, together_of(engine), anew=True)
+    logger.removeHandler(handler)
+    return told
+
+
+def test_what_begins_at_zero_is_said_once_and_not_by_every_rank(tmp_path: Path, run_ranks) -> None:
+    source = make_engine(optimizer=AdamW(lr=0.01))
+    save(tmp_path, take_snapshot(source, RunRecord()), together_of(source))
+    first, second = run_ranks(_lines_of_a_load, 2, tmp_path)
+    assert [line.partition(":")[0] for line in first] == ["another optimizer's checkpoint"]
+    assert second == []
 
 
 def test_a_headroom_scale_remembers_its_peaks(tmp_path: Path) -> None:
