@@ -68,6 +68,11 @@ def _kinds(config: Config, plan: MemoryPlan) -> Iterator[Changes]:
     yield _recompute(config)
     yield _micro_batches(config)
     yield _ranks(config)
+    if config.parallelism.shard != "parameters":
+        adds_up = plan.grad_accum_steps > 1
+        shared = _with(config, "parallelism", shard="parameters", **({"accumulate": "owner"} if adds_up else {}))
+        words = 'parallelism.shard = "parameters"' + ', accumulate = "owner"' * adds_up
+        yield ((f"{words} and {ranks}", changed) for ranks, changed in _ranks(shared))
     full = _with(config, "model", recompute="full")
     yield ((f'model.recompute = "full" and {words}', changed) for words, changed in _micro_batches(full))
     tp_size, pp_size = config.parallelism.tp_size, config.parallelism.pp_size

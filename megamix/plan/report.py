@@ -125,7 +125,7 @@ def _what_else(plan: MemoryPlan, limit: int) -> str:
     whole = plan.held["half parameters"] + plan.held["half gradients"]
     if whole > limit:
         return (
-            f"half parameters and gradients, {amount(whole)}, are on every data-parallel rank; the model must be cut "
-            "into more parts (parallelism.tp_size, pp_size, and ranks for them) or be smaller"
+            f"half parameters and gradients, {amount(whole)}, are more by themselves; the model must be cut into more "
+            "parts (parallelism.shard, tp_size, pp_size, and ranks for them) or be smaller"
         )
     return "a smaller model, or a shorter model.seq_len"

@@ -127,8 +127,19 @@ def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
 def test_where_no_change_is_enough_that_is_said() -> None:
     whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "model.num_layers=30"]
     config = load_config(CONFIGS / "llama3.1-70b.toml", whole)
-    *_, last = plan_lines(config, 1, "80GiB", "gpu", False)
-    assert "the model must be cut into more parts" in last
+    *_, last = plan_lines(config, 1, "4GiB", "gpu", False)
+    assert "the model must be cut into more parts (parallelism.shard, " in last
+
+
+def test_shares_of_all_that_is_held_are_counted_on_more_ranks() -> None:
+    config = load_config(CONFIGS / "llama3.1-8b.toml")  # 16 bytes of a parameter are 15 GiB on 8 ranks
+    lines = [*plan_lines(config, 8, "16GB", "gpu", False)]
+    alone, together = (
+        next(line for line in lines if line.startswith(f"  {change}"))
+        for change in ("512 data-parallel ranks: ", 'parallelism.shard = "parameters", accumulate = "owner" and ')
+    )
+    assert alone.endswith(" too much")
+    assert re.search(r" and (16|32|64) data-parallel ranks: .*, fits, ", together)
 
 
 def test_sixteen_thousand_ranks_need_no_ranks() -> None:
