@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class ParamGather:
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
     Without units nothing would overlap: the last `launch` awaits all, and every read after it is right.
-    `came` is what UnitGather, which stands in its place, asks about gradients; here nothing does.
+    `came`: whether a parameter's gradient has come in this backward pass.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ParamGather:
         overlap: bool, clock: Clock, came: Callable[[str], bool],
     ):  # fmt: skip
         self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
-        self._overlap, self._clock = overlap, clock
+        self._overlap, self._clock, self._came = overlap, clock, came
         self.pending: dict[int, Pending] = {}
         needs = _buckets_by_unit(model, units, half_params.layout)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
@@ -74,8 +74,23 @@ class ParamGather:
             self._half_params.shards[bucket].copy_(self._masters[bucket])
             self.launch(bucket)
 
-    def backward_pass(self, grads: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        return grads  # all parameters are there
+    @contextmanager
+    def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
+        """Take the gradients of one pass, inside `grads`.
+
+        Raises: RuntimeError for those of weights that nothing has awaited.
+        """
+        with grads:
+            yield
+            buckets = self._half_params.layout.buckets
+            on_their_way = (slot.spec.name for bucket in self.pending for slot in buckets[bucket].slots)
+            if early := [name for name in on_their_way if self._came(name)]:
+                raise RuntimeError(
+                    f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
+                    "were still on their way from the other ranks: Sharding.units awaits them where a unit, or the "
+                    "model for what is in none, is called. Pass units that the model calls, unit(x) and not "
+                    "unit.forward(x), such as [*model.blocks]; or call engine.wait() before each forward"
+                )
 
     def whole(self) -> AbstractContextManager[None]:
         """Let all parameters be there inside, as they always are."""

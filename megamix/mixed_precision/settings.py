@@ -194,6 +194,11 @@ def check_arguments(
                 f"units must be different submodules of the model; {type(unit).__name__} {wrong}. "
                 "Pass e.g. [*model.blocks]"
             )
+        if type(unit).forward is nn.Module.forward and any(True for _ in unit.parameters()):
+            raise ValueError(
+                f"units must be modules that the model calls, and a {type(unit).__name__} is none, having no forward: "
+                "nothing would await its weights. Pass what it holds, e.g. [*model.blocks]"
+            )
         given.append(unit)
     if precision.dtype == torch.float16 and precision.loss_scale is None:
         raise ValueError(

@@ -1,10 +1,11 @@
-"""Collectives are launched in order beside backward, no weight is read before its gather has landed, a failed backward
-leaves nothing behind; compiled blocks and engines that go away, too.
+"""Collectives are launched in order beside backward, no weight is read before its gather has landed, or the step is
+refused, a failed backward leaves nothing behind; compiled blocks and engines that go away, too.
 """
 
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -21,12 +22,15 @@ from tests.distributed.test_equals_reference import Case, differences, run_engin
 
 pytestmark = pytest.mark.uncounted
 
+GATHER = "megamix.mixed_precision.param_gather"
+
 
 def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=2, bucket_size=1500, units=units, tied=tied)
     with late_gathers():
-        if forget:  # a unit's hook that awaits nothing
-            with mock.patch("megamix.mixed_precision.param_gather._Await.__call__", lambda *_: None):
+        if forget:  # a unit's hook that awaits nothing, and nobody sees it
+            hook, guard = f"{GATHER}._Await.__call__", f"{GATHER}.ParamGather.backward_pass"
+            with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads: grads):
                 engine, losses, norms = run_engine(case)
         else:
             engine, losses, norms = run_engine(case)
@@ -41,6 +45,41 @@ def test_forward_never_reads_a_weight_before_its_gather_has_landed(run_ranks, un
 
 def test_the_late_gather_catches_a_missing_wait(run_ranks) -> None:
     assert all(run_ranks(_train_with_late_gathers, 2, True, True, True))
+
+
+def _read_early(shard: str) -> list[str]:
+    """What steps say in which a block is skipped; in which the model, and after another step its blocks, are not
+    called, so that nothing awaits their weights; and in which these were awaited before.
+    """
+    model = make_model(tied=False)
+    sharding = Sharding(units=[*model.blocks], shard=shard, bucket_size=1)
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    block, told = type(model.blocks[0]), []
+    for way in ("skips", "root", "calls", "blocks", "waits"):
+        if way == "waits":
+            engine.wait()
+        called = (
+            nullcontext() if way not in ("blocks", "waits") else mock.patch.object(block, "__call__", block.forward)
+        )
+        with called:
+            forward = model.forward if way == "root" else model
+            loss = loss_of(forward, make_batch(0, dist.get_rank(), 0), flavour=int(way == "skips"))
+        try:
+            engine.backward(loss)
+            engine.step()
+            told.append("applied")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("shard", ["states", "gradients"])
+def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, shard: str) -> None:
+    for skips, root, calls, blocks, waits in run_ranks(_read_early, 2, shard):
+        assert (skips, calls, waits) == ("applied",) * 3
+        assert blocks.startswith("the forward read blocks.0.gain and 20 more while")
+        assert root.startswith("the forward read embedding.weight and 3 more while")
+        assert all("such as [*model.blocks]; or call engine.wait() before each forward" in it for it in (blocks, root))
 
 
 def _order_of_events(overlap: bool, flavour: int) -> list[str]:

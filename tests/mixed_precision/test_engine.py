@@ -333,6 +333,10 @@ WRONG_SETTINGS = [
         lambda: _engine(sharding=Sharding(units=[nn.Linear(1, 1)])),
         "units must be different submodules of the model; Linear is not one",
     ),
+    (
+        lambda: _engine(blocks := nn.Sequential(nn.ModuleList([nn.Linear(1, 1)])), sharding=Sharding([blocks[0]])),
+        r"a ModuleList is none, having no forward: .* Pass what it holds, e\.g\. \[\*model\.blocks\]",
+    ),
     (lambda: single_device(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, device="meta")])), "must lie on one device"),
     (lambda: AdamW(lr=-1.0), "lr must be a finite number of at least 0"),
     (lambda: AdamW(lr=[]), "lr must be a finite number of at least 0, or a sequence"),
