@@ -196,6 +196,28 @@ def test_each_direction_is_computed_once_and_little_travels(run_ranks, dp_size: 
         assert most / 5 <= sent <= most
 
 
+def _of_one_matrix(uncut: bool) -> tuple[Tensor, int]:
+    """Return it after three steps, all ranks with the same gradients, and how much of it is this rank's."""
+    drawn = torch.Generator().manual_seed(6)
+    model = torch.nn.Linear(24, 40, bias=False)
+    model.weight.data = torch.randn(40, 24, generator=drawn)
+    with _laid_out(uncut=uncut):
+        engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.float32), compile_update=False)
+    for _ in range(3):
+        engine.backward((model.weight * torch.randn(40, 24, generator=drawn)).sum())
+        engine.step()
+    return engine.full_weights()["weight"], sum(owned.tensors[MASTER].numel() for owned in engine.owned_ranges())
+
+
+@pytest.mark.parametrize(("uncut", "owned"), [(True, [0, 0, 0, 960]), (False, [256, 256, 256, 192])])
+def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut: bool, owned: list[int]) -> None:
+    """Where one has the whole of it, too, and the others padding."""
+    alone, _ = _of_one_matrix(uncut)
+    told = run_ranks(_of_one_matrix, 4, uncut)
+    assert all(torch.equal(weight, alone) for weight, _ in told)
+    assert sorted(numel for _, numel in told) == sorted(owned)
+
+
 def _live() -> tuple[list[int], int, int]:
     """Return the bytes beside those between steps, when this rank makes a matrix orthogonal and when it has the
     directions of its shard; and elements, of the matrix and of the shard.

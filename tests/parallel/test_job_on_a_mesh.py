@@ -1,4 +1,6 @@
-"""A job on tensor-parallel ranks ends where one process does and leaves the same behind; another mesh takes it up."""
+"""A job on tensor-parallel ranks ends where one process does and leaves the same behind, with Muon too; another mesh
+takes it up.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,20 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from megamix.config import Config
 from megamix.train.job import run_job
 from tests.train.jobs import run_on_ranks, tiny_job, write_data
 
+OPTIMIZERS = {"adamw": {}, "muon": {"name": "muon", "muon": {"ns_dtype": "fp32"}}}
 
-def _job(folder: Path, run: str, tp_size: int, steps: int = 8):
+
+def _job(folder: Path, run: str, tp_size: int, steps: int = 8, optimizer: str = "adamw") -> Config:
     return tiny_job(
         folder,
         model={"vocab_size": 280, "dropout": 0.1},
         data={"tokenizer": str(folder / "data/tokenizer.json")},
         precision={"dtype": "fp32"},
+        optimizer=OPTIMIZERS[optimizer],
         training={"steps": steps, "eval_interval": 4},
         parallelism={"tp_size": tp_size},
         lr_schedule={"decay_style": "constant"},  # of whatever number of steps
@@ -29,12 +35,15 @@ def _lines(folder: Path, name: str) -> list[str]:
     return (folder / name / "metrics.jsonl").read_text().splitlines()
 
 
-def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(run_ranks, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_job_on_tensor_parallel_ranks_ends_where_one_process_does(
+    run_ranks, tmp_path: Path, capsys, optimizer: str
+) -> None:
     write_data(tmp_path / "data", tokenizer=True)
-    alone = run_job(_job(tmp_path, "alone", 1))
+    alone = run_job(_job(tmp_path, "alone", 1, optimizer=optimizer))
     said = capsys.readouterr().out
     assert "1 rank(s) on" in said
-    losses = run_ranks(run_on_ranks, 2, _job(tmp_path, "divided", 2))
+    losses = run_ranks(run_on_ranks, 2, _job(tmp_path, "divided", 2, optimizer=optimizer))
     assert losses[0] == losses[1] == pytest.approx(alone, abs=1e-5)
     # Samples of a data-parallel axis of one: every step has the same ones, and dropout the same units.
     assert len(_lines(tmp_path, "divided")) == len(_lines(tmp_path, "alone"))

@@ -1,5 +1,5 @@
 """A run killed at any instant, once or again and again, and started again ends bitwise equal: weights, moments, scale,
-data order, logs; with each setting of shard; other ranks go on; what changed is refused or told.
+data order, logs; with each setting of shard, and with Muon; other ranks go on; what changed is refused or told.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ from tests.train.jobs import (
 )
 from tests.train.outcome import TIMELESS, differences, end_of, metrics_of
 
-KILLS = [*zip(range(300 if FULL else 3), cycle(get_args(Shard)), strict=False)]  # 100 of each setting, or one
+JOBS: dict[str, dict[str, Any]] = {
+    **{shard: {"parallelism": {"shard": shard}} for shard in get_args(Shard)},
+    "muon": {"optimizer": {"name": "muon"}, "parallelism": {"bucket_size": 1}},  # every matrix travels
+}
+KILLS = [*zip(range(400 if FULL else 4), cycle(JOBS), strict=False)]  # 100 of each job, or one
 STEPS = 14
 CHAIN_STEPS, CHAIN_KILLS = (200, 25) if FULL else (16, 2)
 BAD = frozenset((3, 4, 9, 15, 16, 21, 40, 41, 90))  # attempts that overflow
@@ -145,17 +149,17 @@ def data(tmp_path_factory) -> Path:
     return folder / "data"
 
 
-Uninterrupted = Callable[[Shard], tuple[Path, int, list[Attempt]]]
+Uninterrupted = Callable[[str], tuple[Path, int, list[Attempt]]]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
-    """With a setting: the folder of the job on two ranks, how many calls its training makes, and what it applied."""
+    """Of one of the jobs: its folder, on two ranks, how many calls its training makes, and what it applied."""
 
     @cache
-    def run(shard: Shard) -> tuple[Path, int, list[Attempt]]:
+    def run(job: str) -> tuple[Path, int, list[Attempt]]:
         folder = tmp_path_factory.mktemp("uninterrupted")
-        config = _config(folder, data, parallelism={"shard": shard})
+        config = _config(folder, data, **JOBS[job])
         (calls, applied), (elsewhere, _) = run_ranks(_counted, 2, config)
         return folder, min(calls, elsewhere), applied
 
@@ -163,13 +167,13 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize(("trial", "shard"), KILLS)
+@pytest.mark.parametrize(("trial", "job"), KILLS)
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
-    tmp_path, data, run_ranks, uninterrupted, trial: int, shard: Shard
+    tmp_path, data, run_ranks, uninterrupted, trial: int, job: str
 ) -> None:
-    whole, calls, _ = uninterrupted(shard)
+    whole, calls, _ = uninterrupted(job)
     rng = random.Random(trial)
-    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, parallelism={"shard": shard})
+    config = _config(tmp_path, data, checkpoint={"async_save": trial % 2 == 0}, **JOBS[job])
     victim, at_call = rng.randrange(2), rng.randrange(calls)
     if not _killed(config, victim, at_call):  # waiting took fewer calls than in the uninterrupted run
         shutil.rmtree(tmp_path / "run")
