@@ -30,7 +30,7 @@ def report_lines(config: Config, dp_size: int, machine: Machine, limit: int | No
         yield from _table(plan)  # before the changes, which take longer to count
     shards = dict(by_shard(config, plan))
     if not as_json:
-        yield from _shard_rows(shards, config.parallelism.shard, limit)
+        yield from _shard_rows(config, plan, shards, limit)
     advice = advise(config, plan, limit) if limit is not None and plan.peak > limit else []
     if as_json:
         record = _record(plan, limit, shards, advice)
@@ -88,8 +88,10 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
     yield from _rows(beside, plan.host, sum(plan.host.values()))
 
 
-def _shard_rows(shards: dict[Shard, int | str], own: Shard, limit: int | None) -> Iterator[str]:
-    yield "the peak by parallelism.shard"
+def _shard_rows(config: Config, plan: MemoryPlan, shards: dict[Shard, int | str], limit: int | None) -> Iterator[str]:
+    own, count = config.parallelism.shard, plan.grad_accum_steps
+    stay = count > 1 and config.parallelism.accumulate == "local"
+    yield "the peak by parallelism.shard" + f'; gradients stay for {count} micro-batches (accumulate = "local")' * stay
     fits = [shard for shard, peak in shards.items() if isinstance(peak, int) and peak <= (limit or 0)]
     for shard, peak in shards.items():
         marks = [" <- this job"] * (shard == own) + [" <- the first that fits"] * ([shard] == fits[:1])

@@ -124,6 +124,17 @@ def test_micro_batches_that_owners_add_up_are_a_change_of_their_own() -> None:
     assert ", fits, " in owner
 
 
+def test_why_a_share_of_the_gradients_saves_nothing_is_said_where_they_stay() -> None:
+    def title(*overrides: str) -> str:
+        lines = plan_lines(load_config(CONFIGS / "llama3.2-1b.toml", [*overrides]), 8, None, "gpu", False)
+        (line,) = (line for line in lines if line.startswith("the peak by parallelism.shard"))
+        return line.removeprefix("the peak by parallelism.shard")
+
+    assert re.fullmatch(r'; gradients stay for \d+ micro-batches \(accumulate = "local"\)', title())
+    assert title("parallelism.accumulate=owner") == ""
+    assert title("training.micro_batch_size=1", "training.global_batch_size=8") == ""
+
+
 def test_where_no_change_is_enough_that_is_said() -> None:
     whole = ["parallelism.tp_size=1", "parallelism.pp_size=1", "model.num_layers=30"]
     config = load_config(CONFIGS / "llama3.1-70b.toml", whole)
