@@ -108,9 +108,9 @@ class Homes:
     homes: list[int]
 
     @property
-    def travels(self) -> bool:
-        """Return whether anything does, between any two ranks."""
-        return any(self.homes[part.matrix] != rank for rank, own in enumerate(self.parts) for part in own)
+    def sent(self) -> list[MatrixPiece]:
+        """Return what goes to another rank than its owner."""
+        return [part for rank, own in enumerate(self.parts) for part in own if self.homes[part.matrix] != rank]
 
 
 def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Place]) -> list[Homes]:

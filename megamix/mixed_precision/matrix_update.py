@@ -220,5 +220,5 @@ def _exchange(optimizer: muon.Muon, among: Collectives, found: Homes) -> _Exchan
         to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
         of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
         own=[(matrices[number], spread) for number, spread in spreads.items()],
-        travels=found.travels,
+        travels=bool(found.sent),
     )

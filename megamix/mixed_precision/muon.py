@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers
+from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers, require_finite
 
 log = logging.getLogger("megamix")
 
@@ -27,9 +28,7 @@ TABLES = (
     "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
     "*lm_head.*", "head.*", "*.head.*", "output.*", "classifier.*", "*.classifier.*", "score.*", "*.score.*",
 )  # fmt: skip
-FUSED = (
-    "*qkv*", "*query_key_value*", "*in_proj_weight", "*in_proj.weight", "*x_proj.weight", "*c_attn.weight", "*gate_up*",
-)  # fmt: skip
+FUSED = ("*qkv*", "*query_key_value*", "*in_proj?weight", "*x_proj.weight", "*c_attn.weight", "*gate_up*")
 # Their own parameters are no maps between hidden states, whatever shape and name.
 _NO_MAPS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.modules.conv._ConvNd)
 
@@ -64,27 +63,22 @@ class Muon(AdamW):
     def __post_init__(self) -> None:
         super(Muon, self).__post_init__()
         for key in ("tables", "matrix", "adamw"):
-            patterns = getattr(self, key)  # of a text each letter would be one, and * is all parameters
-            if isinstance(patterns, str) or not _is_sequence(patterns, str):
-                example = [patterns] if isinstance(patterns, str) else ["*.router.weight"]
-                raise TypeError(f"{key} takes a sequence of patterns, got {patterns!r}; write {key}={example}")
+            if not _is_sequence(patterns := getattr(self, key), str):
+                raise TypeError(f"{key} takes a list of patterns, got {patterns!r}; write {key}=['*.router.weight']")
         if not isinstance(self.fused, Mapping) or not all(_is_sequence(rows, int) for rows in self.fused.values()):
-            fix = "fused={'*.qkv.weight': (512, 128, 128)}"
-            raise TypeError(f"fused takes the rows of each matrix by pattern, got {self.fused!r}; write {fix}")
+            example = {"*.qkv.weight": (512, 128, 128)}
+            raise TypeError(f"fused takes each matrix's rows by pattern, got {self.fused!r}; write fused={example}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum}; use 0.95")
         if not are_numbers(self.ns_coefficients, 3) or not all(map(math.isfinite, self.ns_coefficients)):
-            raise ValueError(
-                f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}; leave them out"
-            )
+            raise ValueError(f"ns_coefficients must be three finite numbers, got {self.ns_coefficients}; leave it out")
         if not 1 <= self.ns_steps <= 100:
             raise ValueError(f"ns_steps must lie in 1 .. 100, got {self.ns_steps}; use 5")
         if self.ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"ns_dtype must be torch.bfloat16 or torch.float32, got {self.ns_dtype}")
         if self.adjust_lr not in ("match_rms_adamw", "original"):
             raise ValueError(f'adjust_lr must be "match_rms_adamw" or "original", got {self.adjust_lr!r}')
-        if not 0 <= self.adamw_lr_factor < math.inf:
-            raise ValueError(f"adamw_lr_factor must be a finite number of at least 0, got {self.adamw_lr_factor}")
+        require_finite("adamw_lr_factor", self.adamw_lr_factor)
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         is_table = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
@@ -110,13 +104,10 @@ class Muon(AdamW):
         return group._replace(lr_factor=group.lr_factor * self.adamw_lr_factor)
 
     def for_model(self, model: nn.Module) -> Self:
-        known = (*self.tables, *self.matrix, *self.adamw)
-        found = [
-            glob.escape(name)
-            for name, (param, modules) in _owners(model).items()
-            if param.dim() > 1 and any(isinstance(one, _NO_MAPS) for one in modules) and not _matches(name, known)
-        ]
-        return replace(self, tables=[*self.tables, *found]) if found else self
+        no_maps, known = _params_of(model, _NO_MAPS), (*self.tables, *self.matrix, *self.adamw)
+        params = model.named_parameters(remove_duplicate=False)
+        found = [name for name, one in params if one in no_maps and one.dim() > 1 and not _matches(name, known)]
+        return replace(self, tables=(*self.tables, *map(glob.escape, found)))
 
     def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super(Muon, self).warn_of_doubts(model, shapes)
@@ -124,27 +115,19 @@ class Muon(AdamW):
             for pattern in getattr(self, key):
                 if not fnmatch.filter(shapes, pattern):
                     log.warning("%s of Muon has the pattern %r, which matches no parameter of the model", key, pattern)
-        owners, told = _owners(model), set[str]()
-        for name, shape in shapes.items():
+        maps, told = _params_of(model, (nn.Linear,)), set[str]()
+        for name, param in model.named_parameters():
+            rows = self.matrices(name, shapes[name]) if name in shapes else ()
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # in all layers
-            if alike in told or not self.matrices(name, shape) or _matches(name, [*self.fused, *self.matrix]):
-                continue
-            _, modules = owners.get(name, (None, []))  # none of another stage's
-            if _matches(name, FUSED):
+            is_clear = param in maps and not _matches(name, FUSED)
+            if rows and not is_clear and alike not in told and not _matches(name, [*self.fused, *self.matrix]):
+                told.add(alike)
                 log.warning(
-                    "Muon takes %s for one matrix. If it holds several one below the other, as queries, keys and "
-                    "values, give their rows: fused={%r: (rows, rows, rows)}; if they stand beside each other, let "
-                    "AdamW move it: adamw=[%r]; if it is one: matrix=[%r]", alike, alike, alike, alike,
+                    "Muon takes %s, %s, for %d of its matrices by shape alone. If that is right: matrix=[%r]; if it "
+                    "holds several, as queries, keys and values, one below the other: fused={%r: (rows, rows, rows)}; "
+                    "if these stand beside each other, or it is a table or a norm, let AdamW move it: adamw=[%r]",
+                    alike, [*shapes[name]], len(rows), alike, alike, alike,
                 )  # fmt: skip
-            elif modules and not any(isinstance(one, nn.Linear) for one in modules):
-                log.warning(
-                    "Muon takes %s %s, of %s, for %d matrices by its shape alone. If it is a table or a norm, let "
-                    "AdamW move it: adamw=[%r]; if it is right: matrix=[%r]",
-                    alike, [*shape], type(modules[0]).__name__, len(self.matrices(name, shape)), alike, alike,
-                )  # fmt: skip
-            else:
-                continue
-            told.add(alike)
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
@@ -180,17 +163,15 @@ class Muon(AdamW):
 
 
 def _is_sequence(values: object, kind: type) -> bool:
-    return isinstance(values, Sequence) and all(isinstance(one, kind) for one in values)
+    """A text is none: each of its letters would be a pattern, and * is all parameters."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return False
+    return all(isinstance(one, kind) for one in values)
 
 
-def _owners(model: nn.Module) -> dict[str, tuple[nn.Parameter, list[nn.Module]]]:
-    """Return each parameter by all of its names, with all modules that have it as their own."""
-    owners: dict[nn.Parameter, list[nn.Module]] = {}
-    for module in model.modules():
-        for param in module.parameters(recurse=False):
-            owners.setdefault(param, []).append(module)
-    params = model.named_parameters(remove_duplicate=False)
-    return {name: (param, owners[param]) for name, param in params}
+def _params_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
+    own = (module.parameters(recurse=False) for module in model.modules() if isinstance(module, kinds))
+    return {*chain.from_iterable(own)}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -63,12 +63,13 @@ class ParamGroup:
     weight_decay: float | None = None  # None: the optimizer's
 
     def __post_init__(self) -> None:
-        _require_finite(f"lr_factor of group {self.pattern!r}", self.lr_factor)
+        require_finite(f"lr_factor of group {self.pattern!r}", self.lr_factor)
         if self.weight_decay is not None:
-            _require_finite(f"weight_decay of group {self.pattern!r}", self.weight_decay)
+            require_finite(f"weight_decay of group {self.pattern!r}", self.weight_decay)
 
 
-def _require_finite(name: str, value: float) -> None:
+def require_finite(name: str, value: float) -> None:
+    """Raises: ValueError if it is negative, infinite or no number."""
     if not isinstance(value, Real) or not 0 <= value < math.inf:  # NaN neither
         raise ValueError(f"{name} must be a finite number of at least 0, got {value}; 0 turns it off")
 
@@ -118,7 +119,7 @@ class Optimizer:
             if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
                 fix = "" if setting.default is MISSING else f"; leave it out for {setting.default}"
                 raise TypeError(f"{setting.name} of {type(self).__name__} must be {text}, got {value!r}{fix}")
-        _require_finite("weight_decay", self.weight_decay)
+        require_finite("weight_decay", self.weight_decay)
 
     def states(self, name: str, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         """Return names and dtypes (FP32, BF16 or FP16) of one parameter's states, zeros at the start; none is fine.

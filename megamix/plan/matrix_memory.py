@@ -64,15 +64,8 @@ def plan_matrices(
     found = find_homes(layout, cut, blocks)
     for buckets in by_axis.values():
         found += find_homes(layout, buckets, [*map(Place, range(layout.buckets[buckets[0]].num_shards))])
-    matrices = [matrix for homes in found for matrix in homes.matrices]
-    sent = [
-        ((homes.number, part.matrix), part.numel)
-        for homes in found
-        for rank, parts in enumerate(homes.parts)
-        for part in parts
-        if homes.homes[part.matrix] != rank
-    ]
-    moved = 2 * optimizer.ns_dtype.itemsize * sum(numel for _, numel in sent)
+    numels = [matrix.numel for homes in found for matrix in homes.matrices]
+    moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
     numel = sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
     most = 0
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
@@ -80,27 +73,20 @@ def plan_matrices(
         # About the order in which forward needs them.
         turns = [_stages(own.get(number), rank, layout, optimizer, of_run) for number in range(len(layout.buckets))]
         most = max(most, _most_under_way(turns[::-1]))
+    travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
-        update=max(most, elementwise),
-        count=len(matrices),
-        travelling=len({which for which, _ in sent}),
-        sent=moved / max(sum(matrix.numel for matrix in matrices), 1),
-        of_each=moved // len(blocks),
-        padding=layout.padded_numel / numel - 1,
-        whole_from=_whole_from(specs, axis_sizes) if sent else None,
-    )
+        max(most, elementwise), len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
+        layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if moved else None,
+    )  # fmt: skip
 
 
 def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | None:
     """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None: none is known."""
     size = axis_sizes[0] * max(spec.numel for spec in specs if spec.matrices)
-    while 4 * size <= sum(spec.numel for spec in specs):
-        buckets = build_layout(specs, axis_sizes, size).buckets
-        placed = ((slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices)
-        if all(slot.start // shard == (slot.end - 1) // shard for slot, shard in placed):
-            return size
-        size *= 2
-    return None
+    buckets = build_layout(specs, axis_sizes, size).buckets
+    placed = ((slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices)
+    is_whole = all(slot.start // shard == (slot.end - 1) // shard for slot, shard in placed)
+    return size if is_whole and 4 * size <= sum(spec.numel for spec in specs) else None
 
 
 _Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it
@@ -120,7 +106,7 @@ def _stages(homes: Homes | None, rank: int, layout: FlatLayout, optimizer: Muon,
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (_FP32 + size) * shard + max(sent, of_run)
     direction = _FP32 * shard + max(of_run, sent + _FP32 * max(pieces, default=0) * (size < _FP32))
-    if not homes.travels:
+    if not homes.sent:
         return [(max(momentum, sent + turn, direction), 0)]
     both = sent + arrived  # until an exchange has ended
     return [(max(momentum, both), both), (max(both, arrived + turn), both), (max(both, direction), 0)]

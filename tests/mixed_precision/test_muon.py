@@ -196,8 +196,8 @@ def test_modules_types_say_what_no_matrix_is(caplog) -> None:
     assert _matrices_of(_Odd()) == sorted(["experts", "plain.weight", *attention])
     doubts = [record.getMessage().partition(". ")[0] for record in caplog.records]
     assert doubts == [
-        "Muon takes experts [3, 8, 4], of _Odd, for 3 matrices by its shape alone",
-        "Muon takes layers.*.in_proj_weight for one matrix",
+        "Muon takes experts, [3, 8, 4], for 3 of its matrices by shape alone",
+        "Muon takes layers.*.in_proj_weight, [24, 8], for 1 of its matrices by shape alone",
     ]
     assert all("adamw=['" in record.getMessage() for record in caplog.records)
     assert "fused={'layers.*.in_proj_weight': (rows, rows, rows)}" in caplog.text
@@ -235,9 +235,9 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
         (Muon, {"adamw_lr_factor": None}, "adamw_lr_factor of Muon must be a number, got None; leave it out for 1.0"),
         (AdamW, {"eps": "1e-8"}, "eps of AdamW must be a number, got '1e-8'; leave it out for 1e-08"),
         (NAG, {"decoupled_weight_decay": "no"}, "decoupled_weight_decay of NAG must be True or False, got 'no'; leave"),
-        (Muon, {"adamw": None}, "adamw takes a sequence of patterns, got None; write adamw=['*.router.weight']"),
-        (Muon, {"matrix": [3]}, "matrix takes a sequence of patterns, got [3]; write matrix=['*.router.weight']"),
-        (Muon, {"fused": ["*.qkv.weight"]}, "fused takes the rows of each matrix by pattern, got ['*.qkv.weight']; "),
+        (Muon, {"adamw": None}, "adamw takes a list of patterns, got None; write adamw=['*.router.weight']"),
+        (Muon, {"matrix": [3]}, "matrix takes a list of patterns, got [3]; write matrix=['*.router.weight']"),
+        (Muon, {"fused": ["*.qkv.weight"]}, "fused takes each matrix's rows by pattern, got ['*.qkv.weight']; "),
         (Muon, {"fused": {"*.qkv.weight": 3}}, "got {'*.qkv.weight': 3}; write fused={'*.qkv.weight': (512, 128,"),
         (Muon, {"fused": {"*.qkv.weight": (8.0, 8, 8)}}, "got {'*.qkv.weight': (8.0, 8, 8)}; write fused={"),
     ],
@@ -260,7 +260,7 @@ def test_settings_of_an_optimizer_of_one_s_own_are_looked_at_too(declared: objec
 
 @pytest.mark.parametrize("key", ["tables", "matrix", "adamw"])
 def test_a_pattern_alone_is_not_taken_for_its_letters(key: str) -> None:
-    with pytest.raises(TypeError, match=rf"write {key}=\['\*.router.\*'\]"):
+    with pytest.raises(TypeError, match=rf"got '\*.router.\*'; write {key}=\['\*.router.weight'\]"):
         Muon(lr=0.02, **{key: "*.router.*"})
 
 
