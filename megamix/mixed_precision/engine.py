@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager as Context
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +51,7 @@ class ShardedEngine:
         sharding: Sharding | None = None, clip_grad: float = 0.0, grad_accum_steps: int = 1,
         compile_update: bool = True, fill: Fill | None = None,
     ):  # fmt: skip
-        precision = Precision() if precision is None else precision
-        sharding = Sharding() if sharding is None else sharding
+        precision, sharding = precision or Precision(), sharding or Sharding()
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         optimizer = self.optimizer = optimizer.for_model(model)
@@ -91,7 +91,7 @@ class ShardedEngine:
         self.update_path = "compiled" if isinstance(update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, update) for run in runs] for runs in self.master_shard.runs]
         self.matrix_update = MatrixUpdate(optimizer, update, len(groups), shard, half.shards, topology, self.clock)
-        self.grad_reduce = GradReduce(grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
+        self.grad_reduce = GradReduce(layout, grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -122,7 +122,7 @@ class ShardedEngine:
         settings.check_loss(loss, weight)
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1
         completes = self.half_grads.names if last or self.grad_reduce.takes_each else ()
-        with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes):
+        with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes, loss):
             self.under_way.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # no types
 
     @contextmanager
@@ -138,22 +138,24 @@ class ShardedEngine:
         try:
             yield
         except BaseException:
-            self.discard_step()
+            self.half_grads.expect_step()
+            self.grad_reduce.reset()
+            self.under_way.discard()
             raise
         ends = self.under_way.add(micro_batches, last)
         if ends or self.grad_reduce.takes_each:
             self.half_grads.fill_missing()
             self.grad_reduce.end_micro_batch(ends)
 
-    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> AbstractContextManager[None]:
+    def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
         """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
 
         `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
-        when all of it is.
+        when all of it is. `loss`: what is back-propagated, for what it reads beside the model's output.
         """
         look_at = look(self.under_way.examination, micro_batch)
         grads = self.half_grads.backward_pass(self.grad_reduce.launch, completes, look_at)
-        return self.param_gather.backward_pass(grads)
+        return self.param_gather.backward_pass(grads, loss)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
@@ -177,9 +179,8 @@ class ShardedEngine:
         """
         self.half_grads.expect_step()
         self.grad_reduce.reset()
+        self.under_way.discard()
         self.param_gather.end()
-        self.under_way.examination = None
-        self.under_way.reset()
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
@@ -200,8 +201,7 @@ class ShardedEngine:
             divisor = self.under_way.scale_used.double() * stats.weight_sum
             grad_norm = stats.sum_of_squares.sqrt() / divisor
             multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
-            update = self.applied_updates + 1
-            coefficients = self.optimizer.coefficients(update.double())
+            coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
             scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
         for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
             self.param_gather.launch(bucket)
@@ -235,7 +235,7 @@ class ShardedEngine:
         self.under_way.reset()
         return grad_shards, by_piece, stats
 
-    def whole_parameters(self) -> AbstractContextManager[None]:
+    def whole_parameters(self) -> Context[None]:
         """Let the module's parameters be read in any way inside; every rank must enter. Those of
         `Sharding(shard="parameters")` have no memory otherwise. A forward inside gathers nothing: a rank may go alone.
         """

@@ -108,6 +108,12 @@ class Bucket:
     num_shards: int
 
     @property
+    def name(self) -> str:
+        """For a message."""
+        first, last = self.slots[0].spec.name, self.slots[-1].spec.name
+        return first if first == last else f"{first} to {last}"
+
+    @property
     def axis(self) -> int:
         """Return the number of its owners' axis, `ParamSpec.axis` of all its parameters."""
         return self.slots[0].spec.axis

@@ -80,13 +80,14 @@ class GradReduce:
     """
 
     def __init__(
-        self, half_grads: FlatBuffers, sums: list[Tensor], totals: list[Tensor], row_stats: RowStats,
-        collectives: Sequence[Collectives], overlap: bool, clock: Clock,
+        self, layout: FlatLayout, half_grads: FlatBuffers, sums: list[Tensor], totals: list[Tensor],
+        row_stats: RowStats, collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
         """`sums`: where each bucket's sum over its owners lands. `totals`: FP32, which add up those of all
         micro-batches; none where each rank adds up its own, and sends them once. Shapes: (shard_numel,) per bucket.
         """
         self._half_grads, self._sums, self._totals, self._row_stats = half_grads, sums, totals, row_stats
+        self._buckets = layout.buckets
         self.grad_shards = totals or sums  # of the whole step
         self._is_first = True  # of the step's micro-batches
         self._collectives, self._overlap, self._clock = collectives, overlap, clock
@@ -111,6 +112,10 @@ class GradReduce:
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if own_sum.dtype == half_grads.dtype else partial(self._sum, bucket)
                 pending = self._collectives[bucket].reduce_scatter(half_grads, own_sum, use)
+                pending.what = (
+                    f"while the gradients of {self._buckets[bucket].name} were summed: every rank must call backward "
+                    "as often, and end all of it or none"
+                )
                 self._clock.watch("reduce_scatter", bucket, pending)
                 self._pending.append(Pending(then=partial(self._add, bucket, pending)) if self._totals else pending)
                 if not self._overlap:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamix import tuned
-from megamix.comm.collectives import Collectives, sum_in_rank_order
+from megamix.comm.collectives import Collectives, noting, sum_in_rank_order
 from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
 from megamix.mixed_precision.step import Recorded, StepUnderWay
 
@@ -125,7 +125,8 @@ def agree(
     sums = (by_piece[0].sum(), by_piece[1].amax(), under_way.loss_sum.double(), under_way.weight_sum)
     recorded = under_way.recorded()
     row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values])
-    by_rank = collectives.table(row)  # FP64 (ranks, 7)
+    with noting("while the ranks agreed on a step: every rank must call step() as often"):
+        by_rank = collectives.table(row)  # FP64 (ranks, 7)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)

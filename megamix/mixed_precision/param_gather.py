@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.comm.collectives import Pending
@@ -75,7 +75,7 @@ class ParamGather:
             self.launch(bucket)
 
     @contextmanager
-    def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
+    def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:
         """Take the gradients of one pass, inside `grads`.
 
         Raises: RuntimeError for those of weights that nothing has awaited.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +105,16 @@ class PassingHalfParams(HalfParams):
         """Let everybody read the bucket's parameters, which are there."""
         for param, own_class in self._by_bucket[bucket]:
             param.__class__ = own_class
+
+    def refuse_views(self, buckets: Iterable[int], unit: str, given: Iterable[Tensor]) -> None:
+        """Raises: RuntimeError if a unit has given a parameter of its buckets or a view of one."""
+        own = {self.flat[bucket].untyped_storage()._cdata for bucket in buckets}
+        for tensor in given:
+            if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in own:
+                raise RuntimeError(
+                    f"{unit} returns a parameter or a view of one, which has no memory after its forward: return a "
+                    "copy, as tensor.clone(), or leave it out of `units`"
+                )
 
     def free(self, bucket: int) -> None:
         """Let nobody read them any more, and give their memory back."""

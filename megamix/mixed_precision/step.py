@@ -152,6 +152,11 @@ class StepUnderWay:
         self._ended = last
         return self._ended or self.micro_batches == self.grad_accum_steps
 
+    def discard(self) -> None:
+        """Forget the step, and what was asked for of it."""
+        self.examination = None
+        self.reset()
+
     def reset(self) -> None:
         """Let the next micro-batch be a step's first."""
         for row in self.recorded_rows.values():

@@ -9,17 +9,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Pending
+from megamix.comm.collectives import Pending, noting
 from megamix.mixed_precision.flat_buffers import FlatBuffers, PassingBuffers
 from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.passing_params import PassingHalfParams
 from megamix.mixed_precision.settings import Shard
-from megamix.mixed_precision.unit_hooks import OfModule, on_gradient
+from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
 
 
 @dataclass(slots=True, eq=False)
@@ -62,10 +62,16 @@ class UnitGather:
         # A unit without parameters of its own, as a tied embedding, would be a step of nothing between two gathers.
         self._units = [unit for unit in found if unit is self._root or unit.buckets]
         self.order_of_need = [bucket for unit in self._units for bucket in unit.buckets]
+        params = half_params.params
+        self._unit_of = {params[name]: unit for unit in self._units[1:] for name in unit.params}
+        among = self._collectives
+        self._places = [among[: bucket + 1].count(own) for bucket, own in enumerate(among)]  # of its owners' buckets
+        self._writes = 0  # of the masters, by all ranks
         self._order: Sequence[Unit] = ()  # of the units in this pass
         self._launched = 0  # of these
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
         self._in_backward = self._is_whole = False
+        self._thread = OneThread()
         for unit, module in zip(found, [model, *units], strict=True):
             if unit in self._units:
                 # In front of the user's own, which may read parameters.
@@ -114,28 +120,30 @@ class UnitGather:
         if self._is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
         self.end()
+        self._writes += 1
 
     @contextmanager
-    def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
+    def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:
         """Gather for a backward pass of the model, inside `grads`, which takes its gradients."""
-        self._end()  # a forward that failed: other ranks may have come to its end
+        self._thread.enter("engine.backward", self._in_backward, stays=True)
+        if loss is not None:
+            on_reads(self, self._unit_of, loss)
+        self._end()  # a pass that failed: other ranks may have come to its end
         self._in_backward = True
         try:
             self._begin(self._units[:0:-1], kept=[self._root])
             with grads:
                 yield
             self._end()
-        finally:
-            self._order = ()
             self._free(self._units[1:])
-            self._in_backward = False
+        finally:
+            self._thread.leave()
+            self._in_backward = False  # what is left of a pass that failed is gathered with the next one
 
     def before_forward(self, unit: Unit, *_: object) -> None:
-        if not self._is_whole and torch._C._functorch.maybe_current_level() is not None:
-            raise RuntimeError(
-                f"{unit.name} is called within a transform of torch.func (vmap, grad), which cannot take gathers. Take "
-                'shard = "gradients", or do so inside `with engine.whole_parameters():`'
-            )
+        if not self._is_whole:
+            refuse_transforms(unit.name)
+            self._thread.enter(unit.name, self._in_backward, stays=unit is self._root and not self._in_backward)
         if unit is self._root:
             if not self._in_backward:
                 self._end()
@@ -151,7 +159,10 @@ class UnitGather:
             return
         if unit is self._root:
             self._end()
+            self._thread.leave()
             return
+        if not self._is_whole:
+            self._half_params.refuse_views(unit.buckets, unit.name, tensors_in(output))
         if unit not in self._kept:
             self._free([unit])
         if torch.is_grad_enabled():
@@ -184,6 +195,7 @@ class UnitGather:
 
     def _drop(self) -> None:
         self._kept = ()
+        self._thread.leave()
         self._free(self._units)
         for unit in self._units:
             unit.called = False
@@ -216,14 +228,13 @@ class UnitGather:
         return not (unit.begun or unit in self._kept)  # what has begun is freed behind its own forward
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
-        """Let all ranks, which call this unit now, have launched as much of the pass: gathers match by order of issue.
-
-        Raises: RuntimeError if another rank calls another unit: each would get the other's weights.
+        """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of
+        issue. Raises: RuntimeError if another rank calls another unit.
         """
         among, master = self._collectives[unit.buckets[0]], self._masters[0]
         mine = torch.tensor([self._units.index(unit), self._launched], device=master.device)
-        with self._named(unit):
-            places, launched = among.table(mine).T.tolist()
+        with noting(_gathering(unit)):
+            places, launched = among.gather(mine, self._number(0)).T.tolist()  # beside the sums of who does not come
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
                 f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: what "
@@ -240,14 +251,20 @@ class UnitGather:
             self._half_params.take(bucket)
             own = among.own_part(flat)
             own.copy_(self._masters[bucket])
-            self.pending[bucket] = among.all_gather(flat, own)
+            with noting(what := _gathering(unit)):
+                self.pending[bucket] = among.all_gather(flat, own, self._number(self._places[bucket]))
+            self.pending[bucket].what = what
             self._clock.watch("all_gather", bucket, self.pending[bucket])
+
+    def _number(self, place: int) -> int:
+        """Of a gather: ranks that are not at the same unit and the same values wait, where they could mix them."""
+        return place + (self._writes << 20)
 
     def _await(self, unit: Unit) -> None:
         self._launch(unit)
         for bucket in unit.buckets:
             if (pending := self.pending.pop(bucket, None)) is not None:
-                with self._clock.span("exposed_all_gather"), self._named(unit):
+                with self._clock.span("exposed_all_gather"):
                     pending.wait()
                 self._half_params.show(bucket)
 
@@ -258,21 +275,16 @@ class UnitGather:
             if unit.live:
                 for bucket in unit.buckets:
                     if (pending := self.pending.pop(bucket, None)) is not None:
-                        with self._named(unit):
-                            pending.wait()
+                        pending.wait()
                     self._half_params.free(bucket)
             unit.live = unit.begun = False
 
-    @contextmanager
-    def _named(self, unit: Unit) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            error.add_note(
-                f"while the weights of {unit.name} were gathered: every rank must call the model, its units and their "
-                "backward as often, and end all of it or none"
-            )
-            raise
+
+def _gathering(unit: Unit) -> str:
+    return (
+        f"while the weights of {unit.name} were gathered: every rank must call the model, its units and their backward "
+        "as often, and end all of it or none"
+    )
 
 
 # By `Sharding.shard`: what holds the half parameters, the gradients' memory, and who launches the gathers.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,39 @@ class Gather(Protocol):
     def after_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
 
     def before_backward(self, unit: Any) -> None: ...
+
+
+class OneThread:
+    """Lets one thread at a time compute with what comes and goes: of two, one would free what the other reads."""
+
+    _inside: int | None = None
+
+    def enter(self, name: str, in_backward: bool, stays: bool) -> None:
+        """Let this thread call `name`, and be the one inside the model if it `stays`. Raises: RuntimeError if another
+        one is.
+        """
+        # On a GPU a backward has a thread of its own, in which a recompute calls units.
+        may = torch._C._current_graph_task_id() >= 0 if in_backward else self._inside in (None, get_ident())
+        if not may:
+            raise RuntimeError(
+                f"{name} is called while another thread is inside the model's forward or backward: with shard = "
+                '"parameters" one at a time may be, or all inside `with engine.whole_parameters():`. If a forward has '
+                "failed there, call engine.discard_step() first"
+            )
+        if stays:
+            self._inside = get_ident()
+
+    def leave(self) -> None:
+        self._inside = None
+
+
+def refuse_transforms(name: str) -> None:
+    """Raises: RuntimeError if unit `name` is called within a transform of torch.func."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            f"{name} is called within a transform of torch.func (vmap, grad), which cannot take gathers. Take "
+            'shard = "gradients", or do so inside `with engine.whole_parameters():`'
+        )
 
 
 class OfModule:
@@ -41,9 +75,41 @@ class OfModule:
 
 def on_gradient(gather: Gather, unit: object, module: nn.Module, output: object) -> None:
     """Let `gather` be told when the first gradient of what the unit has given is there: its backward begins."""
-    for node in _nodes([output, _attributes(module)]):
-        if _OnGradient not in node.metadata:  # else another unit has given it, or an earlier forward
-            node.metadata[_OnGradient] = node.register_prehook(_OnGradient(gather, unit))
+    for tensor in tensors_in([output, _attributes(module)]):
+        node: Any = tensor.grad_fn
+        if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
+            _tell(gather, unit, node)
+
+
+def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, object], loss: Tensor) -> None:
+    """Let `gather` be told, too, before the backward of what reads a unit's parameters on a way from the loss that
+    leads past all that units have given: a penalty on a weight, or a loss that a unit has put into a list.
+    """
+    readers: dict[Any, list[Any]] = {}  # of each node's result
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        for read, _ in () if node is None or _OnGradient in node.metadata else node.next_functions:
+            if read is not None:
+                if read not in readers:
+                    todo.append(read)
+                readers.setdefault(read, []).append(node)
+    for leaf in [node for node in readers if node.name() == _LEAF and node.variable in unit_of]:
+        todo = [leaf]
+        while todo:
+            for node in readers.get(todo.pop(), ()):
+                _tell(gather, unit_of[leaf.variable], node)
+                if len(node.next_functions) == 1:  # it may give a view, which the next one reads
+                    todo.append(node)
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def _tell(gather: Gather, unit: object, node: Any) -> None:
+    told = node.metadata.setdefault(_OnGradient, {})
+    if unit not in told:
+        told[unit] = node.register_prehook(_OnGradient(gather, unit))
 
 
 class _OnGradient:
@@ -61,13 +127,13 @@ def _run(gather: Gather, method: str, unit: object, module: nn.Module, output: o
     getattr(gather, method)(unit, module, output)
 
 
-def _nodes(given: object) -> Iterator[Any]:
-    """Yield those of autograd whose results a unit gives: tensors in containers, and in dataclasses of them."""
+def tensors_in(given: object) -> Iterator[Tensor]:
+    """Yield the tensors in containers, and in dataclasses of them."""
     for leaf in tree_leaves(given):
         if isinstance(leaf, Tensor):
-            yield from () if leaf.grad_fn is None else (leaf.grad_fn,)
+            yield leaf
         elif is_dataclass(leaf):
-            yield from _nodes([getattr(leaf, field.name, None) for field in fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
 
 
 def _attributes(unit: nn.Module) -> list[object]:

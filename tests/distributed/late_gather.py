@@ -36,8 +36,8 @@ def late_gathers() -> Iterator[None]:
     """Within it every gather between Gloo ranks is a `_LateGather`."""
     gather = collectives.GlooCollectives.all_gather
 
-    def late(self, flat, shard):
-        return _LateGather(lambda *args: gather(self, *args), flat, shard)
+    def late(self, flat, shard, number=0):
+        return _LateGather(lambda *args: gather(self, *args, number), flat, shard)
 
     with mock.patch.object(collectives.GlooCollectives, "all_gather", late):
         yield

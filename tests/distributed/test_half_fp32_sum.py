@@ -47,7 +47,8 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
     shards = [buffers.sum_place(bucket, own, sum_dtype) for bucket, own in enumerate(wires)]
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
-    reduce = GradReduce(buffers, shards, [], stats, wires, overlap=True, clock=Clock(cpu))
+    layout = mock.Mock(buckets=[mock.Mock() for _ in numels])
+    reduce = GradReduce(layout, buffers, shards, [], stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):

@@ -1,0 +1,202 @@
+"""With `Sharding(shard="parameters")` ranks that part ways are told so, by the unit or the gradients that they wait
+for: none gets another unit's weights or those of another step, and no process dies. Where all end a step, they go on.
+What reads weights beside a unit's output has them in backward, or is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from tests.distributed.models import loss_of, make_batch, make_model
+from tests.distributed.test_shard import _engine, _PlantedError, _take_step
+
+pytestmark = pytest.mark.uncounted
+
+_TIMEOUT_S = 3  # of a wait that nobody ends
+
+
+def _fails(*_: object) -> None:
+    raise _PlantedError
+
+
+def _backward_fails(engine: ShardedEngine, step: int, where: int) -> None:
+    hook = engine.module.blocks[where].register_full_backward_hook(_fails)
+    with pytest.raises(_PlantedError):
+        engine.backward(loss_of(engine.module, make_batch(step, engine.topology.dp.rank, 0)))
+    hook.remove()
+
+
+def _evaluate(engine: ShardedEngine) -> float:
+    with torch.no_grad():
+        return float(loss_of(engine.module, make_batch(9, 0, 0)))
+
+
+def _one_fails_and_repeats(engine: ShardedEngine) -> None:
+    if dist.get_rank():
+        _backward_fails(engine, 0, 2)
+    _take_step(engine)
+
+
+def _one_evaluates_more(engine: ShardedEngine) -> None:
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    if dist.get_rank():
+        _evaluate(engine)
+    engine.step()
+
+
+def _one_loads_first(engine: ShardedEngine) -> None:
+    weights = {name: 2 * weight for name, weight in engine.full_weights().items()}
+    if dist.get_rank():
+        engine.load_weights(weights)
+    _evaluate(engine)
+
+
+PARTINGS: dict[str, tuple[Callable[[ShardedEngine], None], str, str]] = {  # and what the two ranks are told
+    "one rank's backward fails, and it repeats its step": (
+        _one_fails_and_repeats,
+        r"while the gradients of blocks.1.down.weight to blocks.1.gain were summed: every rank must call backward",
+        r"while the weights of the model outside its units were gathered: every rank must call the model",
+    ),
+    "one rank evaluates more often": (
+        _one_evaluates_more,
+        r"while the ranks agreed on a step: every rank must call step\(\) as often",
+        r"while the weights of the model outside its units were gathered: every rank must call the model",
+    ),
+    "one rank loads weights first": (
+        _one_loads_first,
+        r"while the weights of the model outside its units were gathered: every rank must call the model",
+        r"while the weights of the model outside its units were gathered: every rank must call the model",
+    ),
+}
+
+
+def _part(name: str) -> str:
+    engine = _engine(group=dist.new_group([0, 1], timeout=timedelta(seconds=_TIMEOUT_S)))
+    _take_step(engine)
+    try:
+        PARTINGS[name][0](engine)
+    except RuntimeError as error:
+        return "".join(traceback.format_exception(error))
+    return ""
+
+
+@pytest.mark.parametrize("name", PARTINGS)
+def test_ranks_that_part_ways_are_told_by_name(run_ranks, name: str) -> None:
+    said = run_ranks(_part, 2, name, deadline_s=40.0)
+    for text, told in zip(said, PARTINGS[name][1:], strict=True):
+        assert re.search(told, text), text
+
+
+def _one_fails_and_all_discard(where: int | None) -> list[float]:
+    engine = _engine(grad_accum_steps=2)
+    if where is not None:
+        if dist.get_rank():
+            _backward_fails(engine, 5, where)
+            engine.discard_step()
+        else:
+            engine.backward(loss_of(engine.module, make_batch(5, 0, 0)))
+        dist.barrier()  # as ranks may tell each other of it
+        engine.discard_step()
+    norms = []
+    for step in range(2):
+        for micro_batch in range(2):
+            engine.backward(loss_of(engine.module, make_batch(step, dist.get_rank(), micro_batch)))
+        norms.append(float(engine.step().grad_norm))
+    return norms
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_after_a_backward_that_fails_on_one_rank_all_may_discard_and_go_on(run_ranks, where: int) -> None:
+    assert run_ranks(_one_fails_and_all_discard, 2, where) == run_ranks(_one_fails_and_all_discard, 2, None)
+
+
+class _Gated(nn.Module):
+    """A block with a loss of its own, which it puts into a list. `alone`: nothing else has a gradient."""
+
+    def __init__(self, block: nn.Module, losses: list[Tensor], alone: bool):
+        super().__init__()
+        self.block, self.gate, self.alone = block, nn.Parameter(torch.full((24,), 0.5)), alone
+        self._losses = losses  # private: what it keeps in public is looked at
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.block(x)
+        self._losses.append((y * self.gate * self.gate).float().square().mean())
+        return y.detach() if self.alone else y
+
+
+def _reads_beside(shard: str, alone: bool, overlap: bool) -> list[float]:
+    model, losses = make_model(tied=False), list[Tensor]()
+    model.blocks = nn.ModuleList(_Gated(block, losses, alone) for block in model.blocks)
+    sharding = Sharding([*model.blocks], shard=shard, overlap=overlap)
+    engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+    norms = []
+    for step in range(3):
+        with engine.whole_parameters():
+            penalty = sum((block.gate * block.gate).float().sum() for block in model.blocks)
+        loss = loss_of(model, make_batch(step, dist.get_rank(), 0))
+        loss = 0.1 * penalty + sum(losses) + (0.0 if alone else loss)
+        losses.clear()
+        _evaluate(engine)  # frees what a forward keeps
+        losses.clear()
+        engine.backward(loss)
+        norms.append(float(engine.step().grad_norm))
+    return norms
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_loss_reads_beside_a_units_output_is_gathered(run_ranks, alone: bool, overlap: bool) -> None:
+    kept, passing = (run_ranks(_reads_beside, 2, shard, alone, overlap) for shard in ("states", "parameters"))
+    assert kept == passing
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 24))
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"places": self.weight[: tokens.shape[1]]}
+
+
+def test_a_unit_that_returns_a_view_of_its_parameter_is_refused_by_name() -> None:
+    model = nn.Sequential(_Table())
+    sharding = Sharding([model[0]], shard="parameters")
+    engine = ShardedEngine(model, AdamW(lr=0.01), sharding=sharding, compile_update=False)
+    with pytest.raises(RuntimeError, match=r"^0 returns a parameter or a view of one, .* return a copy"):
+        engine(make_batch(0, 0, 0))
+    with engine.whole_parameters():
+        assert model(make_batch(0, 0, 0))["places"].shape == (6, 24)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str) -> None:
+    engine = _engine()
+    block, inside, go = engine.module.blocks[1], threading.Event(), threading.Event()
+
+    def waits(*_: object) -> None:
+        inside.set()
+        assert go.wait(20.0)
+
+    hook = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(waits)
+    norms = list[float]()
+    thread = threading.Thread(target=lambda: norms.append(_take_step(engine)))
+    thread.start()
+    assert inside.wait(20.0)
+    hook.remove()
+    for call in (lambda: _evaluate(engine), lambda: engine.module.blocks[0](torch.ones(3, 24))):
+        with pytest.raises(RuntimeError, match=r"^(the model|blocks.0).* is called while another thread is inside"):
+            call()
+    go.set()
+    thread.join()
+    assert norms == [_take_step(_engine())]
