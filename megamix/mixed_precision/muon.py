@@ -123,9 +123,9 @@ class Muon(AdamW):
             if rows and not is_clear and alike not in told and not _matches(name, [*self.fused, *self.matrix]):
                 told.add(alike)
                 log.warning(
-                    "Muon takes %s, %s, for %d of its matrices by shape alone. If that is right: matrix=[%r]; if it "
-                    "holds several, as queries, keys and values, one below the other: fused={%r: (rows, rows, rows)}; "
-                    "if these stand beside each other, or it is a table or a norm, let AdamW move it: adamw=[%r]",
+                    "Muon makes %s, %s, orthogonal as %d matrix(es). If that is right: matrix=[%r]; if it holds "
+                    "several, as queries, keys and values, one below the other: fused={%r: (rows, rows, rows)}; if "
+                    "these stand beside each other, or it is a table or a norm, let AdamW move it: adamw=[%r]",
                     alike, [*shapes[name]], len(rows), alike, alike, alike,
                 )  # fmt: skip
 

@@ -196,8 +196,8 @@ def test_modules_types_say_what_no_matrix_is(caplog) -> None:
     assert _matrices_of(_Odd()) == sorted(["experts", "plain.weight", *attention])
     doubts = [record.getMessage().partition(". ")[0] for record in caplog.records]
     assert doubts == [
-        "Muon takes experts, [3, 8, 4], for 3 of its matrices by shape alone",
-        "Muon takes layers.*.in_proj_weight, [24, 8], for 1 of its matrices by shape alone",
+        "Muon makes experts, [3, 8, 4], orthogonal as 3 matrix(es)",
+        "Muon makes layers.*.in_proj_weight, [24, 8], orthogonal as 1 matrix(es)",
     ]
     assert all("adamw=['" in record.getMessage() for record in caplog.records)
     assert "fused={'layers.*.in_proj_weight': (rows, rows, rows)}" in caplog.text
@@ -220,7 +220,7 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
     """And no others: biases beside them are no matrices."""
     _matrices_of(_Stacked(), adamw=["*.rooter.*"], fused={"qkv.weight": (8, 8, 8)})
     assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
-        "adamw of Muon has the pattern '*", "Muon takes query_key_value",
+        "adamw of Muon has the pattern '*", "Muon makes query_key_value",
     ]  # fmt: skip
 
 
