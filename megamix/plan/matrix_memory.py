@@ -34,9 +34,7 @@ class MatrixPlan:
 
     def __str__(self) -> str:
         if not self.travelling:
-            return (
-                f"matrices: none of {self.count} travels, each is whole in one rank's shard; padding {self.padding:.1%}"
-            )
+            return f"matrices: none of {self.count} travels, each is whole in one shard; padding {self.padding:.1%}"
         hint = f"; none would with parallelism.bucket_size = {self.whole_from}" if self.whole_from else ""
         return (
             f"matrices: {self.travelling} of {self.count} travel, {self.of_each / 2**20:,.1f} MiB from each rank in a "
@@ -66,7 +64,7 @@ def plan_matrices(
         found += find_homes(layout, buckets, [*map(Place, range(layout.buckets[buckets[0]].num_shards))])
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
     moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
-    numel = sum(slot.spec.numel for bucket in layout.buckets for slot in bucket.slots)
+    numel = sum(spec.numel for spec in specs)
     most = 0
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
         own = {homes.number: homes for homes in found if rank < len(homes.parts)}
@@ -84,9 +82,10 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
     """Return a bucket_size that gives each matrix to one rank, with at least four buckets; None: none is known."""
     size = axis_sizes[0] * max(spec.numel for spec in specs if spec.matrices)
     buckets = build_layout(specs, axis_sizes, size).buckets
-    placed = ((slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices)
-    is_whole = all(slot.start // shard == (slot.end - 1) // shard for slot, shard in placed)
-    return size if is_whole and 4 * size <= sum(spec.numel for spec in specs) else None
+    placed = [(slot, bucket.shard_numel) for bucket in buckets for slot in bucket.slots if slot.spec.matrices]
+    is_divided = any(slot.spec.shape != slot.spec.full_shape for slot, _ in placed)  # by other ranks than its owners
+    is_across = any(slot.start // shard != (slot.end - 1) // shard for slot, shard in placed)
+    return None if is_divided or is_across or 4 * size > sum(spec.numel for spec in specs) else size
 
 
 _Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it

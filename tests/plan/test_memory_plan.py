@@ -237,8 +237,8 @@ def test_how_many_matrices_travel_is_said() -> None:
     size = 2 * 256 * 704
     would = f"none would with parallelism.bucket_size = {size}; padding 0.0%"
     for size_given, dp_size, said in (
-        (None, 1, "matrices: none of 28 travels, each is whole in one rank's shard; padding 0.0%"),
-        (None, 2, "matrices: none of 28 travels, each is whole in one rank's shard; padding 3.8%"),
+        (None, 1, "matrices: none of 28 travels, each is whole in one shard; padding 0.0%"),
+        (None, 2, "matrices: none of 28 travels, each is whole in one shard; padding 3.8%"),
         # The smaller half of each is sent, there and back.
         (1, 2, f"matrices: 28 of 28 travel, 3.1 MiB from each rank in a step, 2.00 bytes an element; {would}"),
         # No bucket has eight of them: 4 (8 - 1) / 8 bytes at the most; and there are no four buckets that would.
@@ -249,6 +249,8 @@ def test_how_many_matrices_travel_is_said() -> None:
         assert lines[1] == said
     as_said = _config(**whole, parallelism={"bucket_size": size})
     assert "none of 28 travels" in str(plan_memory(as_said, 2, "cpu").matrices)
+    divided = _config(**whole, parallelism={"tp_size": 2})  # no bucket_size puts blocks of one matrix into one shard
+    assert "none would" not in str(plan_memory(divided, 1, "cpu").matrices)
 
 
 @pytest.mark.parametrize(("dtype", "has_mask"), [("bf16", False), ("fp32", True)])
