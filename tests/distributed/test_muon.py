@@ -1,5 +1,5 @@
 """Muon on any ranks, with matrices whole in one shard or put together from pieces: masters, momentum and moments are
-bit for bit those of a plain loop in one process that takes each matrix in full.
+bit for bit those of a plain loop in one process that takes each matrix in full; what has travelled is freed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Muon's own rule: it is torch.optim.Muon but for roundings, its iteration is the polynomial of singular values, and
-which parameters are matrices follows from shape and name.
+which parameters are matrices follows from shape, module and name; settings of another kind are told.
 """
 
 from __future__ import annotations
