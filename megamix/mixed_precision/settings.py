@@ -176,9 +176,11 @@ def check_arguments(
     for name, module in model.named_modules():
         _check_module(f"module {name}" if name else "the model", module, precision.dtype)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor.data) is not Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # of another engine's module, whose values may be gone
+            own_class = type(tensor.data)
+        if own_class is not Tensor:
             raise ValueError(
-                f"{name} is a {type(tensor.data).__name__}, which other code divides or packs (fully_shard, "
+                f"{name} is a {own_class.__name__}, which other code divides or packs (fully_shard, "
                 "parallelize_module, quantization); pass the plain module, the engine shards it itself"
             )
         if tensor.is_meta:

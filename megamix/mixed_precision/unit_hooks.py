@@ -119,8 +119,11 @@ class _OnGradient:
         self._gather, self._unit = weakref.ref(gather), unit
 
     def __call__(self, grads: object) -> None:
-        if (gather := self._gather()) is not None:
-            gather.before_backward(self._unit)
+        if (gather := self._gather()) is None:
+            raise RuntimeError(
+                "a backward through a module whose engine is gone, and with it the weights: hold the engine as long"
+            )
+        gather.before_backward(self._unit)
 
 
 def _run(gather: Gather, method: str, unit: object, module: nn.Module, output: object) -> None:

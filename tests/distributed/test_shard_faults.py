@@ -5,6 +5,7 @@ What reads weights beside a unit's output has them in backward, or is refused.
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import traceback
@@ -200,3 +201,16 @@ def test_a_second_thread_inside_the_model_is_refused_by_the_units_name(when: str
     go.set()
     thread.join()
     assert norms == [_take_step(_engine())]
+
+
+def test_a_module_whose_engine_was_dropped_amid_a_step_says_so() -> None:
+    engine = _engine()
+    model = engine.module
+    loss = loss_of(model, make_batch(0, 0, 0))
+    del engine
+    gc.collect()
+    sharding = Sharding([*model.blocks], shard="parameters")
+    with pytest.raises(ValueError, match="parameter embedding.weight belongs to another engine, or did"):
+        ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding)
+    with pytest.raises(RuntimeError, match="a backward through a module whose engine is gone"):
+        loss.backward()
