@@ -51,13 +51,13 @@ class ShardedEngine:
         sharding: Sharding | None = None, clip_grad: float = 0.0, grad_accum_steps: int = 1,
         compile_update: bool = True, fill: Fill | None = None,
     ):  # fmt: skip
-        precision, sharding = precision or Precision(), sharding or Sharding()
+        precision = Precision() if precision is None else precision
+        sharding = Sharding() if sharding is None else sharding  # [] is none, and refused
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         optimizer = self.optimizer = optimizer.for_model(model)
-        self.module, self.clip_grad, self.grad_accum_steps = model, clip_grad, grad_accum_steps
-        device = self.device = single_device(model)
-        grad_dtype = precision.own_grad_dtype
+        device, grad_dtype = single_device(model), precision.own_grad_dtype
+        self.module, self.device, self.clip_grad, self.grad_accum_steps = model, device, clip_grad, grad_accum_steps
 
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes = describe_params(model, optimizer, topology, sharding)
