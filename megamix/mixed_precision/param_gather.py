@@ -131,7 +131,8 @@ class ParamGather:
 
 def _before_read(gather: ParamGather, buckets: Sequence[int]) -> None:
     if gather.pending:
-        gather.wait(buckets)
+        # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
+        gather.wait(buckets if torch.is_grad_enabled() else gather.order_of_need)
 
 
 class _Await:

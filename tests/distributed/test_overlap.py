@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, StaticLossScale, TorchLossScale
@@ -30,7 +30,7 @@ def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]
     with late_gathers():
         if forget:  # a unit's hook that awaits nothing, and nobody sees it
             hook, guard = f"{GATHER}._Await.__call__", f"{GATHER}.ParamGather.backward_pass"
-            with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads: grads):
+            with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads, loss: grads):
                 engine, losses, norms = run_engine(case)
         else:
             engine, losses, norms = run_engine(case)
@@ -80,6 +80,26 @@ def test_gradients_of_weights_that_no_call_has_awaited_are_refused(run_ranks, sh
         assert blocks.startswith("the forward read blocks.0.gain and 20 more while")
         assert root.startswith("the forward read embedding.weight and 3 more while")
         assert all("such as [*model.blocks]; or call engine.wait() before each forward" in it for it in (blocks, root))
+
+
+def _evaluate_early() -> tuple[Tensor, Tensor]:
+    """Logits without gradients of a model that calls no block, before its weights have landed, and after."""
+    model = make_model(tied=False)
+    sharding = Sharding(units=[*model.blocks], bucket_size=1)
+    with late_gathers():
+        engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
+        engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0)))
+        engine.step()
+        block = type(model.blocks[0])
+        with torch.no_grad(), mock.patch.object(block, "__call__", block.forward):
+            early = model(make_batch(0, 0, 0))
+            engine.wait()
+            return early, model(make_batch(0, 0, 0))
+
+
+def test_an_evaluation_awaits_blocks_that_the_model_does_not_call(run_ranks) -> None:
+    for early, late in run_ranks(_evaluate_early, 2):
+        assert torch.equal(early, late)
 
 
 def _order_of_events(overlap: bool, flavour: int) -> list[str]:
