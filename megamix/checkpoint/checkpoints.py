@@ -17,6 +17,7 @@ from megamix.checkpoint.save import Saver
 from megamix.checkpoint.together import Together
 from megamix.mixed_precision.engine import ShardedEngine
 
+_BY_ALL = "in Checkpoints.{}(): every rank must call it, so take it out of any `if rank == 0:`"
 _last_to_save: WeakValueDictionary[Path, Checkpoints] = WeakValueDictionary()  # by folder: they wait for each other
 
 
@@ -55,6 +56,7 @@ class Checkpoints:
         """
         self._engine.under_way.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
+        self._together.what = _BY_ALL.format("load")
         begun = self._together.first(lambda: bool(checkpoints(self._folder)))
         found = newest_checkpoint(self._folder, self._together)
         if found is not None:
@@ -76,6 +78,7 @@ class Checkpoints:
         """
         self._engine.under_way.require_empty("Checkpoints.save()", "right after step()")
         self.wait()
+        self._together.what = _BY_ALL.format("save")
         if not self._goes_on:
             newest = self._together.first(lambda: max(map(applied_updates, checkpoints(self._folder)), default=0))
             if newest > (own := int(self._engine.applied_updates)):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megamix.comm.collectives import Collectives
+from megamix.comm.collectives import Collectives, noting
 from megamix.comm.host import gather_json, host_collectives
 from megamix.comm.topology import Axis
 
@@ -19,8 +19,10 @@ class FailedTogether(OSError):
 class Together:
     """Every call must be made by all ranks, in the same order.
 
-    `device`: where the collectives' tensors live.
+    `device`: where the collectives' tensors live. `what`: added to the backend's error, which names no call.
     """
+
+    what = ""
 
     def __init__(self, collectives: Collectives, device: torch.device):
         self._collectives, self._device = collectives, device
@@ -41,7 +43,8 @@ class Together:
             answer = {"result": work()}
         except Exception as error:  # whatever it was, the other ranks wait for this one's answer
             cause, answer = error, {"error": f"{type(error).__name__}: {error}"}
-        answers = gather_json(self._collectives, answer, self._device)
+        with noting(self.what):
+            answers = gather_json(self._collectives, answer, self._device)
         failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
         if failures:
             raise FailedTogether("; ".join(failures)) from cause

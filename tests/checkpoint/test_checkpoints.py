@@ -156,6 +156,21 @@ def test_all_ranks_learn_alike_that_a_save_is_refused(run_ranks, tmp_path: Path)
         ]
 
 
+def _save_alone(folder: Path, call: str) -> str:
+    checkpoints = Checkpoints(make_engine(), folder, timeout_s=1.0)
+    if checkpoints._together.rank:
+        return ""
+    with pytest.raises(RuntimeError) as told:
+        {"save": lambda: checkpoints.save({}), "load": checkpoints.load}[call]()
+    return told.value.__notes__[0]
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_rank_that_calls_alone_is_told_that_every_rank_must(run_ranks, call: str, tmp_path: Path) -> None:
+    told = run_ranks(_save_alone, 2, tmp_path, call)[0]
+    assert told == f"in Checkpoints.{call}(): every rank must call it, so take it out of any `if rank == 0:`"
+
+
 def test_what_wants_a_model_says_that_the_library_s_checkpoint_has_none(tmp_path: Path) -> None:
     engine = make_engine()
     Checkpoints(engine, tmp_path / "mine").save({})
