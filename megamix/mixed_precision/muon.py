@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, Self
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers, require_finite
-
-log = logging.getLogger("megamix")
 
 MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
@@ -109,12 +106,15 @@ class Muon(AdamW):
         found = [name for name, one in params if one in no_maps and one.dim() > 1 and not _matches(name, known)]
         return replace(self, tables=(*self.tables, *map(glob.escape, found)))
 
-    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        super(Muon, self).warn_of_doubts(model, shapes)
-        for key in ("matrix", "adamw", "fused"):
+    def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        yield from super(Muon, self).doubts(model, shapes)
+        # No model has all of the usual tables, nor need it have its family's; whole names are what `for_model` adds.
+        usual = {*TABLES, *getattr(type(model), "tables", ())}
+        usual |= {glob.escape(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        for key in ("tables", "matrix", "adamw", "fused"):
             for pattern in getattr(self, key):
-                if not fnmatch.filter(shapes, pattern):
-                    log.warning("%s of Muon has the pattern %r, which matches no parameter of the model", key, pattern)
+                if not fnmatch.filter(shapes, pattern) and not (key == "tables" and pattern in usual):
+                    yield f"{key} of Muon has the pattern {pattern!r}, which matches no parameter of the model"
         maps, told = _params_of(model, (nn.Linear,)), set[str]()
         for name, param in model.named_parameters():
             rows = self.matrices(name, shapes[name]) if name in shapes else ()
@@ -122,12 +122,12 @@ class Muon(AdamW):
             is_clear = param in maps and not _matches(name, FUSED)
             if rows and not is_clear and alike not in told and not _matches(name, [*self.fused, *self.matrix]):
                 told.add(alike)
-                log.warning(
-                    "Muon makes %s, %s, orthogonal as %d matrix(es). If that is right: matrix=[%r]; if it holds "
-                    "several, as queries, keys and values, one below the other: fused={%r: (rows, rows, rows)}; if "
-                    "these stand beside each other, or it is a table or a norm, let AdamW move it: adamw=[%r]",
-                    alike, [*shapes[name]], len(rows), alike, alike, alike,
-                )  # fmt: skip
+                yield (
+                    f"Muon makes {alike}, {[*shapes[name]]}, orthogonal as {len(rows)} matrix(es). If that is right: "
+                    f"matrix=[{alike!r}]; if it holds several, as queries, keys and values, one below the other: "
+                    f"fused={{{alike!r}: (rows, rows, rows)}}; if these stand beside each other, or it is a table or a "
+                    f"norm, let AdamW move it: adamw=[{alike!r}]"
+                )
 
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype

@@ -12,7 +12,7 @@ import fnmatch
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
 from typing import NamedTuple, Self
@@ -165,13 +165,18 @@ class Optimizer:
         """Return it with what the types of the model's modules say of its parameters."""
         return self
 
-    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Log the patterns that match no parameter: misspelt, or meant for another model. `shapes`: of all parameters
-        that the ranks train; `model`: this rank's part.
+    def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        """Yield a line for each pattern that matches no parameter: misspelt, or meant for another model. `shapes`: of
+        all parameters that the ranks train; `model`: this rank's part.
         """
         for pattern in (group.pattern for group in self.groups):
             if not any(fnmatch.fnmatchcase(name, pattern) for name in shapes):
-                log.warning("the optimizer's group %r matches no parameter of the model", pattern)
+                yield f"the optimizer's group {pattern!r} matches no parameter of the model"
+
+    def warn_of_doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Log them."""
+        for line in self.doubts(model, shapes):
+            log.warning("%s", line)
 
     def coefficients(self, update: Tensor) -> Tensors:
         """Return what the equation needs of the update's number (1, 2, ...; FP64 ()), as FP32 device scalars."""

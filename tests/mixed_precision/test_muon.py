@@ -224,6 +224,17 @@ def test_patterns_without_a_parameter_and_fused_ones_without_rows_are_warned_of(
     ]  # fmt: skip
 
 
+def test_tables_of_the_user_that_match_nothing_are_named(caplog) -> None:
+    """And not the usual names, of which no model has all, nor what for_model adds."""
+    _matrices_of(_Odd())
+    caplog.clear()
+    settings = {"matrix": ["experts"], "adamw": ["*.in_proj_weight"]}
+    _matrices_of(_Odd(), tables=["plain.*", "lokup.*"], **settings)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tables of Muon has the pattern 'lokup.*', which matches no parameter of the model"
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "setting", "said"),
     [
