@@ -12,7 +12,7 @@ from torch import Tensor
 from megamix.auditing.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.auditing.watch import Watch
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.matrix_update import DIRECTION
+from megamix.mixed_precision.matrix_update import DIRECTION, GRADIENT
 from megamix.mixed_precision.optimizers import MASTER
 
 # The states whose next value moves a weight though the gradient is zero. Others only divide.
@@ -130,11 +130,15 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
             one.count(held=1)
             wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
             one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
-    directions: dict[str, Tensor] = {}
+    gradients, directions = dict[str, Tensor](), dict[str, Tensor]()
 
     def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.spec.matrices and one.numel):
-            if what == DIRECTION:
+        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.numel):
+            if what == GRADIENT:
+                gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
+            elif not piece.spec.matrices:
+                continue
+            elif what == DIRECTION:
                 directions[piece.spec.name] = values[piece.elements]
             else:
                 facts[piece.spec.name].direction = dtype_name(values.dtype)
@@ -149,10 +153,8 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
     if watch.steps > 1:
         raise RuntimeError(f"audit: the engine made {watch.steps} updates inside the block; take one step")
     if watch.steps == 1:
-        # The sums stay where the step has read them until the next backward.
-        pieces = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
-        grads = [shard[piece.elements] for own, shard in pieces for piece in own if piece.numel]
-        for update, owned, grad in zip(updates, engine.owned_ranges(), grads, strict=True):
+        for update, owned in zip(updates, engine.owned_ranges(), strict=True):
+            grad = gradients[owned.spec.name]
             states = {name: one for name, one in owned.tensors.items() if name != MASTER}
             update.after(grad, states, directions.get(owned.spec.name))
             update.facts.note_largest(gradient=grad.abs().amax())

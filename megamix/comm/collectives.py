@@ -77,6 +77,9 @@ class Collectives:
     def __init__(self, axis: Axis):
         self.axis = axis
 
+    def release(self) -> None:
+        """Give back the memory in which parts arrive, until the next sum. Between sums alone."""
+
     def own_part(self, flat: Tensor) -> Tensor:
         """Return this rank's part of what is divided evenly, a view. Shapes: (n,) -> (n / size,)."""
         return flat.view(self.axis.size, -1)[self.axis.rank]
@@ -140,9 +143,16 @@ class _ManyRanks(Collectives):
         self.scratch = scratch  # gradient dtype, (largest padded_numel,) each; empty where nothing is exchanged
         self._exchanges = deque([(one, Pending()) for one in scratch], len(scratch))  # the last of each, oldest first
 
+    def release(self) -> None:
+        for one in self.scratch:
+            one.untyped_storage().resize_(0)
+
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         scratch, earlier = self._exchanges[0]
         earlier.wait()  # its parts are summed before these come into their place
+        if scratch.untyped_storage().nbytes() < half_grads.nbytes:
+            scratch.untyped_storage().resize_(0)  # else what has been used would be copied
+            scratch.untyped_storage().resize_(half_grads.nbytes)
         parts = scratch[: half_grads.numel()]
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
@@ -263,7 +273,10 @@ def make_collectives(
         return Collectives(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
     if axis.group._get_backend(device).name() == "nccl":
-        return NcclCollectives(axis, *torch.zeros(2, scratch_numel * exchanges, dtype=dtype, device=device))
+        # Each of its own storage, which comes and goes with its bucket's size.
+        return NcclCollectives(
+            axis, *(torch.zeros(scratch_numel * exchanges, dtype=dtype, device=device) for _ in range(2))
+        )
     return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
 
 

@@ -58,7 +58,6 @@ class ShardedEngine:
         optimizer = self.optimizer = optimizer.for_model(model)
         device, grad_dtype = single_device(model), precision.own_grad_dtype
         self.module, self.device, self.clip_grad, self.grad_accum_steps = model, device, clip_grad, grad_accum_steps
-
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes = describe_params(model, optimizer, topology, sharding)
         self.params, self.buffers = describe_whole(model, specs, topology)
@@ -85,13 +84,13 @@ class ShardedEngine:
         grads = self.half_grads = HalfGrads(layout, half.params, grad_dtype, device, make_buffers())
         self.param_gather = make_gather(model, sharding.units, half, shard, sharding.overlap, self.clock, grads.came)
         require_equal_buckets(by_axis, device, [layout.buckets[k] for k in self.param_gather.order_of_need])
-        sums, totals = make_sums(grads.buffers, among, precision, sharding, grad_accum_steps)
-        kinds = (half.flat, grads.flat, totals or sums)
+        sums = make_sums(grads.buffers, among, precision, sharding, grad_accum_steps)
+        kinds = (half.flat, grads.flat, sums.of_step)
         update, stats = choose_update(optimizer, with_moves(optimizer, groups), *kinds, world, compile_update)
         self.update_path = "compiled" if isinstance(update, CompiledUpdate) else "library"  # torch's own kernels
         self._cuts = [[(run, update) for run in runs] for runs in self.master_shard.runs]
-        self.matrix_update = MatrixUpdate(optimizer, update, len(groups), shard, half.shards, topology, self.clock)
-        self.grad_reduce = GradReduce(layout, grads.buffers, sums, totals, stats, among, sharding.overlap, self.clock)
+        self.matrix_update = MatrixUpdate(optimizer, update, len(groups), shard, half, topology, self.clock)
+        self.grad_reduce = GradReduce(layout, grads.buffers, sums, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
@@ -207,6 +206,7 @@ class ShardedEngine:
             self.param_gather.launch(bucket)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
+        self.grad_reduce.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
@@ -219,6 +219,7 @@ class ShardedEngine:
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
         _, _, stats = self._sum_and_agree("probe_loss_scale()")
+        self.grad_reduce.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
@@ -231,7 +232,6 @@ class ShardedEngine:
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
             lr = lr_of(self._lr_table, self.applied_updates + 1)
             stats = agree(by_piece, self.under_way, self.stop_request, lr, self.collectives)
-        self.grad_reduce.reset()
         self.under_way.reset()
         return grad_shards, by_piece, stats
 

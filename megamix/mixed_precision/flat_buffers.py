@@ -27,17 +27,16 @@ class FlatBuffers:
         self.flat.append(torch.zeros(numel, dtype=dtype, device=device))
         return self.flat[-1]
 
-    def sum_place(self, bucket: int, among: Collectives, dtype: torch.dtype) -> Tensor:
-        """Return where the sum of a bucket over its owners may lie, `dtype` (shard_numel,): here in the bucket itself,
+    def add_sum(self, flat: Tensor, among: Collectives, dtype: torch.dtype) -> None:
+        """Add where the sum of a bucket's `flat` over its owners may lie, `dtype` (shard_numel,): in the bucket itself,
         so that no memory is added.
 
-        A sum in the buffer's own dtype overwrites the rank's part. An FP32 sum of halves takes the start of the bucket,
+        A sum in the bucket's own dtype overwrites the rank's part. An FP32 sum of halves takes the start of the bucket,
         all of which has been sent by then: 4 bytes for each element of a share of a bucket with 2 bytes an element, so
         it has at least 2 owners.
         """
-        flat = self.flat[bucket]
         part = flat.numel() // among.axis.size
-        return among.own_part(flat) if dtype == flat.dtype else flat.view(dtype)[:part]
+        self.flat.append(among.own_part(flat) if dtype == flat.dtype else flat.view(dtype)[:part])
 
     def take(self, bucket: int) -> None:
         """Let a bucket have memory. What it holds already stays; fresh memory holds anything."""
@@ -61,9 +60,9 @@ class PassingBuffers(FlatBuffers):
         super().__init__()
         self._shared: set[int] = set()
 
-    def sum_place(self, bucket: int, among: Collectives, dtype: torch.dtype) -> Tensor:
-        flat = self.flat[bucket]
-        return torch.zeros(flat.numel() // among.axis.size, dtype=dtype, device=flat.device)
+    def add_sum(self, flat: Tensor, among: Collectives, dtype: torch.dtype) -> None:
+        self.add(flat.numel() // among.axis.size, dtype, flat.device)
+        self.free(len(self.flat) - 1)
 
     def take(self, bucket: int) -> None:
         flat, storage = self.flat[bucket], self.flat[bucket].untyped_storage()

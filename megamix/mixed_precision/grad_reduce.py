@@ -34,6 +34,7 @@ def connect_axes(
         largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.axis == number), default=0)
         exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
         found.append(make(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
+        found[-1].release()
         # In an exchange each rank of a machine sends a part to each rank elsewhere; a ring's sum leaves it once.
         here, size = num_on_machine(axis), axis.size
         load = here * (size - here) / max(1, size - 1)
@@ -52,15 +53,27 @@ def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, 
         settings.require_equal(own, device, [bucket for bucket in buckets if bucket.axis == number])
 
 
+class Sums(NamedTuple):
+    """Where gradients are summed: (shard_numel,) of each bucket, there as long as gradients are."""
+
+    over_ranks: FlatBuffers  # `sum_dtype`
+    over_micro_batches: FlatBuffers  # FP32, of what the owner adds up; none where each rank adds, and sends them once
+
+    @property
+    def of_step(self) -> list[Tensor]:
+        return self.over_micro_batches.flat or self.over_ranks.flat
+
+
 def make_sums(
     half_grads: FlatBuffers, among: Sequence[Collectives], precision: Precision, sharding: Sharding, micro_batches: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return where each bucket's sum over its owners lands, `sum_dtype`, and where the owner adds up those of several
-    micro-batches, FP32, if it does. Shapes: (shard_numel,) each.
-    """
-    adds = sharding.accumulate == "owner" and micro_batches > 1
-    sums = [half_grads.sum_place(k, own, precision.sum_dtype(own.axis.size)) for k, own in enumerate(among)]
-    return sums, [torch.zeros_like(own_sum, dtype=torch.float32) for own_sum in sums] if adds else []
+) -> Sums:
+    sums, totals = type(half_grads)(), type(half_grads)()
+    for bucket, (flat, own) in enumerate(zip(half_grads.flat, among, strict=True)):
+        sums.add_sum(flat, own, precision.sum_dtype(own.axis.size))
+        if sharding.accumulate == "owner" and micro_batches > 1:
+            totals.add(sums.flat[bucket].numel(), torch.float32, flat.device)
+            totals.free(bucket)
+    return Sums(sums, totals)
 
 
 class RowStats(NamedTuple):
@@ -80,18 +93,15 @@ class GradReduce:
     """
 
     def __init__(
-        self, layout: FlatLayout, half_grads: FlatBuffers, sums: list[Tensor], totals: list[Tensor],
-        row_stats: RowStats, collectives: Sequence[Collectives], overlap: bool, clock: Clock,
+        self, layout: FlatLayout, half_grads: FlatBuffers, sums: Sums, row_stats: RowStats,
+        collectives: Sequence[Collectives], overlap: bool, clock: Clock,
     ):  # fmt: skip
-        """`sums`: where each bucket's sum over its owners lands. `totals`: FP32, which add up those of all
-        micro-batches; none where each rank adds up its own, and sends them once. Shapes: (shard_numel,) per bucket.
-        """
-        self._half_grads, self._sums, self._totals, self._row_stats = half_grads, sums, totals, row_stats
-        self._buckets = layout.buckets
-        self.grad_shards = totals or sums  # of the whole step
+        self._buckets, self._half_grads, self._row_stats = layout.buckets, half_grads, row_stats
+        self._sums, self._totals = sums
+        self.grad_shards = sums.of_step  # until its `reset`
         self._is_first = True  # of the step's micro-batches
         self._collectives, self._overlap, self._clock = collectives, overlap, clock
-        self._full = [False] * len(sums)
+        self._full = [False] * len(self.grad_shards)
         self._pending: list[Pending] = []
         self._rows: dict[int, Tensor] = {}  # statistics that were taken while their sum was made
 
@@ -107,7 +117,8 @@ class GradReduce:
                 return
         while len(self._pending) < len(self._full) and self._full[len(self._pending)]:
             bucket = len(self._pending)
-            half_grads, own_sum = self._half_grads.flat[bucket], self._sums[bucket]
+            half_grads, own_sum = self._half_grads.flat[bucket], self._sums.flat[bucket]
+            self._sums.take(bucket)
             # A backend whose scratch buffers are all in use finishes an earlier bucket first: that is waiting, too.
             with self._clock.span("exposed_reduce_scatter"):
                 use = None if own_sum.dtype == half_grads.dtype else partial(self._sum, bucket)
@@ -117,7 +128,7 @@ class GradReduce:
                     "as often, and end all of it or none"
                 )
                 self._clock.watch("reduce_scatter", bucket, pending)
-                self._pending.append(Pending(then=partial(self._add, bucket, pending)) if self._totals else pending)
+                self._pending.append(Pending(then=partial(self._add, bucket, pending)) if self.takes_each else pending)
                 if not self._overlap:
                     self.wait(bucket)
                 elif bucket:
@@ -132,13 +143,13 @@ class GradReduce:
 
     def rows(self, bucket: int) -> Tensor:
         """Return the `row_stats` of a part that `wait` has given: FP32 (2, rows)."""
-        rows = None if self._totals else self._rows.get(bucket)
+        rows = None if self.takes_each else self._rows.get(bucket)
         return self._row_stats.of_shard(self.grad_shards[bucket]) if rows is None else rows
 
     @property
     def takes_each(self) -> bool:
         """Whether every micro-batch's gradients are reduced by themselves."""
-        return bool(self._totals)
+        return bool(self._totals.flat)
 
     def end_micro_batch(self, ends: bool) -> None:
         """Start what is left: backward is over. `ends`: the step, too; else the next micro-batch's buckets come."""
@@ -148,7 +159,7 @@ class GradReduce:
             self._is_first = False
 
     def reset(self) -> None:
-        """Expect the next step's buckets: the step has used all sums, or its backward has failed.
+        """Expect the next step's buckets, and free the sums: the step has used them, or its backward has failed.
 
         What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
         over the gradients of the next attempt.
@@ -156,6 +167,11 @@ class GradReduce:
         self._land()
         self._is_first = True
         self._rows.clear()
+        for buffers in (self._sums, self._totals):
+            for bucket in range(len(buffers.flat)):
+                buffers.free(bucket)
+        for among in {*self._collectives}:
+            among.release()
 
     def _land(self) -> None:
         for pending in self._pending:
@@ -166,9 +182,11 @@ class GradReduce:
         self._pending.clear()
 
     def _sum(self, bucket: int, parts: Tensor) -> None:
-        self._rows[bucket] = self._row_stats.of_sum(parts, self._sums[bucket])
+        self._rows[bucket] = self._row_stats.of_sum(parts, self._sums.flat[bucket])
 
     def _add(self, bucket: int, pending: Pending) -> None:
         pending.wait()
-        total, own_sum = self._totals[bucket], self._sums[bucket]
+        total, own_sum = self._totals.flat[bucket], self._sums.flat[bucket]
+        self._totals.take(bucket)
         _ = total.copy_(own_sum) if self._is_first else total.add_(own_sum)
+        self._sums.free(bucket)

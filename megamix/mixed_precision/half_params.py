@@ -186,8 +186,7 @@ class ModuleGuard:
                     raise RuntimeError(_frozen_or_thawed(name, trains))
 
     def _compare(self) -> None:
-        now = dict(self._model.named_parameters(remove_duplicate=False))
-        known = {*self._names.values()}
+        now, known = dict(self._model.named_parameters(remove_duplicate=False)), {*self._names.values()}
         for name, param in now.items():
             if param not in self._names:
                 what = "is another Parameter now than the one that the engine trains" if name in known else "was added"
@@ -264,6 +263,9 @@ class HalfParams:
     def copies(self) -> list[Tensor]:
         """Return what every rank keeps between steps: of each bucket half (padded_numel,), or nothing of any."""
         return self.flat
+
+    def take(self, bucket: int) -> None:
+        """Let a bucket have memory. It has."""
 
     def put(self, bucket: int, full: Tensor) -> None:
         """Set a bucket's values. Shapes: full FP32 (padded_numel,)."""

@@ -18,12 +18,14 @@ from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import muon
 from megamix.mixed_precision.fused_update import Cut, StepScalars, Update, update_shard
+from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.matrix_layout import Homes, Matrix, MatrixPiece, Place, find_homes, is_cut, matrices_of
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 
 Spread = list[tuple[slice, slice, Sequence[slice]]]  # of a matrix: rows, columns, and where what came of these lies
-SOURCE, DIRECTION = "direction's input", "direction"  # what a step makes orthogonal, and what of it moves the masters
+# What a step sums over ranks and micro-batches, what it makes orthogonal, and what of that moves the masters.
+GRADIENT, SOURCE, DIRECTION = "gradient", "direction's input", "direction"
 
 
 def with_moves(optimizer: Optimizer, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
@@ -55,12 +57,13 @@ class MatrixUpdate:
     """
 
     def __init__(
-        self, optimizer: Optimizer, of_run: Update, num_groups: int, shard: MasterShard, halves: Sequence[Tensor],
+        self, optimizer: Optimizer, of_run: Update, num_groups: int, shard: MasterShard, half_params: HalfParams,
         topology: Topology, clock: Clock,
     ):  # fmt: skip
-        """`of_run`: by the groups of `with_moves`; `halves`: of each bucket this rank's. Every rank must call it."""
-        self.of_run, self._num_groups, self._shard, self._halves, self._clock = of_run, num_groups, shard, halves, clock
-        # Of a bucket's shard, zeros where no matrix is: for whoever judges a step, since nothing else keeps them.
+        """`of_run`: by the groups of `with_moves`. Every rank must call it."""
+        self.of_run, self._num_groups, self._shard, self._half_params = of_run, num_groups, shard, half_params
+        self._clock = clock
+        # Of a bucket's shard, of matrices with zeros where none is: for whoever judges a step. Nothing else keeps them.
         self.look: Callable[[str, int, Tensor], object] = lambda what, bucket, values: None
         specs = (slot.spec for bucket in shard.layout.buckets for slot in bucket.slots)
         self._matrix_groups = {spec.group for spec in specs if spec.matrices}
@@ -90,7 +93,9 @@ class MatrixUpdate:
 
     def _stages(self, bucket: int, cuts: Sequence[Cut], grad: Tensor, step: StepScalars) -> Iterator[bool]:
         """Do one stage after the other; yield False behind each but the last."""
-        master, half = self._shard.master[bucket], self._halves[bucket]
+        master, half = self._shard.master[bucket], self._half_params.shards[bucket]
+        self._half_params.take(bucket)
+        self.look(GRADIENT, bucket, grad)
         with self._clock.span("update"):
             plain = [cut for cut in cuts if cut[0].group not in self._matrix_groups]
             update_shard(plain, grad, self._shard, bucket, half, step)

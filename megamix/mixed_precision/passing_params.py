@@ -67,16 +67,13 @@ class FreedParameter(nn.Parameter):
 
 class PassingHalfParams(HalfParams):
     """Half parameters of which nothing is kept: a gather casts the masters. Those of `flat[k]` come with `take`, may be
-    read by all after `show`, and go with `free`. `shards[k]` are one piece of memory: the update writes its casts
-    there, and nobody reads them.
+    read by all after `show`, and go with `free`.
     """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._buffers = PassingBuffers()
         self._buffers.flat = self.flat
-        largest = max(bucket.shard_numel for bucket in self.layout.buckets)
-        self._unread = torch.empty(largest, dtype=self.dtype, device=self._device)
         for slot in (slot for bucket in self.layout.buckets for slot in bucket.slots):
             _names[self.params[slot.spec.name]] = slot.spec.name
         # With each one's own class, which may be a subclass.
@@ -87,9 +84,7 @@ class PassingHalfParams(HalfParams):
 
     def install(self, full: Tensor, among: Collectives) -> None:
         super().install(full, among)
-        bucket = len(self.flat) - 1
-        self.shards[bucket] = self._unread[: self.shards[bucket].numel()]
-        self.free(bucket)
+        self.free(len(self.flat) - 1)
 
     def copies(self) -> list[Tensor]:
         return []
@@ -98,7 +93,6 @@ class PassingHalfParams(HalfParams):
         """Do nothing: the next gather casts the masters."""
 
     def take(self, bucket: int) -> None:
-        """Let a bucket have memory."""
         self._buffers.take(bucket)
 
     def show(self, bucket: int) -> None:

@@ -79,7 +79,8 @@ class UnitGather:
                 module.register_forward_hook(OfModule(self, "after_forward", unit))
 
     def launch(self, bucket: int) -> None:
-        """Send nothing: who next computes with the bucket's parameters gathers them."""
+        """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
+        self._half_params.free(bucket)
 
     def publish(self) -> None:
         """Cast nothing: a gather does."""
@@ -148,7 +149,7 @@ class UnitGather:
             if not self._in_backward:
                 self._end()
                 self._free(self._units)  # the root, too: after an evaluation without gradients a rank has none
-                kept = [self._root, *self._units[1:][-2:]]
+                kept = [self._root, *self._units[1:][-1:]]
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
         else:
             unit.called = unit.called or (torch.is_grad_enabled() and not self._in_backward)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from megamix import tuned
-from megamix.mixed_precision.flat_layout import ROW, FlatLayout
+from megamix.mixed_precision.flat_layout import ROW, Bucket, FlatLayout
 from megamix.mixed_precision.optimizers import UpdateGroup
 from megamix.mixed_precision.settings import Precision, Sharding
 
@@ -30,13 +30,15 @@ class EngineMemory:
     held: dict[str, int]  # by category
     tables: int  # borders of the pieces, learning rates
 
-    # What comes and goes: half parameters and gradients while backward fills each bucket, what of both is there when it
-    # has ended, and the gradients of micro-batches before the last one.
+    # What comes and goes: half parameters, and gradients with their sums and what arrives for these, while backward
+    # fills each bucket; half parameters and gradients that are there when it has ended; the gradients of micro-batches
+    # before the last one; and what is there until a step ends.
     passing_params: list[int]
     passing_grads: list[int]
     left_params: int
     left_grads: int
     accumulated: int
+    sums: int
 
     fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
     building: int  # while the engine is built, beside what it has by then
@@ -57,13 +59,11 @@ def engine_memory(
     half, grad, sum_dtype = precision.dtype.itemsize, precision.own_grad_dtype, precision.sum_dtype(num_ranks)
     shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)
-    # Scratch for each set of owners that exchanges anything, as large as its largest bucket: once, or twice on a GPU.
-    scratch: dict[int, int] = {}
-    if not on_gpu or sum_dtype != grad:
-        for bucket in layout.buckets:
-            if bucket.num_shards > 1:
-                scratch[bucket.axis] = max(scratch.get(bucket.axis, 0), bucket.padded_numel)
-    rounds = scratch and sum_dtype != torch.float32
+    arrivals = 0 if on_gpu and sum_dtype == grad else 1 + on_gpu
+    scratch = [
+        arrivals * grad.itemsize * _largest_by_owners(layout.buckets[:end]) for end in range(len(layout.buckets) + 1)
+    ]
+    rounds = arrivals and scratch[-1] and sum_dtype != torch.float32
     adds = sharding.accumulate == "owner" and grad_accum_steps > 1
     grad_of_update = torch.float32 if adds else sum_dtype
     by_torch, copies = not compiled, 1 if grad_of_update == torch.float32 else 2
@@ -75,37 +75,58 @@ def engine_memory(
     piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
     grads_pass, params_pass = sharding.shard != "states", sharding.shard == "parameters"
     all_grads, nothing = layout.padded_numel * grad.itemsize, [0] * len(layout.buckets)
-    # Those of several micro-batches stay until the last one, unless the owners add them up.
-    accumulated = all_grads if grads_pass and grad_accum_steps > 1 and not adds else 0
+    # Those of several micro-batches stay until the last one, or their sums do, and what arrives for these.
+    kept = all_grads if grads_pass and grad_accum_steps > 1 and not adds else 0
     root = sum(bucket.padded_numel for bucket in layout.buckets if bucket.unit == 0)
-    sums = sum(bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets)
-    # A bucket has memory before all sums have: its weights, as they come, or its gradients.
-    first = grads_pass * layout.largest_bucket * max(params_pass * half, grad.itemsize) - sums
+    sums = [
+        grads_pass * bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets
+    ]
+    totals = adds * owned * _FP32
+    # Its weights, as they come with the casts of a rank's own, or its gradients.
+    first = max(
+        params_pass * half * (layout.largest_bucket + largest_shard), grads_pass * grad.itemsize * layout.largest_bucket
+    )
+    accumulated = kept + adds * (grads_pass * totals + scratch[-1])
+    passing_grads = []
+    for number, passing in enumerate(layout.passing_grads(grad.itemsize)):  # the bucket before it travels
+        travels = max(0, number - 1)
+        left = all_grads - grad.itemsize * sum(bucket.padded_numel for bucket in layout.buckets[:travels])
+        summed = grads_pass * totals + sum(sums[travels:number]) if adds else sum(sums[:number])
+        passing_grads.append(max(accumulated, (left if kept else grads_pass * passing) + summed + scratch[number]))
     # Of a piece: its gradient and its half states, in FP32.
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
         held={
-            "half parameters": (largest_shard if params_pass else layout.padded_numel) * half,
-            "half gradients": sums if grads_pass else all_grads,
-            "FP32 sums of micro-batches": adds * owned * _FP32,
+            "half parameters": 0 if params_pass else layout.padded_numel * half,
+            "half gradients": 0 if grads_pass else all_grads,
+            "FP32 sums of micro-batches": 0 if grads_pass else totals,
             "FP32 masters": owned * _FP32,
             "optimizer states": state_bytes,
-            # Where other ranks' parts of a bucket arrive.
-            "exchange scratch": (1 + on_gpu) * sum(scratch.values()) * grad.itemsize,
         },
         tables=_INT64 * borders + _FP32 * num_updates,
         passing_params=layout.passing_params(half) if params_pass else nothing,
-        passing_grads=[max(accumulated, grads_pass * size) for size in layout.passing_grads(grad.itemsize)],
+        passing_grads=passing_grads,
         left_params=params_pass * root * half,
         left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize,
         accumulated=accumulated,
+        sums=scratch[-1] + (grads_pass * totals or sum(sums)),
         fp32_bucket=_FP32 * layout.largest_bucket,
         building=max(trial, first),
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
         statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),
-        update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
+        # The halves of a bucket, which nobody reads, and what torch's kernels take.
+        update=params_pass * layout.largest_bucket * half + by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
     )
+
+
+def _largest_by_owners(buckets: Sequence[Bucket]) -> int:
+    """Return the elements of the largest bucket of each set of owners that exchanges anything, added up."""
+    largest: dict[int, int] = {}
+    for bucket in buckets:
+        if bucket.num_shards > 1:
+            largest[bucket.axis] = max(largest.get(bucket.axis, 0), bucket.padded_numel)
+    return sum(largest.values())
 
 
 def pieces_by_shard(layout: FlatLayout) -> list[int]:

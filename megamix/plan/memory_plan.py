@@ -190,7 +190,8 @@ def _activations(part: _RankPart) -> Activations:
 class _Pass(NamedTuple):
     """Bytes at the most of forward, of backward through the blocks, or of the rest of it."""
 
-    activations: int
+    blocks: int  # what they keep for backward
+    work: int  # other activations
     params: int  # halves that come and go
     grads: int
 
@@ -199,37 +200,45 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     params, grads, buckets = part.engine.passing_params, part.engine.passing_grads, part.layout.buckets
     of_blocks = [bucket.unit > 0 and bucket.slots[0].spec.name.startswith("blocks.") for bucket in buckets]
     end = len(buckets) - of_blocks[::-1].index(True) if any(of_blocks) else len(buckets)
-    through = [*zip(params, grads, strict=True)]
+    blocks = [*dict.fromkeys(bucket.unit for bucket, of_block in zip(buckets, of_blocks, strict=True) if of_block)]
+    through = []
+    for number, bucket in enumerate(buckets):
+        # What the blocks kept behind this one is gone by now. A pipeline has other micro-batches' meanwhile.
+        gone = blocks.index(bucket.unit) / len(blocks) if of_blocks[number] and part.pipeline is None else 0
+        kept, work = int((1 - gone) * activations.blocks), activations.backward - activations.blocks
+        of_pass = (kept, work) if number < end else (0, activations.end)
+        through.append(_Pass(*of_pass, params[number], grads[number]))
+    forward = activations.blocks, activations.forward - activations.blocks
     return {
-        "forward": _Pass(activations.forward, max(params), part.engine.accumulated),  # two units have memory here, too
-        "backward": _Pass(activations.backward, *max(through[:end], key=sum)),
-        "end": _Pass(activations.end, *max(through[end:], key=sum, default=(0, 0))),
+        "forward": _Pass(*forward, max(params), part.engine.accumulated),  # two units have memory here, too
+        "backward": max(through[:end], key=sum),
+        "end": max(through[end:], key=sum, default=_Pass(0, activations.end, 0, 0)),
     }
 
 
 def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:
-    name = max(passes, key=lambda name: sum(passes[name]))
-    most, blocks = passes[name], 0 if name == "end" else activations.blocks
-    others = min(activations.others, most.activations - blocks)
+    most = max(passes.values(), key=sum)
+    others = min(activations.others, most.work)
     return {
-        "activations of the blocks": blocks,
+        "activations of the blocks": most.blocks,
         "of embedding, norm, head and loss": others,
-        "scratch of single operations": most.activations - blocks - others,
+        "scratch of single operations": most.work - others,
         "half parameters while units compute": most.params,
-        "half gradients until they are summed": most.grads,
+        "half gradients, and their sums": most.grads,
     }
 
 
 def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
+    in_step = held + engine.sums
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
         "build": held - later + engine.building,
         "forward": held + sum(passes["forward"]),
         "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
-        "statistics": held + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
-        "update": held + (part.matrices.update if part.matrices else engine.update),
+        "statistics": in_step + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
+        "update": in_step + (part.matrices.update if part.matrices else engine.update),
         "final weights": held + engine.fp32_bucket,
     }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import Batch
-from megamix.mixed_precision.matrix_update import DIRECTION, SOURCE
+from megamix.mixed_precision.matrix_update import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
@@ -26,7 +26,7 @@ from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, nearest
 from megamix.verify.judge_matrices import judge_matrices
 from megamix.verify.norm_kinds import explain_norm
-from megamix.verify.observe import GRADIENT, ObservedStep, Whole, assemble, batches
+from megamix.verify.observe import ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of

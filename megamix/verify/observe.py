@@ -22,13 +22,13 @@ from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.matrix_update import GRADIENT
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.tape import Tape, recorded
 
-GRADIENT = "gradient"
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
 _BRANCHING = 16  # successors of a token in the synthetic text: gradients of embeddings differ in size
 
@@ -72,7 +72,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
-    poison, matrices = Poison(engine), watch_matrices(engine)
+    poison, seen = Poison(engine), watch_updates(engine)
     specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
     run = [observed(engine, None)]
@@ -81,21 +81,21 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
         loaded = batches(config, attempt, topology.data.rank)
         with recorded(model, wanted=bisect, but=divided) as tape:
             passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
-        run.append(observed(engine, engine.step(), tape, matrices.values()))
+        run.append(observed(engine, engine.step(), tape, seen.values()))
     return run
 
 
 def observed(
     engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
-    matrices: Iterable[Callable[[], Fragment]] = (),
+    seen: Iterable[Callable[[], Fragment]] = (),
 ) -> ObservedStep:  # fmt: skip
-    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient.
-    `matrices`: what `watch_matrices` has seen of it.
+    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient. `seen`:
+    by `watch_updates`.
     """
-    gradients = [] if result is None else [*_gradients(engine), *(part() for part in matrices)]
+    used = [part() for part in seen]
     with engine.whole_parameters():
         copies = [*_copies(engine)]
-    owned = [*gradients, *_states(engine)]
+    owned = [*used, *_states(engine)]
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
@@ -103,15 +103,17 @@ def observed(
     )  # fmt: skip
 
 
-def watch_matrices(engine: ShardedEngine) -> dict[tuple[str, str], Callable[[], Fragment]]:
-    """Return what has, after each step from now on, this rank's part of what was made orthogonal, and became; called,
-    which waits for the device, as no step may.
+def watch_updates(engine: ShardedEngine) -> dict[tuple[str, str], Callable[[], Fragment]]:
+    """Return what has, after each step from now on, this rank's part of the sums that it has used, and of what was made
+    orthogonal, and became; called, which waits for the device, as no step may.
     """
     seen: dict[tuple[str, str], Callable[[], Fragment]] = {}
 
     def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.spec.matrices and one.numel):
-            seen[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, values[piece.elements])
+        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.numel):
+            if what == GRADIENT or piece.spec.matrices:
+                own = values[piece.elements].clone()  # a step may free its sums
+                seen[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
 
     engine.matrix_update.look = look
     return seen
@@ -185,14 +187,6 @@ def _states(engine: ShardedEngine) -> Iterator[Fragment]:
     for owned in engine.owned_ranges():
         for state, values in owned.tensors.items():
             yield _fragment(owned.spec, state, owned.start, values)
-
-
-def _gradients(engine: ShardedEngine) -> Iterator[Fragment]:
-    """The sums that the step has used: they stay where they were made until the next backward."""
-    for pieces, grad_shard in zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True):
-        for piece in pieces:
-            if piece.numel:
-                yield _fragment(piece.spec, GRADIENT, piece.first, grad_shard[piece.elements])
 
 
 def _copies(engine: ShardedEngine) -> Iterator[Fragment]:

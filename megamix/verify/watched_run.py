@@ -31,7 +31,7 @@ from megamix.train.job import run_job
 from megamix.train.report import Readout
 from megamix.train.trainer import Trainer
 from megamix.verify.layouts import Layout
-from megamix.verify.observe import ObservedStep, Poison, observed, rank_device, watch_matrices
+from megamix.verify.observe import ObservedStep, Poison, observed, rank_device, watch_updates
 
 BORDERS = (3, 6)  # the updates after which a run is interrupted
 STEPS = 9
@@ -113,7 +113,7 @@ class _WatchedTrainer(Trainer):
     def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
         super().__init__(*built)
         self._part, self._seen, self._poison = part, seen, Poison(self.engine)
-        self._matrices = watch_matrices(self.engine)
+        self._updates = watch_updates(self.engine)
         self._to_overflow = set(OVERFLOWS)
         self._rows: list[Tensor] = []
         self.readout = self._noted = _NotedReadout(self.device, len(self.engine.piece_stats.pieces), self.plan.lag)
@@ -143,7 +143,7 @@ class _WatchedTrainer(Trainer):
             yield micro_batch
 
     def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
-        whole = observed(self.engine, result, matrices=self._matrices.values())
+        whole = observed(self.engine, result, seen=self._updates.values())
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
         tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}

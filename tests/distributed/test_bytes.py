@@ -19,9 +19,9 @@ from megamix.mixed_precision.flat_buffers import PassingBuffers
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
-def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, int, float]:
-    """(live bytes counted, bytes by the layout, scratch bytes, live bytes without scratch per parameter)."""
-    dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: str) -> tuple[int, int, float]:
+    """(live bytes counted, bytes by the layout, these per parameter)."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     with LiveStorage() as tracker:
         model = make_model()
         num_params = sum(param.numel() for param in model.parameters())
@@ -36,10 +36,9 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
     # Half parameters and gradients whole, masters and states by share.
     resident = layout.padded_numel * (2 + grad_bytes) + layout.owned_numel * 4
     resident += layout.state_bytes([4 * num_states] * 2, [rank])
-    scratch = engine.layout.largest_bucket * grad_bytes if dp_size > 1 else 0
     padding = engine.layout.padded_numel - num_params
     per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
-    return _live(tracker, named + resident + scratch) - named, resident, scratch, per_param
+    return _live(tracker, named + resident) - named, resident, per_param
 
 
 def _live(tracker: LiveStorage, held: int) -> int:
@@ -87,8 +86,8 @@ def test_live_bytes_equal_the_formula(
 ) -> None:
     args = (optimizer, num_states, grad_dtype, reduce_dtype)
     ranks = [_bytes(*args)] if dp_size == 1 else run_ranks(_bytes, dp_size, *args)
-    for live, resident, scratch, per_param in ranks:
-        assert live == resident + scratch
+    for live, resident, per_param in ranks:
+        assert live == resident
         assert per_param == pytest.approx(formula(dp_size), rel=1e-12)
 
 
@@ -108,7 +107,7 @@ def _passing(engine: ShardedEngine) -> Iterator[list[int]]:
 
 def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
     """(live bytes between steps, those by the layout, most bytes of what comes and goes in a step, those by layout)."""
-    dp_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
     with LiveStorage() as tracker:
         model = make_model(tied=False)
         precision = Precision(torch.float16, torch.float16, DynamicLossScale(init_scale=2.0**8), reduce_dtype)
@@ -120,11 +119,7 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
                 engine.step()
         engine.wait()
     layout = engine.layout
-    scratch = layout.largest_bucket * 2 if dp_size > 1 else 0
-    grad_bytes = precision.sum_dtype(dp_size).itemsize
-    # The update's casts go to memory of the largest shard, and nobody reads them there.
-    halves = layout.padded_numel if shard == "gradients" else max(bucket.shard_numel for bucket in layout.buckets)
-    resident = 2 * halves + layout.owned_numel * (grad_bytes + 12) + scratch
+    resident = (shard == "gradients") * 2 * layout.padded_numel + 12 * layout.owned_numel
     passing, halves = layout.passing_grads(2), layout.passing_params(2)
     peak = max(passing) if shard == "gradients" else max(map(sum, zip(passing, halves, strict=True)))
     named = _named(engine)

@@ -18,7 +18,7 @@ from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_buffers import FlatBuffers
-from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, connect_axes
+from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, Sums, connect_axes
 from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_in_pieces
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
@@ -45,10 +45,12 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     buffers = FlatBuffers()
     buffers.flat += flats
     sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
-    shards = [buffers.sum_place(bucket, own, sum_dtype) for bucket, own in enumerate(wires)]
+    sums = Sums(FlatBuffers(), FlatBuffers())
+    for flat, own in zip(flats, wires, strict=True):
+        sums.over_ranks.add_sum(flat, own, sum_dtype)
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
     layout = mock.Mock(buckets=[mock.Mock() for _ in numels])
-    reduce = GradReduce(layout, buffers, shards, [], stats, wires, overlap=True, clock=Clock(cpu))
+    reduce = GradReduce(layout, buffers, sums, stats, wires, overlap=True, clock=Clock(cpu))
     reduce.launch()
     results = []
     for bucket, numel in enumerate(numels):

@@ -416,10 +416,10 @@ def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
     return seen.count("all_gather") // 3, norms
 
 
-def test_the_last_two_units_of_a_forward_are_not_gathered_again(run_ranks) -> None:
+def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks) -> None:
     kept, passing = (run_ranks(_gathers, 2, shard) for shard in ("states", "parameters"))
     assert [norms for _, norms in kept] == [norms for _, norms in passing]
-    assert {count for count, _ in passing} == {1 + 4 + 2}  # root and four units; in backward the first two of them
+    assert {count for count, _ in passing} == {1 + 4 + 3}  # root and four units; in backward the first three of them
 
 
 def test_a_users_hook_of_before_the_engine_reads_its_units_parameters() -> None:

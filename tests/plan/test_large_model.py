@@ -64,11 +64,12 @@ def test_a_check_names_the_setting_in_which_a_large_model_fits(
     monkeypatch.setenv("WORLD_SIZE", str(RANKS))
     for shard in ("states", "parameters"):
         (tmp_path / f"{shard}.toml").write_text(config_to_toml(large_job(tmp_path, shard)))
-    check = ["--check", "--memory", "3GiB"]
-    assert main(["train", str(tmp_path / "states.toml"), *check]) == 2
-    assert '; write parallelism.shard = "parameters", which needs 2.' in capsys.readouterr().err
-    assert main(["train", str(tmp_path / "parameters.toml"), *check]) == 0
-    assert capsys.readouterr().out.endswith(", which fits 3.00 GiB\n")
+    check = ["--check", "--memory"]
+    for limit, shard in (("3GiB", "gradients"), ("2.5GiB", "parameters")):  # the first that fits
+        assert main(["train", str(tmp_path / "states.toml"), *check, limit]) == 2
+        assert f'; write parallelism.shard = "{shard}", which needs ' in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "parameters.toml"), *check, "2.5GiB"]) == 0
+    assert capsys.readouterr().out.endswith(", which fits 2.50 GiB\n")
 
 
 @pytest.mark.skipif(not FULL, reason="--full: 4 ranks of 3 GiB, minutes")

@@ -144,11 +144,10 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
     """Bytes of what an engine holds between steps, by the plan's categories."""
     held = {
         "half parameters": [*engine.half_params.flat, *engine.half_params.shards],
-        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce._sums],
-        "FP32 sums of micro-batches": engine.grad_reduce._totals,
+        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce._sums.flat],
+        "FP32 sums of micro-batches": engine.grad_reduce._totals.flat,
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
-        "exchange scratch": [one for own in {*engine.bucket_collectives} if own.axis.size > 1 for one in own.scratch],
     }
     return {name: bytes_of(tensors) for name, tensors in held.items()}
 

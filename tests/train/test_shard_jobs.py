@@ -146,8 +146,8 @@ def test_a_run_goes_from_any_setting_and_layout_to_any_other(run_ranks, tmp_path
 
 
 def _held(folder: Path) -> list[tuple[float, float]]:
-    """With each setting: the MiB that the log says a rank holds, and 2 bytes of half parameters and of gradients, 12 of
-    masters and states an element, those that the setting leaves whole and those of a share.
+    """With each setting: the MiB that the log says a rank holds, and by hand 2 bytes an element of half parameters and
+    of gradients, where the setting keeps them, and a share of the 12 of masters and states.
     """
     told = []
     for whole, shard in zip((4, 2, 0), SHARDS, strict=True):
@@ -156,7 +156,7 @@ def _held(folder: Path) -> list[tuple[float, float]]:
         engine = build_engine(config, model, model.units, 1)
         (mib,) = re.findall(r"([\d.]+) MiB a rank", job._describe(config, engine, engine.device))
         num_params = sum(param.numel() for param in model.parameters())
-        told.append((float(mib), num_params * (whole + (16 - whole) / engine.topology.dp.size) / 2**20))
+        told.append((float(mib), num_params * (whole + 12 / engine.topology.dp.size) / 2**20))
     return told
 
 
