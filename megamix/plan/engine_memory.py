@@ -45,6 +45,7 @@ class EngineMemory:
     reduce: int
     statistics: int
     update: int
+    updated_params: list[int]  # of each bucket, beside that, while it is updated
 
 
 def engine_memory(
@@ -115,8 +116,8 @@ def engine_memory(
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
         statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),
-        # The halves of a bucket, which nobody reads, and what torch's kernels take.
-        update=params_pass * layout.largest_bucket * half + by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
+        update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
+        updated_params=[params_pass * half * bucket.padded_numel for bucket in layout.buckets],
     )
 
 

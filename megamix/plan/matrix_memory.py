@@ -15,6 +15,7 @@ from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import Homes, Place, find_homes, is_cut, matrices_of
 from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.plan.engine_memory import EngineMemory
 
 _FP32 = 4  # bytes
 _OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
@@ -28,7 +29,7 @@ class MatrixPlan:
     count: int  # of this stage
     travelling: int  # of these, all or in part
     sent: float  # bytes an element of a matrix that go to another rank in a step, there and back
-    of_each: int  # the same of a rank, in the mean
+    of_each: int  # bytes that a rank sends of them in a step, in the mean
     padding: float  # of all parameters, a share
     whole_from: int | None  # bucket_size with which each would be whole in one rank's shard, if not too large
 
@@ -44,12 +45,10 @@ class MatrixPlan:
 
 def plan_matrices(
     layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
-    elementwise: int, *, compiled: bool, on_gpu: bool,
+    engine: EngineMemory, *, compiled: bool, on_gpu: bool,
 ) -> MatrixPlan:  # fmt: skip
-    """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for; `elementwise`: bytes
-    while elements are updated, beside those of the matrices.
-    """
-    of_run = elementwise
+    """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for."""
+    of_run = engine.update
     if not compiled:
         largest = max(bucket.shard_numel for bucket in layout.buckets)
         of_run += _OF_EQUATION * _FP32 * tuned.piece(tuned.EQUATION_PIECE, largest, on_gpu=on_gpu)
@@ -65,15 +64,15 @@ def plan_matrices(
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
     moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
     numel = sum(spec.numel for spec in specs)
-    most = 0
+    most = engine.update + max(engine.updated_params)
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
         own = {homes.number: homes for homes in found if rank < len(homes.parts)}
         # About the order in which forward needs them.
         turns = [_stages(own.get(number), rank, layout, optimizer, of_run) for number in range(len(layout.buckets))]
-        most = max(most, _most_under_way(turns[::-1]))
+        most = max(most, _most_under_way(turns[::-1], engine.updated_params[::-1]))
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
-        max(most, elementwise), len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
+        most, len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
         layout.padded_numel / numel - 1, _whole_from(specs, axis_sizes) if moved else None,
     )  # fmt: skip
 
@@ -121,13 +120,18 @@ def _turn(count: int, rows: int, columns: int, dtype: torch.dtype) -> int:
         return most
 
 
-def _most_under_way(buckets: Sequence[_Stages]) -> int:
-    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first."""
-    left, most = [0] * len(buckets), 0
+def _most_under_way(buckets: Sequence[_Stages], params: Sequence[int]) -> int:
+    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first. `params`:
+    of each bucket until it has ended, and those before it have.
+    """
+    left, first, most = [0] * len(buckets), 0, 0
     for turn in range(len(buckets) + 2):
-        for number in range(min(turn, len(buckets) - 1), max(turn - 3, -1), -1):
+        newest = min(turn, len(buckets) - 1)
+        for number in range(newest, first - 1, -1):
             if turn - number < len(buckets[number]):
                 now, then = buckets[number][turn - number]
-                most = max(most, sum(left) - left[number] + now)
+                most = max(most, sum(params[first : newest + 1]) + sum(left) - left[number] + now)
                 left[number] = then
+        while first <= newest and turn - first >= len(buckets[first]) - 1:
+            first += 1
     return most

@@ -157,7 +157,7 @@ def _plan_part(
     )
     matrices, compiled = None, config.optimizer.compile
     if isinstance(optimizer, Muon):
-        of_stage = (layout, specs, sizes, optimizer, topology, engine.update)
+        of_stage = (layout, specs, sizes, optimizer, topology, engine)
         matrices = plan_matrices(*of_stage, compiled=compiled, on_gpu=machine == "gpu")
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     held = engine.held | {"model buffers": buffers, "tables": engine.tables}
@@ -238,7 +238,7 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
         "forward": held + sum(passes["forward"]),
         "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
         "statistics": in_step + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
-        "update": in_step + (part.matrices.update if part.matrices else engine.update),
+        "update": in_step + (part.matrices.update if part.matrices else engine.update + max(engine.updated_params)),
         "final weights": held + engine.fp32_bucket,
     }
 

@@ -104,6 +104,12 @@ SHARDED = {  # with the micro-batches of a step: gradients of one alone come and
     ),
     "parameters, gradients kept over micro-batches": ("dp2", {"parallelism": {"shard": "parameters"}}, 3),
     "parameters, owners add up": ("dp2", {"parallelism": {"shard": "parameters", "accumulate": "owner"}}, 3),
+    "parameters, muon whose matrices travel": (
+        "dp2",
+        {"optimizer": {"name": "muon"}, "model": {"hidden_size": 256, "vocab_size": 64},
+         "training": {"micro_batch_size": 1}, "parallelism": {"shard": "parameters", "bucket_size": 100_000}},
+        1,
+    ),
 }  # fmt: skip
 MORE_SHARDED = {
     "gradients, fp32": (
