@@ -236,6 +236,22 @@ SELDOM_MEANT = {
     f"{PREPARED}320 data.tokenizer=other/tokenizer.json": (
         "data.tokenizer: other/tokenizer.json is not the one that data.train was prepared with", "in prepared",
     ),
+    "parallelism.accumulate=owner parallelism.shard=gradients": (),
+    "parallelism.accumulate=owner parallelism.shard=gradients training.micro_batch_size=8": (
+        'parallelism.accumulate: "owner" does nothing with one micro-batch a step; write accumulate = "local"',
+    ),
+    "parallelism.accumulate=owner": (
+        'parallelism.accumulate: with shard = "states" every rank keeps its gradients, and "owner" comes on top, with ',
+        '; write accumulate = "local", or shard = "gradients"',
+    ),
+    'optimizer.groups=[{pattern="blocks.*",lr_factor=2.0}]': (),
+    'optimizer.groups=[{pattern="*.biass",lr_factor=2.0}]': (
+        "the optimizer's group '*.biass' matches no parameter of the model",
+    ),
+    'optimizer.name=muon optimizer.muon.adamw=["embedding.*"]': (),
+    'optimizer.name=muon optimizer.muon.adamw=["*.rooter.*"]': (
+        "adamw of Muon has the pattern '*.rooter.*', which matches no parameter of the model",
+    ),
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from megamix.config import Config, DataSource, whole_weights
+from megamix.config import Config, DataSource, data_parallel_size, grad_accum_steps, whole_weights
 from megamix.data.prepare import MANIFEST_NAME
 from megamix.data.sampler import BlendStage, mix64
 from megamix.data.source import BlendedSource, MarkovSource, SampleSource, TokenFileSource, TokenSpan, split
@@ -109,14 +109,25 @@ def data_problems(config: Config) -> list[str]:
     return [*problems, *_source_problems(config), *_stage_problems(config)]
 
 
-def seldom_meant(config: Config) -> Iterator[str]:
-    """Yield what trains and is seldom meant, a line each: of the loss scale, and of what `megamix prepare` noted."""
+def seldom_meant(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what trains and is seldom meant, a line each: of the loss scale, who adds up micro-batches, and what
+    `megamix prepare` noted.
+    """
     scale: Any = config.precision.loss_scale
     if config.precision.dtype == "fp16" and scale.rule == "static" and scale.init_scale > 2**16:
         yield (
             f'precision.loss_scale.init_scale: {scale.init_scale:.0f} never falls with rule = "static", and FP16 '
             'ends at 65504: every step may overflow and be skipped; write init_scale = 1024.0, or rule = "dynamic"'
         )
+    if config.parallelism.accumulate == "owner":
+        if grad_accum_steps(config, data_parallel_size(config, world_size)) == 1:
+            yield 'parallelism.accumulate: "owner" does nothing with one micro-batch a step; write accumulate = "local"'
+        elif config.parallelism.shard == "states":
+            yield (
+                'parallelism.accumulate: with shard = "states" every rank keeps its gradients, and "owner" comes on '
+                "top, with FP32 sums and a reduction of each micro-batch; "
+                'write accumulate = "local", or shard = "gradients"'
+            )
     size, own = config.model.vocab_size, config.data.tokenizer
     for folder, field in {Path(path).parent: field for field, path in token_prefixes(config).items()}.items():
         try:

@@ -113,7 +113,8 @@ def check(config: Config, tell: Callable[[str], None] = lambda line: None, *, st
     if unset and world_size > 1:
         fix = "start the ranks by launch/pretrain.sh or torchrun, which set it, or unset WORLD_SIZE for one rank"
         raise ConfigError([f"{', '.join(unset)}: not set, though WORLD_SIZE is {world_size}; {fix}"], "environment")
-    for line in seldom_meant(config):
+    doubts = () if starts else _optimizer_doubts(config)  # which a start logs
+    for line in (*seldom_meant(config, world_size), *doubts):
         tell(f"note: {line}")
     return f"no problems; {world_size} rank{'s' if world_size > 1 else ''}"
 
@@ -157,6 +158,21 @@ def _division_problems(config: Config) -> Iterator[str]:
             outline(plain, Topology({"pp": 1, "dp": 1, "tp": tp_size}), sequence_parallel=False)
         except ValueError as error:
             yield str(error)
+
+
+def _optimizer_doubts(config: Config) -> Iterator[str]:
+    """What a start would log of the optimizer's patterns. The model's own names are asked, which imports torch, where
+    there are any.
+    """
+    section = config.optimizer
+    own = getattr(section, section.name)
+    if section.groups or any(getattr(own, key, ()) for key in ("matrix", "adamw")):
+        from megamix.model.family import family_of
+        from megamix.train.build import build_optimizer
+
+        family = family_of(config.model)
+        optimizer = build_optimizer(section, [section.lr], config.model)
+        yield from optimizer.doubts(family.sketch(config.model), family.shapes(config.model))
 
 
 def _tokenizer_problems(path: str, vocab_size: int) -> Iterator[str]:
