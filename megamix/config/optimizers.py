@@ -59,10 +59,8 @@ class MuonConfig(AdamWConfig):
     ns_steps: Annotated[PositiveInt, Field(le=100)] = 5
     """Turns of Newton and Schulz's iteration, which makes the momentum orthogonal."""
     ns_coefficients: Annotated[tuple[FiniteFloat, FiniteFloat, FiniteFloat], Field(strict=False)] = (
-        3.4445,
-        -4.7750,
-        2.0315,
-    )
+        3.4445, -4.7750, 2.0315,
+    )  # fmt: skip
     """Of its polynomial a x + b x^3 + c x^5."""
     ns_dtype: Literal["bf16", "fp32"] = "bf16"
     """In which it multiplies, and in which matrices travel between ranks."""

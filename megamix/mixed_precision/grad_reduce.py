@@ -26,8 +26,8 @@ _LOADED = 2.0  # times a ring's bytes
 def connect_axes(
     layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device, make: MakeCollectives
 ) -> list[Collectives]:
-    """Return the collectives of each axis of owners, with scratch for the largest of its buckets. The log says where
-    these load the network between machines far more than the library's own would.
+    """Return the collectives of each axis of owners, whose scratch has no memory before the first sum. The log says
+    where these load the network between machines far more than the library's own would.
     """
     found = []
     for number, axis in enumerate(axes):
@@ -54,7 +54,9 @@ def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, 
 
 
 class Sums(NamedTuple):
-    """Where gradients are summed: (shard_numel,) of each bucket, there as long as gradients are."""
+    """Where gradients are summed: (shard_numel,) of each bucket. If gradients come and go, so do these: from their
+    reduction to the end of the step.
+    """
 
     over_ranks: FlatBuffers  # `sum_dtype`
     over_micro_batches: FlatBuffers  # FP32, of what the owner adds up; none where each rank adds, and sends them once
@@ -135,7 +137,7 @@ class GradReduce:
                     self._half_grads.free_behind(bucket - 1, self._pending[bucket - 1])
 
     def wait(self, bucket: int) -> Tensor:
-        """Return this rank's part of a bucket, summed over the ranks: `sum_dtype` (shard_numel,)."""
+        """Return this rank's part of a bucket, summed over ranks and micro-batches: as its `grad_shards`."""
         with self._clock.span("exposed_reduce_scatter"):
             self._pending[bucket].wait()
             self._half_grads.free(bucket)

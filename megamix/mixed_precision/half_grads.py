@@ -38,11 +38,10 @@ class HalfGrads:
     """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, in half or in FP32.
 
     `flat[k]`: gradient dtype (padded_numel,) of bucket k, one of `buffers`, with memory from its first gradient
-    on; its padding is zero when backward ends. Between steps it may hold anything, since sums over the ranks are
-    written into it. A parameter's hook copies the first
-    micro-batch's gradient into its view and adds the later ones (copying costs 4 bytes per parameter where zeroing
-    and adding costs 8), then drops `param.grad`: an FP32 `.grad` on a half parameter would make torch.compile refuse
-    the block.
+    on; its padding is zero when backward ends. Between steps it may hold anything, since sums over the ranks may be
+    written into it. A parameter's hook copies the first micro-batch's gradient into its view and adds the later ones
+    (copying costs 4 bytes per parameter where zeroing and adding costs 8), then drops `param.grad`: an FP32 `.grad` on
+    a half parameter would make torch.compile refuse the block.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ _OF_ANY_VALUES: set[object] = {
 }  # fmt: skip
 
 
-_names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # of all that may be freed, for who reads one
+_names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()  # for who reads one that is freed
 
 
 class FreedParameter(nn.Parameter):
@@ -74,8 +74,7 @@ class PassingHalfParams(HalfParams):
         super().__init__(*args)
         self._buffers = PassingBuffers()
         self._buffers.flat = self.flat
-        for slot in (slot for bucket in self.layout.buckets for slot in bucket.slots):
-            _names[self.params[slot.spec.name]] = slot.spec.name
+        _names.update((param, name) for name, param in self.params.items())
         # With each one's own class, which may be a subclass.
         self._by_bucket = [
             [(self.params[slot.spec.name], type(self.params[slot.spec.name])) for slot in bucket.slots]

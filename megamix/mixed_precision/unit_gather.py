@@ -1,5 +1,5 @@
 """Half parameters that live as long as a unit computes with them: cast from the ranks' masters and gathered for its
-forward and again for its backward, the next unit's beside it, and freed behind it.
+forward and again for its backward, the next unit's beside it, and freed behind it. The last unit's stay in between.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class UnitGather:
 
     A pass begins with the gathers of the first two units. A unit's pre-hook launches the next unit's and awaits its
     own; its hook behind forward frees it. In backward the gradient of its output does what the pre-hook does, and a
-    unit is freed when all its gradients have come and the pass is at another one. Two units have memory at a time: the
-    last two of a forward stay for the backward, which begins with them. So does the root, the parameters that no unit
-    has alone. A unit that is called again, earlier than the order says, or outside of the model's forward is gathered
-    when it is called, if all ranks call it.
+    unit is freed when all its gradients have come and the pass is at another one. Two units have memory at a time. The
+    last one of a forward stays for the backward, which begins with it, and so does the root, the parameters that no
+    unit has alone. A unit that is called again, earlier than the order says, or outside of the model's forward is
+    gathered when it is called, if all ranks call it.
     `came(parameter)`: its gradient has come in this backward pass.
     """
 
@@ -62,8 +62,7 @@ class UnitGather:
         # A unit without parameters of its own, as a tied embedding, would be a step of nothing between two gathers.
         self._units = [unit for unit in found if unit is self._root or unit.buckets]
         self.order_of_need = [bucket for unit in self._units for bucket in unit.buckets]
-        params = half_params.params
-        self._unit_of = {params[name]: unit for unit in self._units[1:] for name in unit.params}
+        self._unit_of = {half_params.params[name]: unit for unit in self._units[1:] for name in unit.params}
         among = self._collectives
         self._places = [among[: bucket + 1].count(own) for bucket, own in enumerate(among)]  # of its owners' buckets
         self._writes = 0  # of the masters, by all ranks
@@ -108,7 +107,6 @@ class UnitGather:
         self.end()
         try:
             for unit in self._units:
-                self._launch(unit)
                 self._await(unit)
             self._is_whole = True
             yield
@@ -117,7 +115,7 @@ class UnitGather:
             self._drop()
 
     def leave(self, call: str) -> None:
-        """Free all, since `call` is about to write the shards. Raises: RuntimeError inside `whole`."""
+        """Free all, since `call` is about to write the masters. Raises: RuntimeError inside `whole`."""
         if self._is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
         self.end()
@@ -179,7 +177,7 @@ class UnitGather:
 
     def _begin(self, order: Sequence[Unit], kept: Sequence[Unit]) -> None:
         self._order, self._kept = order, kept
-        self._launched = sum(unit.live for unit in order)  # the first ones of a backward, which its forward has kept
+        self._launched = sum(unit.live for unit in order)  # the first one of a backward, which its forward has kept
         for unit in order:
             unit.begun = False
         self._launch(self._root)
@@ -235,7 +233,8 @@ class UnitGather:
         among, master = self._collectives[unit.buckets[0]], self._masters[0]
         mine = torch.tensor([self._units.index(unit), self._launched], device=master.device)
         with noting(_gathering(unit)):
-            places, launched = among.gather(mine, self._number(0)).T.tolist()  # beside the sums of who does not come
+            # By number: a rank that does not come goes on to its sums, which must not be taken for its answer.
+            places, launched = among.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
                 f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: what "
@@ -248,12 +247,12 @@ class UnitGather:
             return
         unit.live = True
         for bucket in unit.buckets:
-            flat, among = self._half_params.flat[bucket], self._collectives[bucket]
+            flat, own = self._half_params.flat[bucket], self._half_params.shards[bucket]
             self._half_params.take(bucket)
-            own = among.own_part(flat)
             own.copy_(self._masters[bucket])
             with noting(what := _gathering(unit)):
-                self.pending[bucket] = among.all_gather(flat, own, self._number(self._places[bucket]))
+                number = self._number(self._places[bucket])
+                self.pending[bucket] = self._collectives[bucket].all_gather(flat, own, number)
             self.pending[bucket].what = what
             self._clock.watch("all_gather", bucket, self.pending[bucket])
 
@@ -262,6 +261,7 @@ class UnitGather:
         return place + (self._writes << 20)
 
     def _await(self, unit: Unit) -> None:
+        """Return once a unit's parameters may be read, which are gathered unless they are there."""
         self._launch(unit)
         for bucket in unit.buckets:
             if (pending := self.pending.pop(bucket, None)) is not None:
@@ -274,9 +274,8 @@ class UnitGather:
             return
         for unit in units:
             if unit.live:
+                self._await(unit)  # what arrives has nowhere else to go
                 for bucket in unit.buckets:
-                    if (pending := self.pending.pop(bucket, None)) is not None:
-                        pending.wait()
                     self._half_params.free(bucket)
             unit.live = unit.begun = False
 

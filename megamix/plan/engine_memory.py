@@ -1,7 +1,7 @@
 """What an engine holds and what each stage needs on top, in bytes, from the layout alone: before there is an engine.
 
-The numbers are those of the stages' own buffers. A few scalars (counters,
-loss scale, learning rate of the step) are left out.
+The numbers are those of the stages' own buffers. A few scalars (counters, loss scale, learning rate of the step) are
+left out.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ class EngineMemory:
     held: dict[str, int]  # by category
     tables: int  # borders of the pieces, learning rates
 
-    # What comes and goes: half parameters, and gradients with their sums and what arrives for these, while backward
-    # fills each bucket; half parameters and gradients that are there when it has ended; the gradients of micro-batches
-    # before the last one; and what is there until a step ends.
-    passing_params: list[int]
-    passing_grads: list[int]
-    left_params: int
+    # What comes and goes.
+    passing_params: list[int]  # half parameters while backward fills each bucket
+    passing_grads: list[int]  # gradients then, with their sums and the scratch in which parts of these arrive
+    left_params: int  # when backward has ended
     left_grads: int
-    accumulated: int
-    sums: int
+    accumulated: int  # of micro-batches before the last one: gradients, or their sums and scratch
+    sums: int  # and scratch: there until a step ends
 
     fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
     building: int  # while the engine is built, beside what it has by then

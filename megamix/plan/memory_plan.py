@@ -135,10 +135,8 @@ def _plan_part(
     topology = Topology.place(rank, pp_size=section.pp_size, dp_size=dp_size, tp_size=section.tp_size)
     plain = config.model.model_copy(update={"compile": False})
     module, placements = outline(plain, topology, stages, sequence_parallel=section.sequence_parallel)
-    optimizer, precision = (
-        build_optimizer(config.optimizer, [config.optimizer.lr], config.model),
-        build_precision(config.precision),
-    )
+    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+    precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
     specs, groups, axes = describe_params(module, optimizer, topology, sharding)
     sizes = [axis.size for axis in axes]
@@ -148,7 +146,7 @@ def _plan_part(
         precision,
         sharding,
         groups,
-        grad_accum_steps=grad_accum_steps(config, dp_size),
+        grad_accum_steps=micro_batches,
         num_ranks=topology.world.size,
         num_updates=training.steps,
         on_gpu=machine == "gpu",
@@ -173,7 +171,6 @@ def _plan_part(
     )
     pipeline = None
     if stages:
-        micro_batches = grad_accum_steps(config, dp_size)
         pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
         held[PIPELINE] = pipeline.held_buffers()
     return _RankPart(engine, layout, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)

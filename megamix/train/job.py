@@ -288,8 +288,8 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     numel = parameter_count(config.model)
-    half, grads, sums = engine.half_params, engine.half_grads.flat, engine.grad_reduce.grad_shards
-    held = storage_bytes([*half.flat, *half.shards, *grads, *sums, *engine.master_shard.master])
+    half, grads, sums = engine.half_params.flat, engine.half_grads.flat, engine.grad_reduce.grad_shards
+    held = storage_bytes([*half, *grads, *sums, *engine.master_shard.master])
     held += engine.master_shard.state_bytes
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
