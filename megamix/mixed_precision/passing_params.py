@@ -54,8 +54,14 @@ class FreedParameter(nn.Parameter):
         param = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
         asked = getattr(func, "__self__", func) if is_property else func
+        name = getattr(asked, "__name__", str(asked))
+        if name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls):  # load_state_dict, initialisers
+            raise RuntimeError(
+                f"{name} writes parameter {_names.get(param)}, which has no memory: to change weights call "
+                "engine.load_weights(state_dict)"
+            )
         raise RuntimeError(
-            f"{getattr(asked, '__name__', asked)} reads parameter {_names.get(param)}, which has no memory: with "
+            f"{name} reads parameter {_names.get(param)}, which has no memory: with "
             'shard = "parameters" values are there while their unit is called. What a forward reads elsewhere, too, '
             "must be outside of `units`, or in one with its reader. Other reads: on every rank inside "
             "`with engine.whole_parameters():`, or of engine.full_weights()"

@@ -246,7 +246,6 @@ READS = {
     "norm of all": lambda module, weight: nn.utils.parameters_to_vector(module.parameters()),
     "a foreign forward": lambda module, weight: F.linear(torch.zeros(1, 24, dtype=torch.bfloat16), weight),
     "a unit's own layer": lambda module, weight: module.blocks[1].up(torch.zeros(1, 24, dtype=torch.bfloat16)),
-    "a write": lambda module, weight: nn.init.zeros_(weight),
     "torch.save": lambda module, weight: torch.save(weight, io.BytesIO()),
     "pickle": lambda module, weight: pickle.dumps(weight),
     "deepcopy": lambda module, weight: copy.deepcopy(module),
@@ -267,6 +266,22 @@ def test_a_read_of_values_that_are_not_there_is_refused(name: str) -> None:
     with engine.whole_parameters():
         READS["sum"](engine.module, weight)
         READS["state_dict"](engine.module, weight)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda module: module.load_state_dict(make_model().state_dict()),
+        lambda module: nn.init.zeros_(module.blocks[1].up.weight),
+    ],
+)
+def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(write) -> None:
+    engine = _engine()
+    with pytest.raises(
+        RuntimeError, match=r"parameter \S+\w, which has no memory.* engine\.load_weights\(state_dict\)"
+    ):
+        write(engine.module)
+    assert _take_step(engine) > 0
 
 
 def _one_reads_alone() -> list[float]:
