@@ -48,14 +48,14 @@ class EngineMemory:
 
 def engine_memory(
     layout: FlatLayout, precision: Precision, sharding: Sharding, groups: Sequence[UpdateGroup], *,
-    grad_accum_steps: int, num_ranks: int, num_updates: int, on_gpu: bool, compiled: bool,
-    shards: Sequence[int] | None = None,
+    grad_accum_steps: int, num_updates: int, on_gpu: bool, compiled: bool, shards: Sequence[int] | None = None,
 ) -> EngineMemory:  # fmt: skip
     """Count for the rank with the most pieces: all ranks hold the same, but for the tables and for states that not all
     parameters have. Of these the most are counted, or those of a rank's own shards, by axis. `num_updates`: entries of
     the learning rate's table; `compiled`: the update is.
     """
-    half, grad, sum_dtype = precision.dtype.itemsize, precision.own_grad_dtype, precision.sum_dtype(num_ranks)
+    half, grad = precision.dtype.itemsize, precision.own_grad_dtype
+    sum_dtype = precision.sum_dtype(max(bucket.num_shards for bucket in layout.buckets))
     shard_numels = [bucket.shard_numel for bucket in layout.buckets]
     owned, largest_shard = sum(shard_numels), max(shard_numels)
     arrivals = 0 if on_gpu and sum_dtype == grad else 1 + on_gpu
@@ -73,16 +73,15 @@ def engine_memory(
     trial = 0 if by_torch else tuned.TRIAL * (half + grad_of_update.itemsize + _FP32 + max(by_group))
     piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
     grads_pass, params_pass = sharding.shard != "states", sharding.shard == "parameters"
-    all_grads, nothing = layout.padded_numel * grad.itemsize, [0] * len(layout.buckets)
+    all_grads, totals = layout.padded_numel * grad.itemsize, adds * owned * _FP32
     # Those of several micro-batches stay until the last one, or their sums do, and what arrives for these.
     kept = all_grads if grads_pass and grad_accum_steps > 1 and not adds else 0
     root = sum(bucket.padded_numel for bucket in layout.buckets if bucket.unit == 0)
     sums = [
         grads_pass * bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets
     ]
-    totals = adds * owned * _FP32
-    # Its weights, as they come with the casts of a rank's own, or its gradients.
-    first = max(
+    # Of the largest: its weights, as they come with the casts of a rank's own, or its gradients.
+    of_bucket = max(
         params_pass * half * (layout.largest_bucket + largest_shard), grads_pass * grad.itemsize * layout.largest_bucket
     )
     accumulated = kept + adds * (grads_pass * totals + scratch[-1])
@@ -103,14 +102,14 @@ def engine_memory(
             "optimizer states": state_bytes,
         },
         tables=_INT64 * borders + _FP32 * num_updates,
-        passing_params=layout.passing_params(half) if params_pass else nothing,
+        passing_params=layout.passing_params(params_pass * half),
         passing_grads=passing_grads,
         left_params=params_pass * root * half,
         left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize,
         accumulated=accumulated,
         sums=scratch[-1] + (grads_pass * totals or sum(sums)),
         fp32_bucket=_FP32 * layout.largest_bucket,
-        building=max(trial, first),
+        building=max(trial, of_bucket),
         reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
         # Of a chunk: its squares, and its FP32 copy unless it is FP32.
         statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),

@@ -147,7 +147,6 @@ def _plan_part(
         sharding,
         groups,
         grad_accum_steps=micro_batches,
-        num_ranks=topology.world.size,
         num_updates=training.steps,
         on_gpu=machine == "gpu",
         compiled=config.optimizer.compile,
