@@ -192,21 +192,21 @@ class ShardedEngine:
         If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
         grad_shards, by_piece, stats = self._sum_and_agree("step()")
-        with self.clock.span("update"):
-            cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
-            if examination is not None:
-                cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self.matrix_update.of_run)
-            # The scale that backward used: the next step's may differ from it by the growth factor.
-            divisor = self.under_way.scale_used.double() * stats.weight_sum
-            grad_norm = stats.sum_of_squares.sqrt() / divisor
-            multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
-            coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
-            scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
-        for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
-            self.param_gather.launch(bucket)
+        with self.grad_reduce.used():
+            with self.clock.span("update"):
+                cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
+                if examination is not None:
+                    cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self.matrix_update.of_run)
+                # The scale that backward used: the next step's may differ from it by the growth factor.
+                divisor = self.under_way.scale_used.double() * stats.weight_sum
+                grad_norm = stats.sum_of_squares.sqrt() / divisor
+                multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
+                coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
+                scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
+            for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
+                self.param_gather.launch(bucket)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
-        self.grad_reduce.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),

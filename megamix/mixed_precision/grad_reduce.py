@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -159,6 +160,16 @@ class GradReduce:
         if not ends:
             self._land()
             self._is_first = False
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Free the step's sums behind whoever uses them, and if that fails, too: the next step would take them for its
+        own.
+        """
+        try:
+            yield
+        finally:
+            self.reset()
 
     def reset(self) -> None:
         """Expect the next step's buckets, and free the sums: the step has used them, or its backward has failed.

@@ -7,6 +7,8 @@ import logging
 import math
 import re
 import weakref
+from typing import get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from megamix import (
 )
 from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.mixed_precision.half_params import single_device, without_values
+from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.step import StepUnderWay
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
@@ -240,6 +243,22 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
         return engine.master_shard.master[0]
 
     assert torch.equal(run(fail=True), run(fail=False))
+
+
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> None:
+    def run(fail: bool) -> list[Tensor]:
+        model = make_model()
+        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+        if fail:
+            engine.backward(loss_of(engine.module, make_batch(9, 0, 0)))
+            planted = mock.patch.object(AdamW, "library_update_", side_effect=ValueError("planted"))
+            with planted, pytest.raises(ValueError, match="planted"):
+                engine.step()
+        _train(engine)
+        return engine.master_shard.master
+
+    assert all(map(torch.equal, run(fail=True), run(fail=False)))
 
 
 def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
