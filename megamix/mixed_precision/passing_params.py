@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.flat_buffers import PassingBuffers
+from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.half_params import HalfParams
+
+log = logging.getLogger("megamix")
 
 # What may be asked of a parameter whose values are not there.
 _OF_ANY_VALUES: set[object] = {
@@ -69,6 +73,23 @@ class FreedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return FreedParameter.__torch_function__(Tensor.__reduce_ex__, (), (self,))
+
+
+def warn_of_rest(layout: FlatLayout, units: Sequence[str]) -> None:
+    """Log how much of the model is in no unit, by the units' paths, if that is over a quarter. What has several names,
+    as a tied table, can be in none.
+    """
+    specs = [slot.spec for bucket in layout.buckets for slot in bucket.slots]
+    inside = tuple(f"{unit}." for unit in units)
+    rest = [spec for spec in specs if not (spec.aliases or spec.name.startswith(inside))]
+    left, whole = (sum(spec.numel for spec in some) for some in (rest, specs))
+    if left > whole / 4:
+        log.warning(
+            'shard = "parameters": %d of %d parameters, such as %s, are in none of `units`, so every rank holds them '
+            "from a forward to the end of its backward. Let the modules that hold them be units, too; what is read "
+            "outside of its module, as a tied table, cannot be",
+            left, whole, rest[-1].name,
+        )  # fmt: skip
 
 
 class PassingHalfParams(HalfParams):

@@ -17,7 +17,7 @@ from megamix.mixed_precision.flat_buffers import FlatBuffers, PassingBuffers
 from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.master_shard import MasterShard
 from megamix.mixed_precision.param_gather import ParamGather
-from megamix.mixed_precision.passing_params import PassingHalfParams
+from megamix.mixed_precision.passing_params import PassingHalfParams, warn_of_rest
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
 
@@ -59,6 +59,8 @@ class UnitGather:
             unit.buckets.append(bucket)
             unit.params += [slot.spec.name for slot in half_params.layout.buckets[bucket].slots]
         self._root = found[0]
+        if (axis := self._collectives[0].axis).ranks[axis.rank] == 0:
+            warn_of_rest(half_params.layout, names[1:])
         # A unit without parameters of its own, as a tied embedding, would be a step of nothing between two gathers.
         self._units = [unit for unit in found if unit is self._root or unit.buckets]
         self.order_of_need = [bucket for unit in self._units for bucket in unit.buckets]

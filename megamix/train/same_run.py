@@ -129,8 +129,8 @@ def changes(path: Path, manifest: Manifest, now: RunRecord, cursor: int, *, own:
     if refused:
         raise ConfigError(refused, "job")
     if old.get("optimizer.name") != new.get("optimizer.name"):  # the other keys of each are its own
-        own = tuple(f"optimizer.{keys.get('optimizer.name')}." for keys in (old, new))
-        old, new = ({key: value for key, value in keys.items() if not key.startswith(own)} for keys in (old, new))
+        settings = tuple(f"optimizer.{keys.get('optimizer.name')}." for keys in (old, new))
+        old, new = ({key: value for key, value in keys.items() if not key.startswith(settings)} for keys in (old, new))
     rules = {"rng_rule": saved.rng_rule}, {"rng_rule": now.rng_rule}  # another order of the data, other initial weights
     return _told(old | rules[0], new | rules[1])
 

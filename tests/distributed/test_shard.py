@@ -284,6 +284,16 @@ def test_a_write_to_values_that_are_not_there_is_refused_with_the_call_to_use(wr
     assert _take_step(engine) > 0
 
 
+def test_units_that_leave_out_much_of_the_model_are_told(caplog) -> None:
+    """Not of a tied table, which has two names and can be in no unit, nor of norms."""
+    for tied, units in ((True, slice(3)), (False, slice(3)), (False, slice(1))):
+        model = make_model(tied)
+        sharding = Sharding(units=[*model.blocks[units]], shard="parameters")
+        ShardedEngine(model, AdamW(lr=0.01), sharding=sharding, compile_update=False)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "5506 of 7539 parameters, such as embedding.weight, are in none of `units`, so" in said
+
+
 def _one_reads_alone() -> list[float]:
     engine = _engine()
     _take_step(engine)
