@@ -78,8 +78,8 @@ class Muon(AdamW):
         require_finite("adamw_lr_factor", self.adamw_lr_factor)
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        is_table = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
-        if not 2 <= len(shape) <= 3 or 1 in shape[-2:] or is_table:
+        by_adamw = _matches(name, self.adamw) or (_matches(name, self.tables) and not _matches(name, self.matrix))
+        if not 2 <= len(shape) <= 3 or 1 in shape[-2:] or by_adamw:
             return ()
         rows, count = shape[-2], math.prod(shape[:-2])
         for pattern, parts in self.fused.items():
@@ -163,7 +163,7 @@ class Muon(AdamW):
 
 
 def _is_sequence(values: object, kind: type) -> bool:
-    """A text is none: each of its letters would be a pattern, and * is all parameters."""
+    """Return whether they are several of a kind. A text is not: each letter would be a pattern, and * matches all."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         return False
     return all(isinstance(one, kind) for one in values)

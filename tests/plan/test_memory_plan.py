@@ -4,18 +4,17 @@ states and buckets to the byte, each phase's peak within 5 %.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamix.comm.topology import Topology
 from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_steps
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.flat_buffers import storage_bytes
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
@@ -155,13 +154,7 @@ def held_by(engine: ShardedEngine) -> dict[str, int]:
         "FP32 masters": engine.master_shard.master,
         "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
     }
-    return {name: bytes_of(tensors) for name, tensors in held.items()}
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Each storage once, as large as it is now."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    return {name: storage_bytes(tensors) for name, tensors in held.items()}
 
 
 def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int], int]:
@@ -195,7 +188,7 @@ def _measured(config: Config) -> tuple[Topology, dict[str, int], dict[str, int],
         engine.wait()
         tracker._recount()
         live = tracker.live_bytes
-    held = held_by(engine) | {"model buffers": bytes_of(model.buffers())}
+    held = held_by(engine) | {"model buffers": storage_bytes(model.buffers())}
     return replace(topology, groups={}), held, phases, live
 
 
