@@ -5,6 +5,7 @@ bit for bit those of a plain loop in one process that takes each matrix in full;
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +229,7 @@ def _live() -> tuple[list[int], int, int]:
     seen = []
 
     def count() -> None:
+        time.sleep(0.1)  # Gloo's thread lets go of what it has sent a moment after the wait for it
         tracker._recount()
         seen.append(tracker.live_bytes)
 
