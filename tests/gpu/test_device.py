@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megamix.mixed_precision.examination import count_exponents
 
@@ -64,6 +65,11 @@ def exponents() -> None:
     assert sum(found[0]) == 5000
 
 
+def nothing_to_send() -> None:
+    """A rank may have nothing to give and nothing to get, in memory at no address."""
+    dist.all_to_all_single(*torch.empty(2, 0, device="cuda"), [0], [0])
+
+
 def devices_do_not_mix() -> None:
     here, other = torch.ones(3, device="cuda"), torch.ones(3, device="cuda:1")
     for mix in (lambda: here + torch.ones(3), lambda: here + other, lambda: torch.ones(3).add_(here)):
@@ -73,7 +79,7 @@ def devices_do_not_mix() -> None:
     assert torch.equal(here, other.to(here.device))
 
 
-@pytest.mark.parametrize("case", [fresh_memory, pinned_copies, gradients, exponents])
+@pytest.mark.parametrize("case", [fresh_memory, pinned_copies, gradients, exponents, nothing_to_send])
 def test_a_simulated_gpu_is_like_one(gpu_ranks, case: Callable[[], None]) -> None:
     gpu_ranks(case, 1)
 
