@@ -82,7 +82,8 @@ def engine_memory(
     ]
     # Of the largest: its weights, as they come with the casts of a rank's own, or its gradients.
     of_bucket = max(
-        params_pass * half * (layout.largest_bucket + largest_shard), grads_pass * grad.itemsize * layout.largest_bucket
+        params_pass * half * (layout.largest_bucket + (half < _FP32) * largest_shard),
+        grads_pass * grad.itemsize * layout.largest_bucket,
     )
     accumulated = kept + adds * (grads_pass * totals + scratch[-1])
     passing_grads = []

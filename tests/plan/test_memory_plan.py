@@ -114,6 +114,9 @@ MORE_SHARDED = {
     "gradients, fp32": (
         "dp2", {"precision": {"dtype": "fp32"}, "model": LARGE, "parallelism": {"shard": "gradients"}}, 1,
     ),
+    "parameters, fp32": (
+        "dp2", {"precision": {"dtype": "fp32"}, "model": LARGE, "parallelism": {"shard": "parameters"}}, 1,
+    ),
     "gradients, two stages": ("dp2pp2", {"model": GPT, "parallelism": {"shard": "gradients"}}, 4),
     "parameters, divided": ("dp2tp2", {"model": LARGE, "parallelism": {"shard": "parameters"}}, 1),
     "parameters, bf16 moments": (
