@@ -219,6 +219,9 @@ def test_more_ranks_than_matrices_train_the_same(run_ranks, uncut: bool, owned: 
     assert sorted(numel for _, numel in told) == sorted(owned)
 
 
+SCALARS = 4096  # bytes
+
+
 def _live() -> tuple[list[int], int, int]:
     """Return the bytes beside those between steps, when this rank makes a matrix orthogonal and when it has the
     directions of its shard; and elements, of the matrix and of the shard.
@@ -226,18 +229,26 @@ def _live() -> tuple[list[int], int, int]:
     model = torch.nn.Linear(512, 256, bias=False)
     with _laid_out(uncut=False):
         engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.bfloat16), compile_update=False)
-    seen = []
+    (bucket,) = engine.layout.buckets
+    numel, shard = model.weight.numel(), bucket.shard_numel
+    seen = list[int]()
 
-    def count() -> None:
-        time.sleep(0.1)  # Gloo's thread lets go of what it has sent a moment after the wait for it
+    def count(held: int = 0) -> None:
+        """Count as soon as there is no more than `held`: Gloo's thread lets go of what it has sent a moment after the
+        wait for it.
+        """
+        end_s = time.monotonic() + 5.0
         tracker._recount()
+        while seen and tracker.live_bytes > seen[0] + held + SCALARS and time.monotonic() < end_s:
+            time.sleep(0.01)
+            tracker._recount()
         seen.append(tracker.live_bytes)
 
     def counted(matrix: Tensor, optimizer: Muon) -> Tensor:
-        count()
+        count(2 * 2 * numel)
         return orthogonalised(matrix, optimizer)
 
-    engine.matrix_update.look = lambda what, *_: count() if what == DIRECTION else None
+    engine.matrix_update.look = lambda what, *_: count((4 + 2) * shard) if what == DIRECTION else None
     with LiveStorage() as tracker, mock.patch.object(muon, "orthogonalised", counted):
         for _ in range(2):
             engine.backward(model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
@@ -245,8 +256,7 @@ def _live() -> tuple[list[int], int, int]:
             count()
             engine.step()
     between, *more = seen
-    (bucket,) = engine.layout.buckets
-    return [each - between for each in more], model.weight.numel(), bucket.shard_numel
+    return [each - between for each in more], numel, shard
 
 
 def test_what_has_travelled_has_no_memory(run_ranks) -> None:
@@ -257,9 +267,8 @@ def test_what_has_travelled_has_no_memory(run_ranks) -> None:
     (home,) = [live for live, *_ in told if len(live) == 2]
     (other,) = [live for live, *_ in told if len(live) == 1]
     _, numel, shard = told[0]
-    scalars = 4096
-    assert home == pytest.approx([2 * 2 * numel, (4 + 2) * shard], abs=scalars)
-    assert other == pytest.approx([(4 + 2) * shard], abs=scalars)
+    assert home == pytest.approx([2 * 2 * numel, (4 + 2) * shard], abs=SCALARS)
+    assert other == pytest.approx([(4 + 2) * shard], abs=SCALARS)
 
 
 def _weights(uncut: bool) -> dict[str, Tensor]:
