@@ -69,6 +69,24 @@ def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
     assert all(torch.isinf(shard).all() for shard in run_ranks(_sum_of_two_finite_halves, 2))
 
 
+def _scratch_bytes() -> list[int]:
+    """What parts arrive in has: before a sum, behind sums of 64, 128 and 64 elements, and when it is released."""
+    ours = make_collectives(Topology.current().world, 128, torch.float16, torch.device("cpu"))
+    ours.release()
+    (storage,) = (one.untyped_storage() for one in ours.scratch)
+    seen = [storage.nbytes()]
+    for numel in (64, 128, 64):
+        flat = torch.ones(numel, dtype=torch.float16)
+        ours.reduce_scatter(flat, ours.own_part(flat)).wait()
+        seen.append(storage.nbytes())
+    ours.release()
+    return [*seen, storage.nbytes()]
+
+
+def test_scratch_is_as_large_as_the_largest_sum_since_its_release(run_ranks) -> None:
+    assert run_ranks(_scratch_bytes, 2) == [[0, 128, 256, 256, 0]] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_sum_is_the_same_whatever_the_piece_that_stays_in_cache(monkeypatch, dtype: torch.dtype) -> None:
     parts = torch.stack([_inputs(rank, 1000, torch.bfloat16) for rank in range(5)])
