@@ -73,7 +73,10 @@ GRIDS = {
     ("11 M", "Muon"): (8e-3, 4e-3, 16e-3, 2e-3), ("11 M", "AdamW"): (2e-3, 1e-3, 4e-3, 5e-4), ("11 M", "NAG"): NAG,
 }  # fmt: skip
 # A step's median time over that of AdamW's in the same round, two ranks that divide a batch.
-TIMES = {("2 M", "AdamW"): 1.0, ("2 M", "NAG"): 1.05, ("2 M", "Muon"): 1.26}
+TIMES = {
+    ("2 M", "AdamW"): 1.0, ("2 M", "NAG"): 1.05, ("2 M", "Muon"): 1.26,
+    ("11 M", "AdamW"): 1.0, ("11 M", "Muon"): 1.11,
+}  # fmt: skip
 SEEDS = (1, 2, 3)  # the grid is the first one's
 
 
