@@ -140,7 +140,9 @@ class _ManyRanks(Collectives):
 
     def __init__(self, axis: Axis, *scratch: Tensor):
         super().__init__(axis)
-        self.scratch = scratch  # gradient dtype, (largest padded_numel,) each; empty where nothing is exchanged
+        # Gradient dtype, (largest padded_numel,) each, with memory for the largest sum since the last `release`; empty
+        # where nothing is exchanged.
+        self.scratch = scratch
         self._exchanges = deque([(one, Pending()) for one in scratch], len(scratch))  # the last of each, oldest first
 
     def release(self) -> None:
@@ -204,7 +206,7 @@ class GlooCollectives(_ManyRanks):
     """Gloo: reduce-scatter is an all-to-all, an FP32 sum in rank order and one rounding.
 
     2.4 times faster than Gloo's own, in a fixed order, and it overflows to inf as NCCL's does. The parts arrive in
-    one scratch buffer as large as the largest bucket, so a reduction is completed before the next one starts.
+    one scratch buffer, so a reduction is completed before the next one starts.
     """
 
     def all_gather(self, flat: Tensor, shard: Tensor, number: int = 0) -> Pending:
@@ -267,7 +269,8 @@ def make_collectives(
 ) -> Collectives:
     """Return the collectives of this axis's backend.
 
-    `scratch_numel`: the largest bucket, held by Gloo once, and by NCCL twice where `use` will be given (`exchanges`).
+    `scratch_numel`: the largest bucket, of which Gloo has one scratch buffer, and NCCL two where `use` will be given
+    (`exchanges`).
     """
     if axis.group is None:
         return Collectives(axis)

@@ -52,7 +52,7 @@ class ShardedEngine:
         compile_update: bool = True, fill: Fill | None = None,
     ):  # fmt: skip
         precision = Precision() if precision is None else precision
-        sharding = Sharding() if sharding is None else sharding  # [] is none, and refused
+        sharding = Sharding() if sharding is None else sharding  # by `or` an empty list would not be refused
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         refuse_second_engine(model)
         optimizer = self.optimizer = optimizer.for_model(model)
@@ -204,7 +204,7 @@ class ShardedEngine:
                 coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
                 scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
             for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
-                self.param_gather.launch(bucket)
+                self.param_gather.updated(bucket)
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)

@@ -27,7 +27,7 @@ class ParamGather:
     subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
-    Without units nothing would overlap: the last `launch` awaits all, and every read after it is right.
+    Without units nothing would overlap: the last `updated` awaits all, and every read after it is right.
     `came`: whether a parameter's gradient has come in this backward pass.
     """
 
@@ -55,7 +55,7 @@ class ParamGather:
             module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
         self._told_of_copy = half_params.dtype == torch.float32
 
-    def launch(self, bucket: int) -> None:
+    def updated(self, bucket: int) -> None:
         """Send this rank's shard of `bucket`, which is up to date, and receive the others'. Behind the last one all are
         awaited, unless they can travel beside the next forward.
         """
@@ -72,7 +72,7 @@ class ParamGather:
         """Cast every bucket's master shard into this rank's half shard, and launch it."""
         for bucket in self.order_of_need:
             self._half_params.shards[bucket].copy_(self._masters[bucket])
-            self.launch(bucket)
+            self.updated(bucket)
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:

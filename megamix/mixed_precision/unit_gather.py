@@ -79,7 +79,7 @@ class UnitGather:
                 module.register_forward_pre_hook(OfModule(self, "before_forward", unit), prepend=True)
                 module.register_forward_hook(OfModule(self, "after_forward", unit))
 
-    def launch(self, bucket: int) -> None:
+    def updated(self, bucket: int) -> None:
         """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
         self._half_params.free(bucket)
 

@@ -248,14 +248,14 @@ def scale_applied_twice() -> object:
 @contextmanager
 def stale_gather() -> Iterator[None]:
     """The other ranks' parts of one bucket never arrive."""
-    right = ParamGather.launch
+    right = ParamGather.updated
 
-    def launch(self, bucket: int) -> None:
+    def updated(self, bucket: int) -> None:
         shared = [index for index, own in enumerate(self._collectives) if own.axis.size > 1]
         if bucket != shared[0]:
             right(self, bucket)
 
-    with mock.patch.object(ParamGather, "launch", launch):
+    with mock.patch.object(ParamGather, "updated", updated):
         yield
 
 
