@@ -124,7 +124,7 @@ def gather_facts(facts: Iterable[ParamFacts]) -> dict[str, ParamFacts]:
     world = Topology.current().world
     on_gpu = world.group is not None and torch.distributed.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    collectives = make_collectives(world, 0, torch.uint8, device)
+    collectives = make_collectives(world, device)
     whole: dict[str, ParamFacts] = {}
     for told in gather_json(collectives, [asdict(one) for one in facts], device):
         for one in (ParamFacts(**entries) for entries in told):

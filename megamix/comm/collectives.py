@@ -136,26 +136,28 @@ class Collectives:
 
 
 class _ManyRanks(Collectives):
-    """What both backends do alike."""
+    """What both backends do alike. Parts to be summed here arrive in `num_scratch` buffers in turn."""
 
-    def __init__(self, axis: Axis, *scratch: Tensor):
+    num_scratch = 1
+
+    def __init__(self, axis: Axis, device: torch.device):
         super().__init__(axis)
-        # Gradient dtype, (largest padded_numel,) each, with memory for the largest sum since the last `release`; empty
-        # where nothing is exchanged.
-        self.scratch = scratch
-        self._exchanges = deque([(one, Pending()) for one in scratch], len(scratch))  # the last of each, oldest first
+        self._device = device
+        # Each has the memory of the largest sum since the last `release`.
+        self.scratch = [torch.empty(0, device=device).untyped_storage() for _ in range(self.num_scratch)]
+        self._exchanges = deque([(one, Pending()) for one in self.scratch], self.num_scratch)  # oldest first
 
     def release(self) -> None:
         for one in self.scratch:
-            one.untyped_storage().resize_(0)
+            one.resize_(0)
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         scratch, earlier = self._exchanges[0]
         earlier.wait()  # its parts are summed before these come into their place
-        if scratch.untyped_storage().nbytes() < half_grads.nbytes:
-            scratch.untyped_storage().resize_(0)  # else what has been used would be copied
-            scratch.untyped_storage().resize_(half_grads.nbytes)
-        parts = scratch[: half_grads.numel()]
+        if scratch.nbytes() < half_grads.nbytes:
+            scratch.resize_(0)  # else what has been used would be copied
+            scratch.resize_(half_grads.nbytes)
+        parts = half_grads.new_empty(0).set_(scratch, 0, half_grads.shape, half_grads.stride())
         work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
         # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
@@ -179,14 +181,16 @@ class _ManyRanks(Collectives):
         return table
 
     def agree(self, ok: bool) -> bool:
-        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self.scratch[0].device)).all())
+        return bool(self.table(torch.tensor([ok], dtype=torch.int32, device=self._device)).all())
 
 
 class NcclCollectives(_ManyRanks):
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data.
 
-    Parts to be summed here come into two scratch buffers in turn: with one, backward would wait at each bucket.
+    With one scratch buffer backward would wait at each bucket.
     """
+
+    num_scratch = 2
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         if use is not None:
@@ -264,23 +268,13 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
             piece.copy_(total)
 
 
-def make_collectives(
-    axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
-) -> Collectives:
-    """Return the collectives of this axis's backend.
-
-    `scratch_numel`: the largest bucket, of which Gloo has one scratch buffer, and NCCL two where `use` will be given
-    (`exchanges`).
-    """
+def make_collectives(axis: Axis, device: torch.device) -> Collectives:
+    """Return the collectives of this axis's backend for tensors of this device."""
     if axis.group is None:
         return Collectives(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
-    if axis.group._get_backend(device).name() == "nccl":
-        # Each of its own storage, which comes and goes with its bucket's size.
-        return NcclCollectives(
-            axis, *(torch.zeros(scratch_numel * exchanges, dtype=dtype, device=device) for _ in range(2))
-        )
-    return GlooCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device))
+    backend = axis.group._get_backend(device).name()
+    return (NcclCollectives if backend == "nccl" else GlooCollectives)(axis, device)
 
 
-MakeCollectives = Callable[..., Collectives]  # with the parameters of `make_collectives`, in whose place it stands
+MakeCollectives = Callable[[Axis, torch.device], Collectives]  # `make_collectives`, or what stands in its place

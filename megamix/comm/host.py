@@ -67,4 +67,4 @@ def host_collectives(world: Axis, timeout_s: float) -> Collectives:
                 f"{socket.gethostname()} GLOO_SOCKET_IFNAME is {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}; set "
                 "it to the network interface of the nodes, or let the node's name resolve to its address"
             ) from error
-    return make_collectives(replace(world, group=group), 0, torch.uint8, torch.device("cpu"))
+    return make_collectives(replace(world, group=group), torch.device("cpu"))

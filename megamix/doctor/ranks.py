@@ -51,7 +51,7 @@ def sums_off(numel: int = 4096) -> dict[str, float]:
     for dtype, unit in UNIT.items():
         seeds = (torch.Generator().manual_seed(rank) for rank in range(world.size))  # every rank draws what all have
         grads = [torch.randn(numel * world.size, generator=seed).to(device, dtype) for seed in seeds]
-        links = make_collectives(world, numel * world.size, dtype, device, exchanges=True)
+        links = make_collectives(world, device)
         parts = torch.stack([links.own_part(grad) for grad in grads])
         name = str(dtype).removeprefix("torch.")
 
@@ -77,7 +77,7 @@ def sums_off(numel: int = 4096) -> dict[str, float]:
 def wire_rates(numel: int) -> dict[str, float]:
     """Return the bytes/s that each rank sends, by collective, with buckets of `numel` BF16 elements."""
     device, world = rank_device(), Topology.current().world
-    links = make_collectives(world, numel, torch.bfloat16, device)
+    links = make_collectives(world, device)
     flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     own, sent = links.own_part(flat), 2 * numel * (world.size - 1) / world.size
     works = {

@@ -65,9 +65,9 @@ class ShardedEngine:
         if topology.world.rank == 0:
             optimizer.warn_of_doubts(model, {entry.name: entry.full_shape for entry in self.params})
         layout = self.layout = build_layout(specs, [axis.size for axis in axes], sharding.bucket_size)
-        world = self.collectives = make_collectives(topology.world, 0, grad_dtype, device)  # all ranks of the model
-        self._tp, self._pp = (make_collectives(axis, 0, grad_dtype, device) for axis in (topology.tp, topology.pp))
-        by_axis = connect_axes(layout, axes, precision, device, sharding.collectives)
+        world = self.collectives = make_collectives(topology.world, device)  # all ranks of the model
+        self._tp, self._pp = (make_collectives(axis, device) for axis in (topology.tp, topology.pp))
+        by_axis = connect_axes(axes, precision, device, sharding.collectives)
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock, self.loss_scale = Clock(device), precision.loss_scale or StaticLossScale()
         self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)

@@ -25,17 +25,13 @@ _LOADED = 2.0  # times a ring's bytes
 
 
 def connect_axes(
-    layout: FlatLayout, axes: Sequence[Axis], precision: Precision, device: torch.device, make: MakeCollectives
+    axes: Sequence[Axis], precision: Precision, device: torch.device, make: MakeCollectives
 ) -> list[Collectives]:
-    """Return the collectives of each axis of owners, whose scratch has no memory before the first sum. The log says
-    where these load the network between machines far more than the library's own would.
+    """Return the collectives of each axis of owners. The log says where these load the network between machines far
+    more than the library's own would.
     """
-    found = []
-    for number, axis in enumerate(axes):
-        largest = max((bucket.padded_numel for bucket in layout.buckets if bucket.axis == number), default=0)
+    for axis in axes:
         exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
-        found.append(make(axis, largest, precision.own_grad_dtype, device, exchanges=exchanges))
-        found[-1].release()
         # In an exchange each rank of a machine sends a part to each rank elsewhere; a ring's sum leaves it once.
         here, size = num_on_machine(axis), axis.size
         load = here * (size - here) / max(1, size - 1)
@@ -45,7 +41,7 @@ def connect_axes(
                 'If steps wait for reduce_scatter, write reduce_dtype = "half"',
                 size // here, load,
             )  # fmt: skip
-    return found
+    return [make(axis, device) for axis in axes]
 
 
 def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, buckets: Sequence[Bucket]) -> None:

@@ -123,7 +123,7 @@ def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], topology: Topol
                 "module.register_buffer(..., persistent=False)"
             )
     device = single_device(model)
-    pp = make_collectives(topology.pp, 0, torch.uint8, device)
+    pp = make_collectives(topology.pp, device)
     params, buffers = map(_each_once, zip(*gather_json(pp, (params, buffers), device), strict=True))
     return params, buffers
 

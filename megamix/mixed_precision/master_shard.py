@@ -155,7 +155,7 @@ def take_over(
     owner has its masters written, and the half parameters are their casts. What no bucket holds is the first
     data-parallel rank's, frozen parameters in half, buffers as they are. Of replicas it is all the first one's.
     """
-    replicas = make_collectives(topology.replicas, 0, half_params.dtype, master_shard.master[0].device)
+    replicas = make_collectives(topology.replicas, master_shard.master[0].device)
     if fill is not None:
         for owned in master_shard.owned_ranges():
             fill(owned.spec, owned.start, owned.tensors[MASTER])

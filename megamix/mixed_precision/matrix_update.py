@@ -188,7 +188,7 @@ def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[
         places = [Place(rank) for rank in range(among.axis.size)]
         if any(is_cut(matrix.spec) for matrix in matrices):
             if stage is None:
-                stage = make_collectives(topology.along(*topology.owns, "tp"), 0, torch.float32, device)
+                stage = make_collectives(topology.along(*topology.owns, "tp"), device)
             row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
             among = stage
             places = [Place(*place) for place in among.table(row).tolist()]

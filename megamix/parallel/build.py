@@ -31,7 +31,7 @@ def build_model(
     """
     model, placements = outline(config, topology, stages, sequence_parallel=sequence_parallel)
     if topology.tp.size > 1:
-        tp = make_collectives(topology.tp, 0, torch.uint8, device)
+        tp = make_collectives(topology.tp, device)
         divide_layers(model, Border(tp, sequence=sequence_parallel))
     without_values(model, device)
     for name, module in model.named_modules():

@@ -172,7 +172,7 @@ def _join(config: Config, stack: ExitStack) -> Job:
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)
     # From here on: before, there is nothing to save, and a rank that waits for the others must be free to die.
     leave = stack.enter_context(signals_noted(launched=launcher is not None))
-    together = Together(make_collectives(topology.world, 0, torch.uint8, device), device)
+    together = Together(make_collectives(topology.world, device), device)
     job = Job(config, device, topology, together, leave, launcher, data.identity)
     together.every(lambda: None)  # a slower rank may still be checking that the folder is free: it is claimed only now
     job.on_first_rank(lambda: job.take_folder(stack))

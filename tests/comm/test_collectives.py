@@ -31,7 +31,7 @@ def _reduce_scatter(dtype: torch.dtype, numels: list[int]) -> bool:
     """Several reductions under way at once; the sums are those of one process, in rank order, bit for bit."""
     size, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cpu")
-    ours = make_collectives(Topology.current().world, max(numels) * size, dtype, device)
+    ours = make_collectives(Topology.current().world, device)
     assert isinstance(ours, GlooCollectives)
     pending, shards = [], []
     for numel in numels:
@@ -60,7 +60,7 @@ def test_reduce_scatter_sums_in_fp32_in_rank_order(run_ranks, size: int, dtype: 
 def _sum_of_two_finite_halves() -> Tensor:
     flat = torch.full((128,), 40_000.0, dtype=torch.float16)  # finite: FP16's largest number is 65,504
     shard = flat.view(2, -1)[dist.get_rank()]
-    ours = make_collectives(Topology.current().world, 128, torch.float16, flat.device)
+    ours = make_collectives(Topology.current().world, flat.device)
     ours.reduce_scatter(flat, shard).wait()
     return shard
 
@@ -71,9 +71,8 @@ def test_a_sum_beyond_fp16_is_inf(run_ranks) -> None:
 
 def _scratch_bytes() -> list[int]:
     """What parts arrive in has: before a sum, behind sums of 64, 128 and 64 elements, and when it is released."""
-    ours = make_collectives(Topology.current().world, 128, torch.float16, torch.device("cpu"))
-    ours.release()
-    (storage,) = (one.untyped_storage() for one in ours.scratch)
+    ours = make_collectives(Topology.current().world, torch.device("cpu"))
+    (storage,) = ours.scratch
     seen = [storage.nbytes()]
     for numel in (64, 128, 64):
         flat = torch.ones(numel, dtype=torch.float16)
@@ -104,7 +103,7 @@ def _exchange() -> bool:
     def sent(index: int, sender: int) -> Tensor:
         return _inputs(10 * index + sender, size * numel, torch.float16)
 
-    ours = make_collectives(Topology.current().world, size * numel, torch.float16, torch.device("cpu"), exchanges=True)
+    ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flats = [sent(index, rank) for index in range(2)]
     received: list[Tensor] = []
 
@@ -139,7 +138,7 @@ class _Sent:
 def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_alone(monkeypatch) -> None:
     monkeypatch.setattr(_Sent, "waited", [])
     monkeypatch.setattr(dist, "all_to_all_single", lambda parts, half_grads, **_: _Sent(parts))
-    ours = NcclCollectives(Axis((0, 1)), *torch.zeros(2, 128, dtype=torch.float16))
+    ours = NcclCollectives(Axis((0, 1)), torch.device("cpu"))
     flats, summed = [torch.zeros(numel, dtype=torch.float16) for numel in (128, 64, 128, 128)], list[int]()
     pending = []
     for number, flat in enumerate(flats):
@@ -156,7 +155,7 @@ def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_
 def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch) -> None:
     failing = Mock(wait=Mock(side_effect=[RuntimeError("interrupted"), None]))
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: failing)
-    ours, flat = GlooCollectives(Axis((0, 1)), torch.zeros(128)), torch.zeros(128)
+    ours, flat = GlooCollectives(Axis((0, 1)), torch.device("cpu")), torch.zeros(128)
     ours.reduce_scatter(flat, ours.own_part(flat))
     with pytest.raises(RuntimeError, match="interrupted"):
         ours.reduce_scatter(flat, ours.own_part(flat))
@@ -165,7 +164,7 @@ def test_an_exchange_that_fails_once_does_not_take_its_buffer_along(monkeypatch)
 
 def _all_gather() -> bool:
     size, rank = dist.get_world_size(), dist.get_rank()
-    ours = make_collectives(Topology.current().world, 64 * size, torch.float16, torch.device("cpu"))
+    ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flats = [torch.full((size, 64), float("nan"), dtype=torch.float16) for _ in range(3)]
     pending = []
     for index, flat in enumerate(flats):
@@ -184,7 +183,7 @@ def test_several_all_gathers_under_way_fill_each_its_own_buffer(run_ranks, size:
 
 def _small_ones() -> tuple[Tensor, bool, bool, Tensor]:
     rank = dist.get_rank()
-    ours = make_collectives(Topology.current().world, 64, torch.float16, torch.device("cpu"))
+    ours = make_collectives(Topology.current().world, torch.device("cpu"))
     flags = torch.tensor([rank == 0, True])
     ours.broadcast(flags)
     table = ours.table(torch.tensor([rank, rank / 2], dtype=torch.float64))
@@ -200,7 +199,7 @@ def test_table_agreement_and_broadcast(run_ranks) -> None:
 
 
 def test_a_rank_alone_is_the_identity() -> None:
-    alone = make_collectives(Axis(), 64, torch.float16, torch.device("cpu"))
+    alone = make_collectives(Axis(), torch.device("cpu"))
     assert type(alone) is Collectives
     flat = torch.arange(4.0)
     alone.reduce_scatter(flat, flat).wait()
@@ -221,7 +220,7 @@ def _group_of_one() -> bool:
 
 def _reduce_scatter_in(group: dist.ProcessGroup) -> bool:
     flat = torch.arange(64.0)
-    ours = make_collectives(Topology.current(group).world, 64, torch.float32, flat.device)
+    ours = make_collectives(Topology.current(group).world, flat.device)
     ours.reduce_scatter(flat, flat).wait()
     ours.all_gather(flat, flat).wait()
     return isinstance(ours, GlooCollectives) and torch.equal(flat, torch.arange(64.0))

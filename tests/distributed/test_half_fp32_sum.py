@@ -41,7 +41,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     axis, cpu = Topology.current().dp, torch.device("cpu")
     size, rank = axis.size, axis.rank
     flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
-    wires = [make_collectives(axis, size * max(numels), dtype, cpu, exchanges=True)] * len(flats)
+    wires = [make_collectives(axis, cpu)] * len(flats)
     buffers = FlatBuffers()
     buffers.flat += flats
     sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
@@ -164,9 +164,9 @@ def test_ranks_that_would_sum_differently_are_told_so(run_ranks) -> None:
 )  # fmt: skip
 def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, caplog, ranks, a_machine, load) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(a_machine))
-    layout, axis = SimpleNamespace(buckets=[]), Axis(tuple(ranks), 0)
+    axis = Axis(tuple(ranks), 0)
     for device, reduce_dtype in (("cuda", "half_fp32_sum"), ("cpu", "half_fp32_sum"), ("cuda", "half")):
         precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
-        connect_axes(layout, [axis], precision, torch.device(device), lambda axis, *_, **__: Collectives(axis))
+        connect_axes([axis], precision, torch.device(device), lambda axis, _: Collectives(axis))
     assert len(caplog.messages) == (load is not None)
     assert all(f"on 8 machines: each sends about {load} times the bytes" in line for line in caplog.messages)

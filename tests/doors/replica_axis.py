@@ -22,8 +22,8 @@ def connect_replicas(num_replicas: int) -> Topology:
 class ReplicaCollectives(GlooCollectives):
     """Along dp as on Gloo, and what arrives is summed along x, replica 0 first."""
 
-    def __init__(self, axis: Axis, scratch: Tensor, across: Collectives):
-        super().__init__(axis, scratch)
+    def __init__(self, axis: Axis, device: torch.device, across: Collectives):
+        super().__init__(axis, device)
         self._across = across
 
     def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
@@ -39,10 +39,7 @@ class ReplicaCollectives(GlooCollectives):
 def replicate(topology: Topology) -> Any:
     """Return what makes the collectives of owners: `Sharding(topology=topology, collectives=replicate(topology))`."""
 
-    def make(
-        axis: Axis, scratch_numel: int, dtype: torch.dtype, device: torch.device, *, exchanges: bool = False
-    ) -> Collectives:
-        across = make_collectives(topology.along("x"), 0, dtype, device)
-        return ReplicaCollectives(axis, torch.zeros(scratch_numel, dtype=dtype, device=device), across)
+    def make(axis: Axis, device: torch.device) -> Collectives:
+        return ReplicaCollectives(axis, device, make_collectives(topology.along("x"), device))
 
     return make

@@ -76,7 +76,7 @@ def _replicas(folder: Path) -> tuple[list[int], list[tuple[dict[str, Tensor], fl
     alike = all(torch.equal(seen[-1][0][name], weight) for name, weight in resumed[-1][0].items())
     masters = torch.cat([tensor for owned in engine.owned_ranges() for tensor in owned.tensors.values()])
     x = topology.along("x")
-    copies = make_collectives(x, 0, masters.dtype, engine.device).table(masters)
+    copies = make_collectives(x, engine.device).table(masters)
     places = [topology.world.size, topology.data.size, topology.owners.size, x.rank, topology.data.rank]
     return places, seen, alike, torch.equal(copies[0], copies[1])
 

@@ -205,7 +205,7 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
     kept, fused_update._try_out = fused_update._try_out, try_out
     try:
         zeros = torch.zeros(64, dtype=torch.float16)
-        collectives = make_collectives(Topology.current().world, 64, torch.float16, zeros.device)
+        collectives = make_collectives(Topology.current().world, zeros.device)
         update, _ = choose_update(AdamW(lr=0.1), _groups(AdamW(lr=0.1)), *[[zeros]] * 3, collectives, try_compiler=True)
     finally:
         fused_update._try_out = kept

@@ -74,7 +74,7 @@ def _train_and_save(folder: Path) -> tuple:
     )
     check_replicas(engine)
     cpu = torch.device("cpu")
-    together = Together(make_collectives(engine.topology.world, 0, torch.uint8, cpu), cpu)
+    together = Together(make_collectives(engine.topology.world, cpu), cpu)
     save(folder, take_snapshot(engine, RunRecord()), together)
     return one, other[1:], unchanged, engine.param_names, after
 
@@ -92,7 +92,7 @@ def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) 
     # Every element is owned once, the shared layer's by both stages, and any layout loads what they saved.
     alone = _build(1)
     cpu = torch.device("cpu")
-    together = Together(make_collectives(alone.topology.world, 0, torch.uint8, cpu), cpu)
+    together = Together(make_collectives(alone.topology.world, cpu), cpu)
     checkpoint = newest_checkpoint(tmp_path, together)
     assert checkpoint is not None
     load(checkpoint, alone, together)

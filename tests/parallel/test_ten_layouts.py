@@ -110,7 +110,7 @@ class Loaded(NamedTuple):
 
 def _together(engine: ShardedEngine) -> Together:
     device = rank_device()
-    return Together(make_collectives(engine.topology.world, 0, torch.uint8, device), device)
+    return Together(make_collectives(engine.topology.world, device), device)
 
 
 def _save(layout: str, folder: Path) -> tuple[dict[str, list[Owned]], float]:
