@@ -99,7 +99,7 @@ def pieces_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Itera
 
 
 @dataclass(frozen=True, slots=True)
-class Homes:
+class BucketMatrices:
     """One bucket's matrices, what each of the ranks that hold any owns of them, and which one computes with each."""
 
     number: int  # the bucket's
@@ -113,7 +113,19 @@ class Homes:
         return [part for rank, own in enumerate(self.parts) for part in own if self.homes[part.matrix] != rank]
 
 
-def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Place]) -> list[Homes]:
+def buckets_with_matrices(layout: FlatLayout) -> dict[int | None, list[int]]:
+    """Return the buckets that hold any, by the axis whose ranks divide them; None: with matrices cut over blocks, which
+    the ranks of other axes hold, too.
+    """
+    found: dict[int | None, list[int]] = {}
+    for number, bucket in enumerate(layout.buckets):
+        if matrices := matrices_of(bucket):
+            axis = None if any(is_cut(matrix.spec) for matrix in matrices) else bucket.axis
+            found.setdefault(axis, []).append(number)
+    return found
+
+
+def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Place]) -> list[BucketMatrices]:
     """Return those of buckets whose matrices the ranks at these places hold.
 
     Raises: ValueError naming a matrix of which they do not have all.
@@ -134,7 +146,7 @@ def find_homes(layout: FlatLayout, buckets: Sequence[int], places: Sequence[Plac
                 )
         costs += [matrix.cost for matrix in matrices]
         held += shares
-        found.append(Homes(number, matrices, parts, []))
+        found.append(BucketMatrices(number, matrices, parts, []))
     homes = iter(choose_homes(costs, held, len(places)))
     for bucket in found:
         bucket.homes.extend(next(homes) for _ in bucket.matrices)

@@ -20,7 +20,14 @@ from megamix.mixed_precision import muon
 from megamix.mixed_precision.fused_update import Cut, StepScalars, Update, update_shard
 from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.matrix_layout import Homes, Matrix, MatrixPiece, Place, find_homes, is_cut, matrices_of
+from megamix.mixed_precision.matrix_layout import (
+    BucketMatrices,
+    Matrix,
+    MatrixPiece,
+    Place,
+    buckets_with_matrices,
+    find_homes,
+)
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 
 Spread = list[tuple[slice, slice, Sequence[slice]]]  # of a matrix: rows, columns, and where what came of these lies
@@ -177,30 +184,22 @@ class MatrixUpdate:
 
 def _plan(optimizer: muon.Muon, shard: MasterShard, topology: Topology) -> dict[int, _Exchange]:
     """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
-    stage: Collectives | None = None
-    layout, device = shard.layout, shard.master[0].device
+    layout, exchanges = shard.layout, {}
     # Of each axis apart: its ranks alone know all of its matrices.
-    by_axis: dict[Collectives, tuple[list[Place], list[int]]] = {}
-    for number, bucket in enumerate(layout.buckets):
-        if not (matrices := matrices_of(bucket)):
-            continue
-        among = shard.collectives[number]
+    for axis, buckets in buckets_with_matrices(layout).items():
+        among = shard.collectives[buckets[0]]
         places = [Place(rank) for rank in range(among.axis.size)]
-        if any(is_cut(matrix.spec) for matrix in matrices):
-            if stage is None:
-                stage = make_collectives(topology.along(*topology.owns, "tp"), device)
+        if axis is None:
+            device = shard.master[0].device
             row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
-            among = stage
+            among = make_collectives(topology.along(*topology.owns, "tp"), device)
             places = [Place(*place) for place in among.table(row).tolist()]
-        by_axis.setdefault(among, (places, []))[1].append(number)
-    return {
-        found.number: _exchange(optimizer, among, found)
-        for among, (places, buckets) in by_axis.items()
-        for found in find_homes(layout, buckets, places)
-    }
+        for found in find_homes(layout, buckets, places):
+            exchanges[found.number] = _exchange(optimizer, among, found)
+    return exchanges
 
 
-def _exchange(optimizer: muon.Muon, among: Collectives, found: Homes) -> _Exchange:
+def _exchange(optimizer: muon.Muon, among: Collectives, found: BucketMatrices) -> _Exchange:
     rank, matrices = among.axis.rank, found.matrices
 
     def home(part: MatrixPiece) -> int:

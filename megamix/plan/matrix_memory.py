@@ -13,7 +13,7 @@ from megamix import tuned
 from megamix.comm.topology import Topology
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
-from megamix.mixed_precision.matrix_layout import Homes, Place, find_homes, is_cut, matrices_of
+from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.plan.engine_memory import EngineMemory
 
@@ -52,15 +52,10 @@ def plan_matrices(
     if not compiled:
         largest = max(bucket.shard_numel for bucket in layout.buckets)
         of_run += _OF_EQUATION * _FP32 * tuned.piece(tuned.EQUATION_PIECE, largest, on_gpu=on_gpu)
-    cut, by_axis = list[int](), dict[int, list[int]]()
-    for number, bucket in enumerate(layout.buckets):
-        if matrices := matrices_of(bucket):
-            is_in_blocks = any(is_cut(matrix.spec) for matrix in matrices)
-            (cut if is_in_blocks else by_axis.setdefault(bucket.axis, [])).append(number)
-    blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
-    found = find_homes(layout, cut, blocks)
-    for buckets in by_axis.values():
-        found += find_homes(layout, buckets, [*map(Place, range(layout.buckets[buckets[0]].num_shards))])
+    blocks, found = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)], []
+    for axis, buckets in buckets_with_matrices(layout).items():
+        owners = [Place(shard) for shard in range(layout.buckets[buckets[0]].num_shards)]
+        found += find_homes(layout, buckets, blocks if axis is None else owners)
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
     moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
     numel = sum(spec.numel for spec in specs)
@@ -90,7 +85,7 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
 _Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it
 
 
-def _stages(homes: Homes | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int) -> _Stages:
+def _stages(homes: BucketMatrices | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int) -> _Stages:
     if homes is None:
         return [(0, 0)]
     size, shard = optimizer.ns_dtype.itemsize, layout.buckets[homes.number].shard_numel
