@@ -194,13 +194,14 @@ class _Pass(NamedTuple):
 
 def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     params, grads, buckets = part.engine.passing_params, part.engine.passing_grads, part.layout.buckets
-    of_blocks = [bucket.unit > 0 and bucket.slots[0].spec.name.startswith("blocks.") for bucket in buckets]
-    end = len(buckets) - of_blocks[::-1].index(True) if any(of_blocks) else len(buckets)
-    blocks = [*dict.fromkeys(bucket.unit for bucket, of_block in zip(buckets, of_blocks, strict=True) if of_block)]
+    names = [[slot.spec.name.split(".") for slot in bucket.slots] for bucket in buckets]
+    blocks = [dict.fromkeys(name[1] for name in own if name[0] == "blocks") for own in names]  # of each bucket
+    end = max((number + 1 for number, own in enumerate(blocks) if own), default=len(buckets))
+    order = [*dict.fromkeys(block for own in blocks for block in own)]
     through = []
-    for number, bucket in enumerate(buckets):
-        # What the blocks kept behind this one is gone by now. A pipeline has other micro-batches' meanwhile.
-        gone = blocks.index(bucket.unit) / len(blocks) if of_blocks[number] and part.pipeline is None else 0
+    for number, own in enumerate(blocks):
+        # What the blocks kept behind its first one is gone by now. A pipeline has other micro-batches' meanwhile.
+        gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
         kept, work = int((1 - gone) * activations.blocks), activations.backward - activations.blocks
         of_pass = (kept, work) if number < end else (0, activations.end)
         through.append(_Pass(*of_pass, params[number], grads[number]))
@@ -208,7 +209,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     return {
         "forward": _Pass(*forward, max(params), part.engine.accumulated),  # two units have memory here, too
         "backward": max(through[:end], key=sum),
-        "end": max(through[end:], key=sum, default=_Pass(0, activations.end, 0, 0)),
+        "end": max(through[end:], key=sum, default=_Pass(0, activations.end, params[-1], grads[-1])),
     }
 
 
