@@ -54,7 +54,7 @@ def errors(dtype: torch.dtype, inputs: str, k: int) -> Errors:
     b = draw(k, SIZE, generator=generator).to(dtype)
     exact = a.double() @ b.double()
     # As our model multiplies on a CPU: BF16 by torch's kernel, FP16 in FP32 with one rounding (megamix/model/wide.py).
-    ours = Ops(fp16_units=False).linear(a, b.t().contiguous(), None)
+    ours = Ops(native=frozenset({torch.bfloat16})).linear(a, b.t().contiguous(), None)
     best = exact.to(dtype)
     fp32_sum = sum_in_order(a, b, torch.float32)
 

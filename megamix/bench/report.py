@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamix.machine import num_cores
-from megamix.model.ops import cpu_multiplies_fp16
+from megamix.machine import native_halves, num_cores
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -110,7 +109,8 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": num_cores(),
-        "fp16_units": cpu_multiplies_fp16(),
+        "fp16_units": torch.float16 in native_halves(),
+        "bf16_units": torch.bfloat16 in native_halves(),
         "load": os.getloadavg()[0],
         "megamix": importlib.metadata.version("megamix"),
         "torch": torch.__version__,

@@ -18,8 +18,8 @@ from megamix.bench.ranks import Settings, Side, TrainRank, Turn, rotated, start_
 from megamix.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
 from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero
 from megamix.config.sections import MetricsConfig
+from megamix.machine import native_halves
 from megamix.mixed_precision.settings import ReduceDtype
-from megamix.model.ops import cpu_multiplies_fp16
 from megamix.ranks import RankPool
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
@@ -91,7 +91,7 @@ def train(settings: Settings) -> Result:
 
 def fp16(settings: Settings) -> Result:
     """Compare FP16 stored narrow and computed wide with native half products and with FP32."""
-    if cpu_multiplies_fp16():
+    if torch.float16 in native_halves():
         note = "this CPU has FP16 units: half products are native here, so there is nothing to compare"
         return Result("fp16", settings.described(), {}, ("side",), [], notes=[note])
     sides = [

@@ -16,6 +16,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers, require_finite
 
@@ -195,7 +196,11 @@ def iterated(x: Tensor, optimizer: Muon) -> Tensor:
     if is_tall := x.shape[-2] > x.shape[-1]:
         x = x.mT.contiguous()
     multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    # On a CPU without BF16 arithmetic FP32 is up to 40 times as fast (AVX2), and each result rounds once, too.
+    dtype = torch.float32 if x.is_cpu and x.dtype not in native_halves() else x.dtype
     for _ in range(optimizer.ns_steps):
-        gram = x @ x.mT
-        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        wide = x.to(dtype)
+        gram = (wide @ wide.mT).to(x.dtype).to(dtype)
+        turned = multiply_add(gram, gram, gram, beta=b, alpha=c).to(x.dtype)
+        x = multiply_add(wide, turned.to(dtype), wide, beta=a).to(x.dtype)
     return x.mT.contiguous() if is_tall else x

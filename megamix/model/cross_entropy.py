@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megamix import tuned
 from megamix.data.loader import IGNORE
+from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.wide import apply
 
@@ -51,9 +52,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """hidden (N, H), weight (V, H), targets INT64 (N,) -> FP32 (): the sum over all targets but IGNORE, over N.
 
     Both gradients are made in forward, while a chunk's logits are there (with them in backward the logits would be
-    computed twice), in FP32, since the loss scale is not yet known; backward multiplies and rounds once. FP16 of a CPU
-    is computed in FP32; else products are those of the inputs' dtype: on a GPU summed and left in FP32, on a CPU
-    rounded to BF16 once a chunk.
+    computed twice), in FP32, since the loss scale is not yet known; backward multiplies and rounds once. On a CPU FP16
+    is computed in FP32, and BF16 where it has no arithmetic for it; else products are those of the inputs' dtype: on a
+    GPU summed and left in FP32, on a CPU rounded to BF16 once a chunk.
 
     torch 2.13's own F.linear_cross_entropy returns a half loss (0.05 off in BF16) and rounds FP16 gradients before the
     loss scale (7 times the error here).
@@ -61,8 +62,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes, with_grads: bool) -> Tensor:
-        widens = hidden.dtype == torch.float16 and hidden.device.type == "cpu"
-        dtype = torch.float32 if widens else hidden.dtype
+        is_native = hidden.device.type != "cpu" or hidden.dtype in native_halves() - {torch.float16}
+        dtype = hidden.dtype if is_native else torch.float32
         wide_weight = weight.to(dtype)
         log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         if with_grads:

@@ -10,18 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamix.machine import native_halves
 from megamix.model import wide
 from megamix.model.context import Documents
-
-
-@functools.cache
-def cpu_multiplies_fp16() -> bool:
-    """Return whether this CPU has FP16 arithmetic; without it torch's FP16 products take 10 to 100 times as long as
-    FP32's.
-    """
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(unit, False) for unit in ("avx512_fp16", "amx_fp16", "fp16_arith"))  # fp16_arith: Arm
-
 
 _VARLEN_KNOWS_GROUPS = torch.__version__ >= "2.12"
 
@@ -48,19 +39,19 @@ def takes_borders(x: Tensor, head_dim: int) -> bool:
 class Ops:
     """What modules call instead of torch.nn.functional.
 
-    With `wide`, half tensors on a CPU are stored in half and computed in FP32: every operation in FP16 without
-    `fp16_units`; in BF16, which CPUs multiply well, those alone that would otherwise sum or keep statistics in half
-    (embedding, norms). `wide=False` is torch's own way, which FP32 tensors and tensors on a GPU always go.
+    With `wide`, half tensors on a CPU are stored in half and computed in FP32: every operation, or in a dtype of
+    `native` those alone that would otherwise sum or keep statistics in half (embedding, norms). `wide=False` is torch's
+    own way, which FP32 tensors and tensors on a GPU always go.
     """
 
     wide: bool = True
-    fp16_units: bool = field(default_factory=cpu_multiplies_fp16)
+    native: frozenset[torch.dtype] = field(default_factory=native_halves)
 
     def _sums_wide(self, x: Tensor) -> bool:
         return self.wide and x.device.type == "cpu" and x.dtype in (torch.float16, torch.bfloat16)
 
     def _computes_wide(self, x: Tensor) -> bool:
-        return self._sums_wide(x) and x.dtype == torch.float16 and not self.fp16_units
+        return self._sums_wide(x) and x.dtype not in self.native
 
     def embedding(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Rows of weight. On a CPU torch sums their gradients in half: 2000 times 0.3 makes 128 in BF16."""

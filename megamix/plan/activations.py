@@ -7,7 +7,6 @@ between is seen as it happens. Of each kind of block one and two are run, since 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -29,7 +28,7 @@ from megamix.model.ops import Ops
 from megamix.parallel.borders import Border
 from megamix.parallel.stages import Stage
 from megamix.parallel.tensor_parallel import divide_layers, take_blocks
-from megamix.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices
+from megamix.plan.stand_ins import CompiledGpuShapes, GpuShapes, few_slices, without_memory
 
 Machine = Literal["cpu", "gpu"]
 
@@ -105,8 +104,8 @@ class StageMemory:
 def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_last: bool = True) -> StageMemory:
     """Trace one micro-batch in a stage of these blocks; one that is first and last is the whole model.
 
-    On a CPU compiled blocks are counted as if they were not, an upper bound. So are blocks of a kind that end before
-    those of another begin.
+    On a CPU compiled blocks are counted as if they were not: an upper bound, unless halves are computed wide, of which
+    a compiled block keeps FP32 copies. So are blocks of a kind that end before those of another begin.
     """
     alike = family_of(work.model).alike(work.model)
     counts = Counter(alike[layer] for layer in reversed(layers))
@@ -125,13 +124,8 @@ def trace_stage(work: TracedWork, layers: range, *, is_first: bool = True, is_la
 
 @cache  # most of the time of a plan; advice plans the same work for many ranks
 def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: bool) -> StageMemory:
-    found, device = StageMemory(), torch.device("cpu" if work.machine == "cpu" else "meta")
-    without_memory: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # on meta, as a GPU's
-    if work.machine == "cpu":
-        from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
-
-        without_memory = FakeTensorMode()  # they say that they lie there, as the model's own operations ask
-    with without_memory, few_slices():
+    found = StageMemory()
+    with without_memory(on_gpu=work.machine == "gpu") as device, few_slices():
         model = work.build((*like[: not is_first], *like, *like[: not is_last]))  # the ends are those of other blocks
         place(model, work.dtype, device)
         kernels = CompiledGpuShapes() if work.model.compile else GpuShapes()

@@ -16,6 +16,7 @@ from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_lay
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.plan.engine_memory import EngineMemory
+from megamix.plan.stand_ins import without_memory
 
 _FP32 = 4  # bytes
 _OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
@@ -63,7 +64,8 @@ def plan_matrices(
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
         own = {homes.number: homes for homes in found if rank < len(homes.parts)}
         # About the order in which forward needs them.
-        turns = [_stages(own.get(number), rank, layout, optimizer, of_run) for number in range(len(layout.buckets))]
+        by_bucket = map(own.get, range(len(layout.buckets)))
+        turns = [_stages(bucket, rank, layout, optimizer, of_run, on_gpu) for bucket in by_bucket]
         most = max(most, _most_under_way(turns[::-1], engine.updated_params[::-1]))
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
@@ -85,17 +87,17 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
 _Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it
 
 
-def _stages(homes: BucketMatrices | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int) -> _Stages:
+def _stages(
+    homes: BucketMatrices | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int, on_gpu: bool
+) -> _Stages:
     if homes is None:
         return [(0, 0)]
     size, shard = optimizer.ns_dtype.itemsize, layout.buckets[homes.number].shard_numel
     pieces = [part.numel for part in homes.parts[rank]]
     own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
     shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
-    turn = max(
-        (_turn(count if optimizer.batched else 1, *shape, optimizer.ns_dtype) for shape, count in shapes.items()),
-        default=0,
-    )
+    counts = shapes if optimizer.batched else dict.fromkeys(shapes, 1)
+    turn = max((_turn(count, *shape, optimizer.ns_dtype, on_gpu) for shape, count in counts.items()), default=0)
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
     momentum = (_FP32 + size) * shard + max(sent, of_run)
     direction = _FP32 * shard + max(of_run, sent + _FP32 * max(pieces, default=0) * (size < _FP32))
@@ -106,10 +108,10 @@ def _stages(homes: BucketMatrices | None, rank: int, layout: FlatLayout, optimiz
 
 
 @cache
-def _turn(count: int, rows: int, columns: int, dtype: torch.dtype) -> int:
+def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool) -> int:
     """Trace the bytes while matrices of one shape are made orthogonal."""
-    with LiveStorage(counts_meta=True) as tracker:
-        matrices = torch.empty(count, rows, columns, dtype=dtype, device="meta")
+    with without_memory(on_gpu=on_gpu) as device, LiveStorage(counts_meta=True) as tracker:
+        matrices = torch.empty(count, rows, columns, dtype=dtype, device=device)
         orthogonalised(matrices if count > 1 else matrices[0], Muon(lr=0.0, ns_dtype=dtype))
         most: int = tracker.peak_bytes
         return most

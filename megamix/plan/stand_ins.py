@@ -1,4 +1,6 @@
-"""What stands for a model's own operations where memory alone is of interest: kernels of a GPU, few slices for many."""
+"""What stands for a model's own operations where memory alone is of interest: tensors without any, kernels of a GPU,
+few slices for many.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,20 @@ def few_slices() -> Iterator[None]:
         yield
     finally:
         wide.row_slices = all_slices
+
+
+@contextlib.contextmanager
+def without_memory(*, on_gpu: bool) -> Iterator[torch.device]:
+    """Yield a device whose tensors have a shape and a dtype alone: "meta" for a GPU's; or a CPU, where they say that
+    they lie, as some operations ask.
+    """
+    if on_gpu:
+        yield torch.device("meta")
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second or more
+
+    with FakeTensorMode():
+        yield torch.device("cpu")
 
 
 class GpuShapes(Ops):

@@ -10,13 +10,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megamix.auditing import command
 from megamix.auditing.judgement import AuditWarning
 from megamix.auditing.report import AuditReport
 from megamix.cli import main
 from megamix.config import load_config
-from megamix.model.ops import cpu_multiplies_fp16
+from megamix.machine import native_halves
 from megamix.verify.layouts import at_own_size, parse_layout
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart.toml"
@@ -29,7 +30,7 @@ def test_it_prints_the_page_of_the_quickstart_and_finds_no_harm(capsys: pytest.C
     assert size.startswith("update 3 on 1 rank(s), synthetic text, at training.micro_batch_size=2 model.seq_len=8 ")
     assert head.split()[:4] == ["parameters", "store", "compute", "grad"]
     (query,) = (row for row in rows if row.startswith("blocks.*.attention.query.weight"))
-    computed = "fp16" if cpu_multiplies_fp16() else "fp32"
+    computed = "fp16" if torch.float16 in native_halves() else "fp32"
     assert query.split()[1:10] == ["fp16", computed, "fp16", "-", "fp16", "fp32", "fp32", "fp32", "0.0%"]
     assert rows[-1] == "no number is lost that should be kept"
 

@@ -95,7 +95,7 @@ def test_fp16_and_overlap_judge_their_ratios(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         train_bench, "measure", lambda sides, settings: {side.name: rounds[side.name] for side in sides}
     )
-    monkeypatch.setattr(train_bench, "cpu_multiplies_fp16", lambda: False)
+    monkeypatch.setattr(train_bench, "native_halves", frozenset)
     assert _figures(fp16(TINY).goals) == [
         ("tokens/s over native half products", 19.0, True),
         ("tokens/s over FP32", 0.95, True),
@@ -149,7 +149,7 @@ def test_examine_judges_one_examined_step_among_ordinary_ones(monkeypatch: pytes
 
 
 def test_fp16_does_not_apply_where_half_products_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_bench, "cpu_multiplies_fp16", lambda: True)
+    monkeypatch.setattr(train_bench, "native_halves", lambda: {torch.float16})
     result = fp16(TINY)
     assert (result.raw, result.goals) == ({}, [])
     assert "this CPU has FP16 units" in result.text()

@@ -1,4 +1,4 @@
-"""FP16 operations computed wide: FP32 results rounded once, half tensors kept."""
+"""Half operations computed wide: FP32 results rounded once, half tensors kept."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megamix.machine import native_halves
 from megamix.model import ops, wide
+from tests.model.rounding import (
+    ALL_WIDE as WIDE,
+)
 from tests.model.rounding import (
     NATIVE,
     U32,
-    WIDE,
     assert_rounds_once,
     forward_and_grads,
     randn,
@@ -63,25 +66,34 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_forward_is_the_fp32_result_rounded_once(case: str) -> None:
-    wide_op, plain_op, inputs = CASES[case]
-    assert torch.equal(wide_op(*inputs), plain_op(*(x.float() for x in inputs)).half())
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
+@HALVES
 @pytest.mark.parametrize("case", CASES)
-def test_backward_is_fp32_autograd_rounded_once(case: str) -> None:
+def test_forward_is_the_fp32_result_rounded_once(case: str, dtype: torch.dtype) -> None:
     wide_op, plain_op, inputs = CASES[case]
+    inputs = [x.to(dtype) for x in inputs]
+    assert torch.equal(wide_op(*inputs), plain_op(*(x.float() for x in inputs)).to(dtype))
+
+
+@HALVES
+@pytest.mark.parametrize("case", CASES)
+def test_backward_is_fp32_autograd_rounded_once(case: str, dtype: torch.dtype) -> None:
+    wide_op, plain_op, inputs = CASES[case]
+    inputs = [x.to(dtype) for x in inputs]
     got = forward_and_grads(wide_op, inputs)[1:]
-    want = forward_and_grads(plain_op, [x.float() for x in inputs])[1:]
+    # `to` rounds the gradient of the output to the dtype, in which it comes to the wide operation.
+    want = forward_and_grads(lambda *xs: plain_op(*xs).to(dtype).float(), [x.float() for x in inputs])[1:]
     for wide_grad, fp32_grad in zip(got, want, strict=True):
         if case == "rms_norm":
             # Its terms are added in another order than autograd's: FP32 apart by a few units, so the roundings may fall
             # on neighbours.
-            neighbour = fp32_grad.half().abs().nextafter(torch.tensor(torch.inf).half()) - fp32_grad.half().abs()
-            assert ((wide_grad.float() - fp32_grad.half().float()).abs() <= neighbour.float()).all()
+            rounded = fp32_grad.to(dtype)
+            neighbour = rounded.abs().nextafter(torch.tensor(torch.inf, dtype=dtype)) - rounded.abs()
+            assert ((wide_grad.float() - rounded.float()).abs() <= neighbour.float()).all()
         else:
-            assert torch.equal(wide_grad, fp32_grad.half())
+            assert torch.equal(wide_grad, fp32_grad.to(dtype))
 
 
 def fp64(case: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -219,20 +231,17 @@ def test_backward_keeps_half_tensors_and_no_fp32_copy_of_them(case: str) -> None
     assert kept.get(torch.float32, 0) <= 4 * 2 * 2 * ROWS  # at most two statistics for each row
 
 
-def test_only_half_tensors_of_a_cpu_are_widened() -> None:
+@pytest.mark.parametrize("native", [set(), {torch.float16}, {torch.bfloat16}, {torch.float16, torch.bfloat16}])
+def test_only_half_tensors_of_a_cpu_are_widened_where_it_lacks_arithmetic(native: set[torch.dtype]) -> None:
     x, w = randn(4, 8, dtype=torch.float32), randn(8, 8, seed=1, dtype=torch.float32)
-    for dtype, norm, linear in [
-        (torch.float16, "WideRMSNormBackward", "WideLinearBackward"),
-        (torch.bfloat16, "WideRMSNormBackward", "MmBackward0"),  # a CPU multiplies BF16 well
-        (torch.float32, None, "MmBackward0"),
-    ]:
-        out = WIDE.rms_norm(x.to(dtype).requires_grad_(), w[0].to(dtype), EPS)
-        assert (type(out.grad_fn).__name__ == "WideRMSNormBackward") == (norm is not None)
-        assert node_of(WIDE.linear(x.to(dtype).requires_grad_(), w.to(dtype), None)) == linear
-    assert node_of(NATIVE.linear(x.half().requires_grad_(), w.half(), None)) == "MmBackward0"
-    assert node_of(ops.Ops(fp16_units=True).linear(x.half().requires_grad_(), w.half(), None)) == "MmBackward0"
-    elsewhere = WIDE.linear(x.half().to("meta").requires_grad_(), w.half().to("meta"), None)
-    assert node_of(elsewhere) == "MmBackward0"
+    own = ops.Ops(native=frozenset(native))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        leaf, weight = x.to(dtype).requires_grad_(), w.to(dtype)
+        widens = dtype != torch.float32 and dtype not in native
+        assert (node_of(own.rms_norm(leaf, weight[0], EPS)) == "WideRMSNormBackward") == (dtype != torch.float32)
+        assert node_of(own.linear(leaf, weight, None)) == ("WideLinearBackward" if widens else "MmBackward0")
+        assert node_of(NATIVE.linear(leaf, weight, None)) == "MmBackward0"
+        assert node_of(own.linear(leaf.to("meta"), weight.to("meta"), None)) == "MmBackward0"
 
 
 def node_of(x: Tensor) -> str:
@@ -241,22 +250,26 @@ def node_of(x: Tensor) -> str:
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "units"),
+    ("capabilities", "native"),
     [
-        ({"avx512_fp16": True, "amx_fp16": False}, True),
-        ({"avx512_fp16": False, "amx_fp16": True}, True),
-        ({"neon": True, "fp16_arith": True}, True),
-        ({"avx512_f": True, "avx512_fp16": False, "amx_fp16": False, "f16c": True}, False),
-        ({"neon": True, "fp16_arith": False}, False),
+        ({"avx512_fp16": True, "amx_fp16": False, "avx512_bf16": True}, {torch.float16, torch.bfloat16}),
+        ({"avx512_fp16": False, "amx_fp16": True, "amx_bf16": True}, {torch.float16, torch.bfloat16}),
+        ({"neon": True, "fp16_arith": True, "bf16": False}, {torch.float16}),
+        (
+            {"avx512_f": True, "avx512_fp16": False, "amx_fp16": False, "avx512_bf16": True, "f16c": True},
+            {torch.bfloat16},
+        ),
+        ({"neon": True, "fp16_arith": False, "bf16": True}, {torch.bfloat16}),
+        ({"avx2": True, "avx512_bf16": False}, set()),
     ],
 )
-def test_the_machine_decides_how_fp16_is_multiplied(
-    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], units: bool
+def test_the_machine_decides_how_halves_are_multiplied(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], native: set[torch.dtype]
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    ops.cpu_multiplies_fp16.cache_clear()
+    native_halves.cache_clear()
     try:
-        assert ops.cpu_multiplies_fp16() is units
-        assert ops.Ops().fp16_units is units
+        assert native_halves() == native
+        assert ops.Ops().native == native
     finally:
-        ops.cpu_multiplies_fp16.cache_clear()  # what the patched machine answered must not outlive the patch
+        native_halves.cache_clear()  # what the patched machine answered must not outlive the patch
