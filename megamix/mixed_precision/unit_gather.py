@@ -36,12 +36,12 @@ class UnitGather:
     """Gathers each unit once in a forward of the model, in registration order, and once in a backward pass, in the
     reverse one, whether it is called or not: so ranks that skip different units issue the same gathers.
 
-    A pass begins with the gathers of the first two units. A unit's pre-hook launches the next unit's and awaits its
-    own; its hook behind forward frees it. In backward the gradient of its output does what the pre-hook does, and a
-    unit is freed when all its gradients have come and the pass is at another one. Two units have memory at a time. The
-    last one of a forward stays for the backward, which begins with it, and so does the root, the parameters that no
-    unit has alone. A unit that is called again, earlier than the order says, or outside of the model's forward is
-    gathered when it is called, if all ranks call it.
+    A forward begins with the gathers of its first two units, a backward with its first one's. A unit's pre-hook
+    launches the next unit's and awaits its own; its hook behind forward frees it. In backward the gradient of its
+    output does what the pre-hook does, and a unit is freed when all its gradients have come and the pass is at another
+    one. Two units have memory at a time. The last one of a forward stays for the backward, which begins with it, and so
+    does the root, the parameters that no unit has alone. A unit that is called again, earlier than the order says, or
+    outside of the model's forward is gathered when it is called, if all ranks call it.
     `came(parameter)`: its gradient has come in this backward pass.
     """
 
@@ -184,7 +184,8 @@ class UnitGather:
             unit.begun = False
         self._launch(self._root)
         if self._overlap:
-            self._advance(2)
+            # A backward begins beside the loss's last memory, of which little time is left.
+            self._advance(1 if self._in_backward else 2)
         self._await(self._root)
 
     def _end(self) -> None:

@@ -142,8 +142,9 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up, grad_wide = (x.to(ctx.compute_dtype) for x in (*ctx.saved_tensors, grad))
         grad_up = F.silu(gate).mul_(grad_wide).to(grad.dtype)
-        grad_gate = aten.silu_backward(grad_wide * up, gate).to(grad.dtype)
-        return grad_gate, grad_up, None
+        grad_gate = grad_wide * up
+        aten.silu_backward(grad_gate, gate, grad_input=grad_gate)  # in place: a block's backward often peaks here
+        return grad_gate.to(grad.dtype), grad_up, None
 
 
 class GELU(torch.autograd.Function):
@@ -159,8 +160,9 @@ class GELU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        grad_x: Tensor = aten.gelu_backward(grad.float(), x.float(), approximate=ctx.approximate).to(x.dtype)
-        return grad_x, None
+        grad_x = grad.float()
+        aten.gelu_backward(grad_x, x.float(), approximate=ctx.approximate, grad_input=grad_x)
+        return grad_x.to(x.dtype), None
 
 
 # Private operators, the same in torch 2.11 to 2.13. They hand out the logsumexp; the public function keeps it to
