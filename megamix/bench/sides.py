@@ -97,8 +97,8 @@ def make_engine(
 
 
 class Ours(Engine):
-    """megamix. `wide`: half products computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32": with
-    FP32 gradients.
+    """megamix. `wide`: half products computed in FP32 on a CPU without arithmetic in halves. `reduce_dtype` "fp32":
+    with FP32 gradients.
     """
 
     def __init__(
