@@ -34,14 +34,16 @@ class EngineMemory:
     passing_params: list[int]  # half parameters while backward fills each bucket
     passing_grads: list[int]  # gradients then, with their sums and the scratch in which parts of these arrive
     left_params: int  # when backward has ended
-    left_grads: int
+    left_grads: int  # with their sum, where it is added to others
     accumulated: int  # of micro-batches before the last one: gradients, or their sums and scratch
     sums: int  # and scratch: there until a step ends
 
     fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
     building: int  # while the engine is built, beside what it has by then
     reduce: int
+    landing: int  # while the last bucket's sum ends
     statistics: int
+    rows: int  # beside both
     update: int
     updated_params: list[int]  # of each bucket, beside that, while it is updated
 
@@ -65,9 +67,8 @@ def engine_memory(
     rounds = arrivals and scratch[-1] and sum_dtype != torch.float32
     adds = sharding.accumulate == "owner" and grad_accum_steps > 1
     grad_of_update = torch.float32 if adds else sum_dtype
-    by_torch, copies = not compiled, 1 if grad_of_update == torch.float32 else 2
+    by_torch = not compiled
     borders = max(pieces_by_shard(layout)) + len(layout.buckets)
-    rows = 2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
     trial = 0 if by_torch else tuned.TRIAL * (half + grad_of_update.itemsize + _FP32 + max(by_group))
@@ -92,6 +93,13 @@ def engine_memory(
         left = all_grads - grad.itemsize * sum(bucket.padded_numel for bucket in layout.buckets[:travels])
         summed = grads_pass * totals + sum(sums[travels:number]) if adds else sum(sums[:number])
         passing_grads.append(max(accumulated, (left if kept else grads_pass * passing) + summed + scratch[number]))
+    reduce = _FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0
+    # Of a piece: its squares, and its FP32 copy unless it is FP32.
+    statistics = [
+        by_torch * (1 if adds or precision.sum_dtype(bucket.num_shards) == torch.float32 else 2)
+        * _FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=on_gpu)
+        for bucket in layout.buckets
+    ]  # fmt: skip
     # Of a piece: its gradient and its half states, in FP32.
     wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
     return EngineMemory(
@@ -106,14 +114,15 @@ def engine_memory(
         passing_params=layout.passing_params(params_pass * half),
         passing_grads=passing_grads,
         left_params=params_pass * root * half,
-        left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize,
+        left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize + adds * sums[-1],
         accumulated=accumulated,
         sums=scratch[-1] + (grads_pass * totals or sum(sums)),
         fp32_bucket=_FP32 * layout.largest_bucket,
         building=max(trial, of_bucket),
-        reduce=_FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0,
-        # Of a chunk: its squares, and its FP32 copy unless it is FP32.
-        statistics=rows + by_torch * copies * _FP32 * piece(tuned.STATS_PIECE),
+        reduce=reduce,
+        landing=max(reduce, statistics[-1] if precision.sum_dtype(layout.buckets[-1].num_shards) != grad else 0),
+        statistics=max(statistics),
+        rows=2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW,
         update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
         updated_params=[params_pass * half * bucket.padded_numel for bucket in layout.buckets],
     )

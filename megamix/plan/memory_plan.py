@@ -229,12 +229,13 @@ def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
     in_step = held + engine.sums
+    landing = engine.left_grads + max(engine.left_params, engine.landing)
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
         "build": held - later + engine.building,
         "forward": held + sum(passes["forward"]),
         "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
-        "statistics": in_step + max(engine.statistics, engine.left_grads + max(engine.left_params, engine.reduce)),
+        "statistics": in_step + engine.rows + max(engine.statistics, landing),
         "update": in_step + (part.matrices.update if part.matrices else engine.update + max(engine.updated_params)),
         "final weights": held + engine.fp32_bucket,
     }
