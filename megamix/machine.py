@@ -45,7 +45,7 @@ def has_gpu() -> bool:
 def native_halves() -> frozenset[torch.dtype]:
     """Return the half dtypes in which this CPU has arithmetic; loads torch.
 
-    Without it torch's products in that dtype take 3 (BF16 with AVX-512) to 100 times as long as in FP32.
+    Without it torch's products in that dtype take 2 (BF16 with AVX-512) to 100 times as long as in FP32.
     """
     import torch
 

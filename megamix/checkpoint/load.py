@@ -100,7 +100,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, a
     """
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine, anew=anew):
-        raise ValueError(f"{checkpoint.path} does not fit this model: " + "; ".join(problems))
+        raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
     try:
         _agree_on(
             together.every(

@@ -55,9 +55,9 @@ class Pending:
     def wait(self) -> None:
         with self.noted(), noting(self.what):
             works, self.works = self.works, []
+            then, self._then = self._then, None  # not behind works of which one has failed
             for work in works:
                 work.wait()
-            then, self._then = self._then, None
             if then is not None:
                 then()
 
@@ -187,7 +187,7 @@ class _ManyRanks(Collectives):
 class NcclCollectives(_ManyRanks):
     """NCCL: in place, SUM. Never AVG, which at one rank launches a pass over all the data.
 
-    With one scratch buffer backward would wait at each bucket.
+    Of parts that are summed here (`use`), in one scratch buffer alone backward would wait at each bucket.
     """
 
     num_scratch = 2

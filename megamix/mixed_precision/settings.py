@@ -117,6 +117,10 @@ class Sharding:
             raise ValueError(f"sharding.shard must be one of {', '.join(get_args(Shard))}, got {self.shard!r}")
         if self.accumulate not in ("local", "owner"):
             raise ValueError(f"sharding.accumulate must be one of local, owner, got {self.accumulate!r}")
+        if not isinstance(self.overlap, bool):
+            raise TypeError(f"sharding.overlap must be True or False, got {self.overlap!r}")
+        if not isinstance(self.bucket_size, int | None):
+            raise TypeError(f"sharding.bucket_size must be a number of elements or None, got {self.bucket_size!r}")
         if self.shard == "parameters" and not self.units:
             raise ValueError(
                 'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '
@@ -206,6 +210,8 @@ def check_arguments(
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
         )
+    if not isinstance(clip_grad, int | float):
+        raise TypeError(f"clip_grad must be a number, got {clip_grad!r}; 0 turns clipping off")
     if not clip_grad >= 0:  # NaN neither
         raise ValueError(f"clip_grad must be a number of at least 0, got {clip_grad}; 0 turns clipping off")
     if grad_accum_steps < 1:

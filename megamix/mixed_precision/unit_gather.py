@@ -172,8 +172,8 @@ class UnitGather:
     def before_backward(self, unit: Unit) -> None:
         if not (self._in_backward or self._is_whole):
             raise RuntimeError(
-                f"{unit.name} is differentiated outside of engine.backward(loss), where its weights have no memory. "
-                'Take shard = "gradients", or do forward and backward inside `with engine.whole_parameters():`'
+                f"{unit.name} is differentiated outside of engine.backward(loss), where its weights have no memory: "
+                "call engine.backward(loss), or do forward and backward inside `with engine.whole_parameters():`"
             )
         self._come_to(unit)
 

@@ -62,8 +62,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, slopes: Slopes, with_grads: bool) -> Tensor:
-        is_native = hidden.device.type != "cpu" or hidden.dtype in native_halves() - {torch.float16}
-        dtype = hidden.dtype if is_native else torch.float32
+        # FP16 always: its slopes, which a CPU rounds to the products' dtype, would be too small for it.
+        widens = hidden.is_cpu and (hidden.dtype == torch.float16 or hidden.dtype not in native_halves())
+        dtype = torch.float32 if widens else hidden.dtype
         wide_weight = weight.to(dtype)
         log_likelihood = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         if with_grads:

@@ -12,7 +12,7 @@ UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-2
 HALF_OF_SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150}
 U32 = UNIT[torch.float32]
 
-WIDE = Ops(native=frozenset({torch.bfloat16}))  # as many CPUs of servers
+FP16_WIDE = Ops(native=frozenset({torch.bfloat16}))  # as many CPUs of servers
 ALL_WIDE = Ops(native=frozenset())
 NATIVE = Ops(wide=False)
 

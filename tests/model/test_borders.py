@@ -18,7 +18,7 @@ from megamix.model.ops import Ops, takes_borders
 from megamix.model.transformer import Transformer
 from tests.model.families import VOCAB, config_of
 from tests.model.flash import stand_in
-from tests.model.rounding import HALF_OF_SMALLEST, U32, UNIT, WIDE, randn
+from tests.model.rounding import FP16_WIDE, HALF_OF_SMALLEST, U32, UNIT, randn
 
 B, T, ROOM = 2, 48, 12  # sequences, tokens of each, documents that borders have room for
 LENGTHS = {
@@ -118,7 +118,7 @@ def test_attention_and_its_gradients_are_those_of_the_mask(
 def _model(recompute: str = "none", dtype: torch.dtype = torch.bfloat16) -> Transformer:
     torch.manual_seed(0)
     config = config_of("qwen3", "wide heads").model_copy(update={"recompute": recompute, "num_layers": 2})
-    return Transformer(config, WIDE).to(dtype)
+    return Transformer(config, FP16_WIDE).to(dtype)
 
 
 TOKENS = torch.randint(VOCAB, (B, T + 1), generator=torch.Generator().manual_seed(1))

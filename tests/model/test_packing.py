@@ -10,7 +10,7 @@ from megamix.model import decoder as module
 from megamix.model.context import find_documents
 from megamix.model.transformer import Transformer
 from tests.model.families import CASES, SEQ_LEN, VOCAB, config_of
-from tests.model.rounding import UNIT, WIDE
+from tests.model.rounding import FP16_WIDE, UNIT
 
 # Documents of each row as (first position, tokens); one goes on from the sequence before, one is a single token.
 ROWS = [[(0, 5), (0, 20), (0, SEQ_LEN - 25)], [(9, 10), (0, 1), (0, SEQ_LEN - 11)]]
@@ -20,7 +20,7 @@ TOKENS = torch.randint(VOCAB, (2, SEQ_LEN + 1), generator=torch.Generator().manu
 
 def model_of(family: str, shape: str, dtype: torch.dtype = torch.float32) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(config_of(family, shape), WIDE)
+    model = Transformer(config_of(family, shape), FP16_WIDE)
     for parameter in model.parameters():
         parameter.data = (parameter.data * 8).to(dtype)  # attention that tells tokens apart
     return model

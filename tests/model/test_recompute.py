@@ -11,7 +11,7 @@ from megamix.live_storage import LiveStorage
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer
 from tests.model.kept_bytes import kept_bytes_per_token
-from tests.model.rounding import WIDE, saved_bytes
+from tests.model.rounding import FP16_WIDE, saved_bytes
 
 pytestmark = pytest.mark.uncounted
 
@@ -46,16 +46,16 @@ def gradients(model: Transformer, positions: Tensor | None) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_the_same_bits(family: str, dtype: torch.dtype, positions: Tensor | None) -> None:
-    plain = gradients(model_of(dtype, WIDE, **FAMILIES[family]), positions)
+    plain = gradients(model_of(dtype, FP16_WIDE, **FAMILIES[family]), positions)
     for recompute in ("selective", "full"):
-        again = gradients(model_of(dtype, WIDE, **FAMILIES[family], recompute=recompute), positions)
+        again = gradients(model_of(dtype, FP16_WIDE, **FAMILIES[family], recompute=recompute), positions)
         assert len(again) == len(plain)
         assert all(torch.equal(*pair) for pair in zip(again, plain, strict=True)), recompute
 
 
 def kept_bytes(num_layers: int, recompute: str, changes: dict[str, Any]) -> int:
     """Bytes alive between forward and backward."""
-    model = model_of(torch.float16, WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
+    model = model_of(torch.float16, FP16_WIDE, **{**changes, "num_layers": num_layers, "recompute": recompute})
     with LiveStorage() as storage:
         with torch.no_grad():
             model(TOKENS[:, :-1])  # so that the weights are known
@@ -87,7 +87,7 @@ def test_the_bytes_of_llama_8b_by_hand() -> None:
 
 
 def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_second_backward() -> None:
-    model = model_of(torch.float16, WIDE, recompute="selective", qk_norm=True)
+    model = model_of(torch.float16, FP16_WIDE, recompute="selective", qk_norm=True)
     parameters = [*model.parameters()]
     with LiveStorage() as storage:
         loss = model(TOKENS[:, :-1], TOKENS[:, 1:])
@@ -100,7 +100,7 @@ def test_what_is_computed_again_is_freed_when_all_have_used_it_and_serves_a_seco
 
 def test_a_compiled_block_keeps_no_more_than_the_formula() -> None:
     torch._dynamo.reset()
-    model = model_of(torch.bfloat16, WIDE, recompute="selective", num_layers=1)  # where BF16 is not widened
+    model = model_of(torch.bfloat16, FP16_WIDE, recompute="selective", num_layers=1)
     # Inductor's choice of what to keep, without its C++.
     model.blocks[0].compile(dynamic=False, backend="aot_eager_decomp_partition")
     assert model.rotary is not None

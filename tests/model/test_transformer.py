@@ -13,7 +13,7 @@ from megamix.config import ModelConfig
 from megamix.model.layers import RotaryTable
 from megamix.model.ops import Ops
 from megamix.model.transformer import Block, Transformer
-from tests.model.rounding import UNIT, WIDE
+from tests.model.rounding import FP16_WIDE, UNIT
 
 VOCAB, SEQ_LEN = 97, 12
 SIZES = {"vocab_size": VOCAB, "seq_len": SEQ_LEN, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
@@ -72,7 +72,7 @@ def test_every_variant_gives_logits_in_its_dtype_an_fp32_loss_and_all_gradients(
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_fp16_computed_wide_follows_fp32(changes: dict[str, Any]) -> None:
     tokens, targets = batch()
-    half, full = model_of(torch.float16, WIDE, **changes), model_of(**changes)
+    half, full = model_of(torch.float16, FP16_WIDE, **changes), model_of(**changes)
     cast(cast(full, torch.float16), torch.float32)  # the same weights, to the bit
     losses = [half(tokens, targets), full(tokens, targets)]
     assert losses[0].item() == pytest.approx(losses[1].item(), abs=2e-3)
@@ -218,7 +218,7 @@ def test_rotary_tables_stay_fp32_whatever_the_model_is_cast_to() -> None:
 
 
 def test_blocks_are_the_units_and_can_be_recomputed() -> None:
-    model, (tokens, targets) = model_of(torch.float16, WIDE), batch()
+    model, (tokens, targets) = model_of(torch.float16, FP16_WIDE), batch()
     assert all(isinstance(block, Block) for block in model.blocks)
     assert len(model.blocks) == 2
     model(tokens, targets).mul(1024).backward()
@@ -244,7 +244,7 @@ def test_one_compiled_graph_serves_all_blocks_and_one_the_loss(
     # Traced as for Inductor, but run as it is: no C++ compiler needed.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=collect))
     torch._dynamo.reset()
-    eager, compiled = model_of(dtype, WIDE, num_layers=3), model_of(dtype, WIDE, num_layers=3, compile=True)
+    eager, compiled = model_of(dtype, FP16_WIDE, num_layers=3), model_of(dtype, FP16_WIDE, num_layers=3, compile=True)
     losses = [model(*batch()) for model in (eager, compiled, compiled)]
     assert len(graphs) == 2
     assert losses[1].item() == losses[2].item() == pytest.approx(losses[0].item(), abs=1e-6)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamix.model import wide
 from megamix.model.ops import Ops
-from tests.model.rounding import NATIVE, U32, UNIT, WIDE, assert_rounds_once, forward_and_grads, randn, saved_bytes
+from tests.model.rounding import FP16_WIDE, NATIVE, U32, UNIT, assert_rounds_once, forward_and_grads, randn, saved_bytes
 
 BATCH, HEADS, KV_HEADS, POSITIONS, HEAD_DIM = 2, 4, 2, 40, 16
 # torch's CPU kernel takes a short exponential; its error is far below FP16's 2**-11.
@@ -33,7 +33,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
 def test_attention_stays_within_the_bound_of_its_rounded_output(kv_heads: int) -> None:
     inputs = [heads(HEADS, 0), heads(kv_heads, 1), heads(kv_heads, 2)]
-    got = forward_and_grads(WIDE.attention, inputs)
+    got = forward_and_grads(FP16_WIDE.attention, inputs)
     exact = forward_and_grads(plain_attention, [x.double() for x in inputs])
     query, key, value = (x.double() for x in inputs)
     group = HEADS // kv_heads
@@ -63,15 +63,15 @@ def test_attention_stays_within_the_bound_of_its_rounded_output(kv_heads: int) -
 def test_attention_is_the_fp32_kernel_rounded_once() -> None:
     query, key, value = heads(HEADS, 0), heads(HEADS, 1), heads(HEADS, 2)
     fp32 = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), is_causal=True)
-    assert torch.equal(WIDE.attention(query, key, value), fp32.half())
+    assert torch.equal(FP16_WIDE.attention(query, key, value), fp32.half())
 
 
 def test_no_position_sees_a_later_one() -> None:
     query, key, value = heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)
-    before = WIDE.attention(query, key, value)
+    before = FP16_WIDE.attention(query, key, value)
     key[:, :, 30:] = 7.0
     value[:, :, 30:] = 7.0
-    after = WIDE.attention(query, key, value)
+    after = FP16_WIDE.attention(query, key, value)
     assert torch.equal(before[:, :, :30], after[:, :, :30])
     assert not torch.equal(before[:, :, 30:], after[:, :, 30:])
 
@@ -79,7 +79,7 @@ def test_no_position_sees_a_later_one() -> None:
 def test_attention_keeps_half_tensors_and_the_logsumexp_alone() -> None:
     leaves = [heads(HEADS, 0), heads(KV_HEADS, 1), heads(KV_HEADS, 2)]
     with saved_bytes() as kept:
-        WIDE.attention(*(x.requires_grad_() for x in leaves))
+        FP16_WIDE.attention(*(x.requires_grad_() for x in leaves))
     rows = BATCH * POSITIONS
     assert kept == {torch.float16: 2 * rows * HEAD_DIM * (2 * HEADS + 2 * KV_HEADS), torch.float32: 4 * rows * HEADS}
 
@@ -89,9 +89,9 @@ def test_a_torch_without_the_private_operators_gives_the_same_within_a_unit(
     monkeypatch: pytest.MonkeyPatch, kv_heads: int
 ) -> None:
     inputs = [heads(HEADS, 0), heads(kv_heads, 1), heads(kv_heads, 2)]
-    with_operators = forward_and_grads(WIDE.attention, inputs)
+    with_operators = forward_and_grads(FP16_WIDE.attention, inputs)
     monkeypatch.setattr(wide, "FLASH", "_an_operator_that_was_removed")
-    without = forward_and_grads(WIDE.attention, inputs)
+    without = forward_and_grads(FP16_WIDE.attention, inputs)
     assert torch.equal(without[0], with_operators[0])
     for one, other in zip(without[1:], with_operators[1:], strict=True):
         assert one.dtype == torch.float16
@@ -106,7 +106,7 @@ def tables(theta: float = 100.0) -> tuple[Tensor, Tensor]:
 def test_rotary_stays_within_a_few_units_of_fp32() -> None:
     cos, sin = tables()
     x = randn(BATCH, POSITIONS, HEADS, HEAD_DIM)
-    got = forward_and_grads(lambda x: WIDE.rotary(x, cos, sin), [x])
+    got = forward_and_grads(lambda x: FP16_WIDE.rotary(x, cos, sin), [x])
     exact = forward_and_grads(lambda x: rotate_as_complex_numbers(x, cos, sin), [x.double()])
     for result, truth, source in zip(got, exact, [x, randn(*x.shape, seed=99)], strict=True):
         size = source.double().abs()
@@ -120,7 +120,7 @@ def rotate_as_complex_numbers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-@pytest.mark.parametrize("ops", [WIDE, NATIVE], ids=["wide", "native"])
+@pytest.mark.parametrize("ops", [FP16_WIDE, NATIVE], ids=["wide", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rotary_turns_pairs_by_their_angle_in_every_dtype(ops: Ops, dtype: torch.dtype) -> None:
     cos, sin = tables()

@@ -10,9 +10,7 @@ from torch import Tensor
 from megamix.machine import native_halves
 from megamix.model import ops, wide
 from tests.model.rounding import (
-    ALL_WIDE as WIDE,
-)
-from tests.model.rounding import (
+    ALL_WIDE,
     NATIVE,
     U32,
     assert_rounds_once,
@@ -28,41 +26,41 @@ TOKENS = torch.randint(7, (ROWS,), generator=torch.Generator().manual_seed(3))
 # name: (wide operation, the same in torch, its inputs)
 CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = {
     "linear": (
-        lambda x, w: WIDE.linear(x, w, None),
+        lambda x, w: ALL_WIDE.linear(x, w, None),
         F.linear,
         [randn(2, ROWS, HIDDEN), randn(FFN, HIDDEN, seed=1)],
     ),
     "linear with bias": (
-        WIDE.linear,
+        ALL_WIDE.linear,
         F.linear,
         [randn(ROWS, HIDDEN), randn(FFN, HIDDEN, seed=1), randn(FFN, seed=2)],
     ),
     "embedding": (
-        lambda w: WIDE.embedding(TOKENS, w),
+        lambda w: ALL_WIDE.embedding(TOKENS, w),
         lambda w: F.embedding(TOKENS, w),
         [randn(7, HIDDEN)],
     ),
     "rms_norm": (
-        lambda x, w: WIDE.rms_norm(x, w, EPS),
+        lambda x, w: ALL_WIDE.rms_norm(x, w, EPS),
         lambda x, w: F.rms_norm(x, w.shape, w, EPS),
         [randn(2, ROWS, HIDDEN), randn(HIDDEN, seed=1)],
     ),
     "layer_norm": (
-        lambda x, w, b: WIDE.layer_norm(x, w, b, EPS),
+        lambda x, w, b: ALL_WIDE.layer_norm(x, w, b, EPS),
         lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
         [randn(2, ROWS, HIDDEN), randn(HIDDEN, seed=1), randn(HIDDEN, seed=2)],
     ),
     "layer_norm without bias": (
-        lambda x, w: WIDE.layer_norm(x, w, None, EPS),
+        lambda x, w: ALL_WIDE.layer_norm(x, w, None, EPS),
         lambda x, w: F.layer_norm(x, w.shape, w, None, EPS),
         [randn(ROWS, HIDDEN), randn(HIDDEN, seed=1)],
     ),
     "swiglu": (
-        WIDE.swiglu,
+        ALL_WIDE.swiglu,
         lambda gate, up: F.silu(gate) * up,
         [randn(ROWS, FFN), randn(ROWS, FFN, seed=1)],
     ),
-    "gelu": (WIDE.gelu, F.gelu, [randn(ROWS, FFN)]),
+    "gelu": (ALL_WIDE.gelu, F.gelu, [randn(ROWS, FFN)]),
 }
 
 
@@ -162,7 +160,7 @@ def test_activations_stay_within_a_few_units_of_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_token_seen_2000_times_gets_all_its_gradient(dtype: torch.dtype) -> None:
     weight = torch.zeros(2, 4, dtype=dtype, requires_grad=True)
-    out = WIDE.embedding(torch.zeros(2000, dtype=torch.int64), weight)
+    out = ALL_WIDE.embedding(torch.zeros(2000, dtype=torch.int64), weight)
     (grad_weight,) = torch.autograd.grad(out, weight, torch.full((2000, 4), 0.25, dtype=dtype))
     assert torch.equal(grad_weight, torch.tensor([[500.0], [0.0]], dtype=dtype).expand(2, 4))
 
@@ -186,7 +184,7 @@ def test_products_too_large_for_one_slice_are_cut_without_cutting_a_sum(monkeypa
     grad = randn(50, 24, seed=99).double()
     monkeypatch.setattr(wide, "MAX_WIDE_ELEMENTS", 7 * 24)
     assert len(list(wide.row_slices(50, 24, 7 * 24))) == 8
-    got = forward_and_grads(WIDE.linear, [x, w, b])
+    got = forward_and_grads(ALL_WIDE.linear, [x, w, b])
     assert torch.equal(got[0], want[0].half())
     for result, truth, absolute in zip(
         got[1:],
@@ -201,22 +199,22 @@ def test_gradients_nobody_asked_for_are_not_computed() -> None:
     x, w, b = randn(4, 8), randn(8, 8, seed=1), randn(8, seed=2)
     for wanted in (x, w, b):
         leaves = [t.clone().requires_grad_(t is wanted) for t in (x, w, b)]
-        WIDE.linear(*leaves).sum().backward()
+        ALL_WIDE.linear(*leaves).sum().backward()
         assert [leaf.grad is not None for leaf in leaves] == [t is wanted for t in (x, w, b)]
 
 
 def test_values_beyond_the_range_of_fp16_become_inf_as_on_a_gpu() -> None:
     big = torch.full((1, 64), 60_000.0, dtype=torch.float16)
-    assert torch.equal(WIDE.linear(big, -torch.ones(1, 64).half(), None), torch.full((1, 1), -torch.inf).half())
-    assert torch.isposinf(WIDE.swiglu(big, big)).all()
-    assert torch.equal(WIDE.rms_norm(big, big[0], EPS), big)  # the squares would be inf in FP16
-    assert torch.isposinf(WIDE.layer_norm(torch.arange(64).half(), big[0], None, EPS)[-1])
+    assert torch.equal(ALL_WIDE.linear(big, -torch.ones(1, 64).half(), None), torch.full((1, 1), -torch.inf).half())
+    assert torch.isposinf(ALL_WIDE.swiglu(big, big)).all()
+    assert torch.equal(ALL_WIDE.rms_norm(big, big[0], EPS), big)  # the squares would be inf in FP16
+    assert torch.isposinf(ALL_WIDE.layer_norm(torch.arange(64).half(), big[0], None, EPS)[-1])
     leaf = torch.ones(1, 64, dtype=torch.float16, requires_grad=True)
-    out = WIDE.linear(leaf, torch.ones(2, 64).half(), None)
+    out = ALL_WIDE.linear(leaf, torch.ones(2, 64).half(), None)
     (grad,) = torch.autograd.grad(out, leaf, big[:, :2])
     assert torch.isposinf(grad).all()  # 60,000 + 60,000: finite in FP32, not in FP16
     weight = torch.ones(1, 4, dtype=torch.float16, requires_grad=True)
-    rows = WIDE.embedding(torch.zeros(2, dtype=torch.int64), weight)
+    rows = ALL_WIDE.embedding(torch.zeros(2, dtype=torch.int64), weight)
     (grad,) = torch.autograd.grad(rows, weight, torch.full((2, 4), 60_000.0).half())
     assert torch.isposinf(grad).all()
 
