@@ -16,6 +16,7 @@ LAYER = {
     "durable": 0,
     "live_storage": 0,
     "machine": 0,
+    "names": 0,
     "config": 1,
     "comm": 1,
     "mixed_precision": 2,

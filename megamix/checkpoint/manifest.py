@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 
 from megamix.config.load import toml_tables
+from megamix.names import plain_name
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
 _SHOWN = 5  # problems, of a text that may have thousands
@@ -80,6 +81,7 @@ _BEGINNING = 80  # bytes, with the version in them
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
+_PlainName = Annotated[str, AfterValidator(plain_name)]  # earlier versions kept what torch's wrappers put into names
 _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
 StateSet = dict[_Name, Dtype]  # by state
@@ -117,9 +119,9 @@ def check_size(path: Path, record: FileRecord) -> None:
 class ParamRecord(Record):
     """One parameter or persistent buffer, whole, under its first registered name."""
 
-    name: str
+    name: _PlainName
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
-    aliases: tuple[str, ...]
+    aliases: tuple[_PlainName, ...]
     state_set: Count = Field(default=0, alias="states")  # the place of its set in `Manifest.states`
 
 

@@ -17,6 +17,7 @@ from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Man
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.half_params import SAVED_DTYPES, Entry
 from megamix.mixed_precision.optimizers import Optimizer
+from megamix.names import by_plain_name
 
 DTYPES: dict[str, torch.dtype] = dict(zip(get_args(Dtype), SAVED_DTYPES, strict=True))
 DTYPE_NAMES: dict[str, Any] = {str(dtype): name for name, dtype in DTYPES.items()}  # each of a Literal type
@@ -76,7 +77,7 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 
 def buffer_parts(engine: ShardedEngine) -> list[Part]:
     """Return the buffers of this rank's module, as they are."""
-    held = dict(engine.module.named_buffers(remove_duplicate=False))
+    held = by_plain_name(engine.module.named_buffers(remove_duplicate=False))
     own = [entry for entry in engine.buffers if entry.name in held]
     return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
 

@@ -23,6 +23,7 @@ from megamix import tuned
 from megamix.checkpoint.boxes import Box
 from megamix.checkpoint.manifest import FileRecord
 from megamix.checkpoint.snapshot import DTYPE_NAMES, DTYPES, Part, StateBox
+from megamix.names import plain_name
 
 _ALIGNMENT = 64  # of the first tensor's bytes in the file
 _USUAL_HEADER = 1 << 16  # bytes; of a longer one the rest is only read more slowly
@@ -111,7 +112,7 @@ def read_header(path: Path) -> Iterator[tuple[str, str, Stored]]:
         if start % DTYPES[dtype].itemsize:  # its elements would not be whole in a chunk
             raise ValueError(f"{key[:200]!r} begins at byte {start}, no multiple of {DTYPES[dtype].itemsize}")
         param, state, box = _parse_key(key, entry["shape"])
-        yield param, state, Stored(path.name, key, dtype, box, start)
+        yield plain_name(param), state, Stored(path.name, key, dtype, box, start)
 
 
 def read_ahead(path: Path, size: int) -> Iterator[memoryview]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -17,11 +18,14 @@ from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
 from megamix.mixed_precision.settings import Placement, Sharding
+from megamix.names import by_plain_name, plain_name, prefix_of
 
 SAVED_DTYPES = (  # what a checkpoint holds
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
     torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
+log = logging.getLogger("megamix")
+
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -44,7 +48,7 @@ def describe_params(
     A shared parameter is described once, under its first name; frozen and empty parameters are not described.
     """
     names: dict[nn.Parameter, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in by_plain_name(model.named_parameters(remove_duplicate=False)).items():
         if param.requires_grad and param.numel():
             names.setdefault(param, []).append(name)
         elif param.numel() and topology.tp.size * topology.pp.size > 1:
@@ -80,7 +84,7 @@ def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path + ".")
+        paths.setdefault(module, []).append(prefix_of(path))
     for unit in units:
         if any(other is not unit and other in units for other in unit.modules()):
             raise ValueError(f"units must not lie in each other, but a {type(unit).__name__} holds another one")
@@ -109,11 +113,11 @@ def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], topology: Topol
     """Return (parameters, buffers) of the model that all ranks train, from what this one trains of it, stage by stage.
     Every rank must call it. Raises: ValueError naming a buffer that cannot be saved.
     """
-    persistent, stage = model.state_dict().keys(), topology.pp.rank
+    persistent, stage = {*map(plain_name, model.state_dict())}, topology.pp.rank
     params = [Entry(spec.name, spec.full_shape, str(torch.float32), stage, spec.aliases) for spec in specs]
     buffers = [
         Entry(name, tuple(buffer.shape), str(buffer.dtype), stage)
-        for name, buffer in model.named_buffers(remove_duplicate=False)
+        for name, buffer in by_plain_name(model.named_buffers(remove_duplicate=False)).items()
         if name in persistent and buffer.numel()
     ]
     for buffer in buffers:
@@ -162,9 +166,11 @@ class ModuleGuard:
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._names = {param: name for name, param in model.named_parameters()}
+        self._names = {param: name for name, param in by_plain_name(model.named_parameters()).items()}
         self._trains = [param.requires_grad for param in self._names]
         self._note_parts()
+        self._told_of_compile = False
+        self._tell_of_compile()
 
     def _note_parts(self) -> None:
         self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another
@@ -180,13 +186,25 @@ class ModuleGuard:
         if self._ids_now() != self._ids:
             self._compare()
             self._note_parts()
+        self._tell_of_compile()
         if [*map(_REQUIRES_GRAD, self._names)] != self._trains:
             for (param, name), trains in zip(self._names.items(), self._trains, strict=True):
                 if param.requires_grad != trains:
                     raise RuntimeError(_frozen_or_thawed(name, trains))
 
+    def _tell_of_compile(self) -> None:
+        # By name: to import the compiler takes seconds.
+        is_compiled = self._model._compiled_call_impl is not None or type(self._model).__name__ == "OptimizedModule"
+        if is_compiled and not self._told_of_compile:
+            self._told_of_compile = True
+            log.warning(
+                "torch.compile stands around the whole model: its backward is one piece, so all gradients come at its "
+                "end, and their sums over the ranks run beside nothing. Compile what is inside: "
+                "`for block in model.blocks: block.compile()`"
+            )
+
     def _compare(self) -> None:
-        now, known = dict(self._model.named_parameters(remove_duplicate=False)), {*self._names.values()}
+        now, known = by_plain_name(self._model.named_parameters(remove_duplicate=False)), {*self._names.values()}
         for name, param in now.items():
             if param not in self._names:
                 what = "is another Parameter now than the one that the engine trains" if name in known else "was added"
@@ -223,7 +241,7 @@ class HalfParams:
 
     def __init__(self, model: nn.Module, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
         self.layout, self.dtype, self._device = layout, dtype, device
-        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.params: dict[str, nn.Parameter] = by_plain_name(model.named_parameters())
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []
         # By bucket: name, parameter, and what must still be true of it for the engine's writes to reach the module: how

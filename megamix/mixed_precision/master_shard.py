@@ -13,6 +13,7 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec
 from megamix.mixed_precision.half_params import Entry, HalfParams
 from megamix.mixed_precision.optimizers import MASTER, States, UpdateGroup
+from megamix.names import by_plain_name
 
 _MOST_TOLD = 8  # entries of each kind: a model of another kind differs in hundreds
 
@@ -115,7 +116,9 @@ def full_weights(
         for slot in bucket.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
-    own = model.state_dict(keep_vars=True)  # else the values of those that are not there would be asked for
+    own = by_plain_name(
+        model.state_dict(keep_vars=True).items()
+    )  # else the values of those that are not there would be asked for
     weights = {
         name: trained[name] if name in trained else tensor.detach().to("cpu", copy=True) for name, tensor in own.items()
     }
@@ -207,7 +210,8 @@ def load_weights(
 
     Raises: ValueError naming the first missing, unknown and misshapen entries, before anything is changed.
     """
-    own = model.state_dict(keep_vars=True)
+    own = by_plain_name(model.state_dict(keep_vars=True).items())
+    weights = by_plain_name(state_dict.items())
     trained = {
         name: slot.spec.full_shape
         for bucket in half_params.layout.buckets
@@ -215,14 +219,14 @@ def load_weights(
         for name in (slot.spec.name, *slot.spec.aliases)
     }
     shapes = {name: trained.get(name, tuple(tensor.shape)) for name, tensor in own.items()}
-    given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     elsewhere = {name for entry in entries for name in (entry.name, *entry.aliases)}
     if problems := misfit_names(given, shapes, may_have=elsewhere):
         raise ValueError("load_weights() needs exactly the module's entries: " + "; ".join(problems))
     for index in range(len(half_params.layout.buckets)):
-        full = half_params.full_precision(index, state_dict)
+        full = half_params.full_precision(index, weights)
         master_shard.take(index, full)
         half_params.put(index, full)
     for name, tensor in own.items():
         if name not in trained:
-            tensor.detach().copy_(state_dict[name])
+            tensor.detach().copy_(weights[name])

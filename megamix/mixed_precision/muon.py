@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers, require_finite
+from megamix.names import by_plain_name
 
 MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
@@ -103,21 +104,21 @@ class Muon(AdamW):
 
     def for_model(self, model: nn.Module) -> Self:
         no_maps, known = _params_of(model, _NO_MAPS), (*self.tables, *self.matrix, *self.adamw)
-        params = model.named_parameters(remove_duplicate=False)
-        found = [name for name, one in params if one in no_maps and one.dim() > 1 and not _matches(name, known)]
+        params = by_plain_name(model.named_parameters(remove_duplicate=False))
+        found = [name for name, one in params.items() if one in no_maps and one.dim() > 1 and not _matches(name, known)]
         return replace(self, tables=(*self.tables, *map(glob.escape, found)))
 
     def doubts(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
         yield from super(Muon, self).doubts(model, shapes)
         # No model has all of the usual tables, nor need it have its family's; whole names are what `for_model` adds.
         usual = {*TABLES, *getattr(type(model), "tables", ())}
-        usual |= {glob.escape(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        usual |= {*map(glob.escape, by_plain_name(model.named_parameters(remove_duplicate=False)))}
         for key in ("tables", "matrix", "adamw", "fused"):
             for pattern in getattr(self, key):
                 if not fnmatch.filter(shapes, pattern) and not (key == "tables" and pattern in usual):
                     yield f"{key} of Muon has the pattern {pattern!r}, which matches no parameter of the model"
         maps, told = _params_of(model, (nn.Linear,)), set[str]()
-        for name, param in model.named_parameters():
+        for name, param in by_plain_name(model.named_parameters()).items():
             rows = self.matrices(name, shapes[name]) if name in shapes else ()
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # in all layers
             is_clear = param in maps and not _matches(name, FUSED)

@@ -15,6 +15,7 @@ from megamix.comm.collectives import Pending
 from megamix.mixed_precision.flat_layout import FlatLayout
 from megamix.mixed_precision.half_params import HalfParams
 from megamix.mixed_precision.master_shard import MasterShard
+from megamix.names import prefix_of
 
 log = logging.getLogger("megamix")
 
@@ -179,7 +180,7 @@ def _buckets_by_unit(
         for slot in bucket.slots
         for name in (slot.spec.name, *slot.spec.aliases)
     }
-    prefixes = {path + ".": module for path, module in model.named_modules() if module in units}
+    prefixes = {prefix_of(path): module for path, module in model.named_modules() if module in units}
     root_buckets = [index for name, index in bucket_of.items() if not name.startswith(tuple(prefixes))]
     needs = [(model, sorted(set(root_buckets), reverse=True))]
     for prefix, module in prefixes.items():

@@ -200,7 +200,8 @@ def check_arguments(
                 f"units must be different submodules of the model; {type(unit).__name__} {wrong}. "
                 "Pass e.g. [*model.blocks]"
             )
-        if type(unit).forward is nn.Module.forward and any(True for _ in unit.parameters()):
+        forward = getattr(unit.forward, "__func__", None)  # torch.compile sets it on the object
+        if forward is nn.Module.forward and any(True for _ in unit.parameters()):
             raise ValueError(
                 f"units must be modules that the model calls, and a {type(unit).__name__} is none, having no forward: "
                 "nothing would await its weights. Pass what it holds, e.g. [*model.blocks]"

@@ -20,6 +20,7 @@ from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.passing_params import PassingHalfParams, warn_of_rest
 from megamix.mixed_precision.settings import Shard
 from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
+from megamix.names import plain_name
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class UnitGather:
     ):  # fmt: skip
         self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
         self._overlap, self._clock, self._came, self.pending = overlap, clock, came, dict[int, Pending]()
-        paths = {id(module): path for path, module in model.named_modules()}
+        paths = {id(module): plain_name(path) for path, module in model.named_modules()}
         names = ["the model outside its units", *(paths[id(unit)] for unit in units)]
         found = [Unit(name, [], []) for name in names]
         for bucket in reversed(range(len(half_params.layout.buckets))):

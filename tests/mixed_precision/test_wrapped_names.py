@@ -1,0 +1,139 @@
+"""What torch.compile and activation checkpointing put into names gets nowhere: groups, units, weights and checkpoints
+have the plain model's, whichever of two models is wrapped; a compile of the whole model is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from megamix import Checkpoints, Muon, ParamGroup, Precision, ShardedEngine, Sharding
+from megamix.checkpoint.manifest import ParamRecord
+from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
+
+GROUPS = (ParamGroup(pattern="blocks.0.up.weight", lr_factor=0.0), ParamGroup(pattern="blocks.1.*", lr_factor=0.5))
+
+
+def _wrapped() -> TinyModel:
+    """Return a model with each wrapper at the end of a path and in the middle of one, and buffers in them."""
+    model = _plain()
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    model.blocks[1].up = checkpoint_wrapper(model.blocks[1].up)
+    model.blocks[2] = checkpoint_wrapper(torch.compile(model.blocks[2], backend="eager"))
+    return model
+
+
+def _plain() -> TinyModel:
+    model = make_model()
+    for number, block in enumerate(model.blocks):
+        block.register_buffer("table", torch.full((2,), float(number)))
+    return model
+
+
+def _engine(model: nn.Module, shard: str = "states") -> ShardedEngine:
+    optimizer = Muon(lr=0.01, groups=GROUPS, matrix=["blocks.2.down.*"])
+    sharding = Sharding(units=[*model.blocks], shard=shard)
+    return ShardedEngine(model, optimizer, Precision(torch.bfloat16), sharding, compile_update=False)
+
+
+def _train(engine: ShardedEngine, steps: range) -> None:
+    for step in steps:
+        engine.backward(loss_of(engine.module, make_batch(step, 0, 0)))
+        engine.step()
+
+
+def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
+    first, second = one.full_weights(), other.full_weights()
+    return first.keys() == second.keys() and all(
+        weight.dtype == second[name].dtype and torch.equal(weight, second[name]) for name, weight in first.items()
+    )
+
+
+@pytest.mark.parametrize("shard", ["states", "parameters"])
+def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard: str, tmp_path: Path) -> None:
+    wrapped, plain = _engine(_wrapped(), shard), _engine(_plain(), shard)
+    assert wrapped.param_names == plain.param_names
+    _train(wrapped, range(2))
+    _train(plain, range(2))
+    assert _same(wrapped, plain)
+    for saving, loading in ((wrapped, _plain), (plain, _wrapped)):
+        folder = tmp_path / type(loading).__name__ / loading.__name__
+        Checkpoints(saving, folder).save({})
+        going_on = _engine(loading(), shard)
+        assert Checkpoints(going_on, folder).load() == {}
+        _train(going_on, range(2, 3))
+        fresh = _engine(loading(), shard)
+        fresh.load_weights(saving.full_weights())
+        assert _same(fresh, saving)
+        _train(saving, range(2, 3))
+        assert _same(going_on, saving)
+        assert not _same(fresh, saving)
+
+
+def test_weights_are_taken_under_a_wrapped_model_s_own_names() -> None:
+    engine, source = _engine(_wrapped()), _wrapped()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(1)
+    own = source.state_dict()
+    assert any("_orig_mod" in name for name in own)
+    engine.load_weights(own)
+    assert all(torch.equal(engine.full_weights()[name], weight) for name, weight in _whole(source).items())
+    with pytest.raises(ValueError, match=r"blocks\.0\._orig_mod\.gain.* both blocks\.0\.gain"):
+        engine.load_weights({"blocks.0.gain": torch.zeros(1), **own})
+
+
+def _whole(model: TinyModel) -> dict[str, torch.Tensor]:
+    return {name.replace("_orig_mod.", ""): weight for name, weight in model.state_dict().items()}
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_under_plain_names() -> None:
+    old = '{"name": "a._orig_mod.w", "shape": [2], "aliases": ["b._checkpoint_wrapped_module.w"], "states": 0}'
+    assert ParamRecord.from_json(old) == ParamRecord(name="a.w", shape=(2,), aliases=("b.w",), states=0)
+
+
+def test_a_block_may_be_compiled_after_the_engine_is_built() -> None:
+    engine, plain = _engine(_plain()), _engine(_plain())
+    _train(engine, range(1))
+    engine.module.blocks[1] = torch.compile(engine.module.blocks[1], backend="eager")
+    engine.module.blocks[2].compile(backend="eager")
+    _train(engine, range(1, 3))
+    _train(plain, range(3))
+    assert _same(engine, plain)
+
+
+def _around(model: TinyModel) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def _in_place(model: TinyModel) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [_around, _in_place])
+def test_a_compile_of_the_whole_model_is_told_once(compiled: Callable[[TinyModel], nn.Module], caplog) -> None:
+    plain, model = _engine(_plain()), compiled(_plain())
+    units = list(model.blocks)
+    with caplog.at_level(logging.WARNING):
+        engine = ShardedEngine(model, plain.optimizer, Precision(torch.bfloat16), Sharding(units), compile_update=False)
+        _train(engine, range(2))
+    told = [line for line in caplog.messages if "torch.compile stands around the whole model" in line]
+    assert len(told) == 1
+    assert "block.compile()" in told[0]
+    _train(plain, range(2))
+    assert _same(engine, plain)
+
+
+def test_a_compile_after_the_build_is_told_at_the_next_step(caplog) -> None:
+    engine = _engine(_plain())
+    _in_place(engine.module)
+    with caplog.at_level(logging.WARNING):
+        _train(engine, range(2))
+    assert len([line for line in caplog.messages if "around the whole model" in line]) == 1
