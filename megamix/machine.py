@@ -26,6 +26,7 @@ _TORCH = {
 }
 WORKSPACES = (":4096:8", ":16:8")  # with which cuBLAS gives the same bits each time
 _DETERMINISTIC = {("CUBLAS_WORKSPACE_CONFIG", ""): WORKSPACES[0], ("TORCHINDUCTOR_DETERMINISTIC", ""): "1"}
+CPU_HALVES = "MEGAMIX_CPU_HALVES"  # the variable that says how a CPU computes halves
 _LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall back to 128 KiB
 
 
@@ -42,7 +43,7 @@ def has_gpu() -> bool:
 
 
 @functools.cache
-def native_halves() -> frozenset[torch.dtype]:
+def half_units() -> frozenset[torch.dtype]:
     """Return the half dtypes in which this CPU has arithmetic; loads torch.
 
     Without it torch's products in that dtype take 2 (BF16 with AVX-512) to 100 times as long as in FP32.
@@ -55,6 +56,23 @@ def native_halves() -> frozenset[torch.dtype]:
     }
     found = torch.cpu.get_capabilities()
     return frozenset(dtype for dtype, names in units.items() if any(found.get(name, False) for name in names))
+
+
+def native_halves() -> frozenset[torch.dtype]:
+    """Return the half dtypes that a CPU's products take as they are: those in which it has arithmetic, or what
+    MEGAMIX_CPU_HALVES says, "native" all, "wide" none. The others are widened to FP32, and results rounded once.
+
+    Raises: ValueError if it says anything else.
+    """
+    import torch
+
+    chosen = os.environ.get(CPU_HALVES)
+    ways = {None: half_units(), "native": frozenset({torch.float16, torch.bfloat16}), "wide": frozenset[torch.dtype]()}
+    if chosen not in ways:
+        raise ValueError(
+            f'{CPU_HALVES}: got {chosen!r}, must be "native" or "wide"; unset it for what this CPU computes faster'
+        )
+    return ways[chosen]
 
 
 def tell_torch(ranks: int, *, deterministic: bool = False) -> None:

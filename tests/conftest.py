@@ -11,7 +11,7 @@ import os
 import pkgutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
                     importlib.import_module(module.name)
     with lines_counted(False):
         return (yield)
+
+
+def also_wide(values: Iterable[Any], *chosen: object) -> list[Any]:
+    """Return the values of a parametrised test, of which the chosen ones run once more with halves computed wide."""
+
+    def marked(value: Any) -> Any:
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.also_wide)
+
+    return [marked(value) if value in chosen else value for value in values]
 
 
 counts = True  # covered lines, in the test that runs: see the marker `uncounted`

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.bench.sides import SEED, Ddp, Ours, Work, make_engine, make_model, shard_fully
+from megamix.bench.sides import SEED, Ddp, Ours, Work, make_engine, make_model, product_dtype, shard_fully
 from megamix.comm.topology import Topology
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
@@ -71,13 +71,13 @@ class TorchTensorParallel(Ddp):
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
-        self._clip_grad, self._dtype = work.clip_grad, dtype
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
         mesh = _mesh("tp")
         # torch's own operations: of ours that sum in FP32, DTensor would dispatch every step by itself.
         model = self.model = make_model(work, wide=False)
         _divide(model, mesh["tp"])
         if sharded:
-            shard_fully(model, model.blocks, mesh["dp"], dtype, dtype)
+            shard_fully(model, model.blocks, mesh["dp"], self._dtype, dtype)
             self._dtype = torch.float32  # nothing is left for autocast
         self.optimizer = self._make_optimizer(model, work)
 
@@ -99,7 +99,8 @@ class TorchPipeline(Ddp):
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16, *, sharded: bool = False):
-        self._clip_grad, self._dtype, self._micro_batches = work.clip_grad, dtype, work.micro_batches
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        self._micro_batches = work.micro_batches
         mesh, rank = _mesh("pp"), dist.get_rank()
         layers = plan_stages(work.model, dist.get_world_size(), 1)[rank].layers
         model = make_model(work)

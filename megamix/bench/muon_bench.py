@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamix.bench.ranks import Settings, Side, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress
-from megamix.bench.sides import Ours, Work, make_model
+from megamix.bench.sides import Ours, Work, make_model, product_dtype
 from megamix.bench.train_bench import exposed, measure, result, speed_up
 from megamix.mixed_precision.muon import Muon, orthogonalised
 
@@ -55,6 +55,7 @@ class Iteration:
             if self._optimizer.matrices(name, tuple(param.shape))
         )
         self._shapes = [(torch.randn(shape).bfloat16(), number) for shape, number in shapes.items()]
+        self._dtype = product_dtype(torch.bfloat16, work.device)
 
     def turn(self) -> tuple[float, float]:
         """Return the seconds of all directions, and of their products, by shape in turns."""
@@ -68,7 +69,7 @@ class Iteration:
         orthogonalised(matrix, self._optimizer)
 
     def _products(self, matrix: Tensor) -> None:
-        x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT.contiguous()
+        x = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT.contiguous()).to(self._dtype)
         for _ in range(self._optimizer.ns_steps):
             gram = x @ x.mT
             _ = gram @ gram @ x

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megamix.machine import native_halves, num_cores
+from megamix.machine import half_units, native_halves, num_cores
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -109,8 +109,9 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": num_cores(),
-        "fp16_units": torch.float16 in native_halves(),
-        "bf16_units": torch.bfloat16 in native_halves(),
+        "fp16_units": torch.float16 in half_units(),
+        "bf16_units": torch.bfloat16 in half_units(),
+        "bf16_products": "native" if torch.bfloat16 in native_halves() else "wide",
         "load": os.getloadavg()[0],
         "megamix": importlib.metadata.version("megamix"),
         "torch": torch.__version__,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megamix.config import ModelConfig
+from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
@@ -75,6 +76,20 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
     torch.manual_seed(SEED)
     with torch.device(work.device):
         return Transformer(work.model, Ops(wide=wide))
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return in which dtype torch's own ways multiply: `dtype`, or FP32 on a CPU without arithmetic in it, where ours
+    computes wide, too: its own products in that dtype would take up to 100 times as long.
+    """
+    return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
+
+
+def how_multiplied(device: str) -> list[str]:
+    """Say so where products of BF16 are not BF16's."""
+    if product_dtype(torch.bfloat16, device) == torch.bfloat16:
+        return []
+    return ["BF16 is computed wide, as this CPU has no arithmetic in it: ours in FP32 on halves, autocast in FP32"]
 
 
 def make_engine(
@@ -162,7 +177,7 @@ class Ddp(Engine):
     """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        self._clip_grad, self._dtype = work.clip_grad, dtype
+        self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
         self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
         self.optimizer = self._make_optimizer(self.model, work)

@@ -16,7 +16,7 @@ import torch
 from megamix.bench.layout_sides import OursPipeline, OursTensorParallel, TorchPipeline, TorchTensorParallel
 from megamix.bench.ranks import Settings, Side, TrainRank, Turn, rotated, start_ranks
 from megamix.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
-from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero
+from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
 from megamix.config.sections import MetricsConfig
 from megamix.machine import native_halves
 from megamix.mixed_precision.settings import ReduceDtype
@@ -224,4 +224,6 @@ def result(
     ]
     columns = ("side", "tokens/s", f"{base} / side", "optimizer ms", "cores a rank", "peak live MB", "ru_maxrss MB")
     raw = {name: side._asdict() for name, side in measured.items()}
-    return Result(bench, settings.described(), raw, columns, rows, goals, notes)
+    return Result(
+        bench, settings.described(), raw, columns, rows, goals, [*notes, *how_multiplied(settings.work.device)]
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megamix.bench.sides import Work
+from megamix.bench.sides import Work, how_multiplied
 from megamix.config import ModelConfig, config_from_dict
 from megamix.doctor import ranks
 from megamix.doctor.cards import Card, judge_cards
@@ -133,7 +133,8 @@ def judge_training(case: Case, rates: Mapping[str, float], card: str) -> Finding
     """
     others = {side: rate for side, rate in rates.items() if side != "ours"}
     ours, peak = rates["ours"], dense_peak(card, torch.bfloat16)
-    seen = f"{ours:,.0f} tokens/s a rank; " + ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
+    shares = ", ".join(f"{ours / rate:.2f} of {side}" for side, rate in others.items())
+    seen = "; ".join([f"{ours:,.0f} tokens/s a rank", shares, *how_multiplied(case["device"])])
     wanted, wrong = f"{_OF_TORCH} of the best", ours < _OF_TORCH * max(others.values())
     if peak is not None:
         per_token = flops_per_token(_work(case).model) / peak

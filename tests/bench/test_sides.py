@@ -1,15 +1,22 @@
 """Every side of a comparison trains, and trains the same thing."""
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megamix.bench import train_bench
 from megamix.bench.ranks import Side, TrainRank
-from megamix.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Zero
+from megamix.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
+from megamix.machine import CPU_HALVES
+from megamix.mixed_precision.muon import Muon
 from tests.bench.tiny import WORK
 
 FP32 = {
@@ -114,3 +121,40 @@ def test_peak_live_bytes_are_counted_on_every_side(run_ranks) -> None:
             peaks["fsdp2"] > 8 * params
         )  # no more can be said: its first use in a process makes some 400 kB of its own
         assert peaks["ours"] > 10 * params
+
+
+class _Products(TorchDispatchMode):
+    """Notes the dtypes that matrix products take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear"):
+            self.dtypes |= {arg.dtype for arg in args if isinstance(arg, Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def _products(builds: dict[str, Any], work: Work) -> dict[str, set[torch.dtype]]:
+    found = {}
+    for name, build in builds.items():
+        with mock.patch.dict(os.environ, {CPU_HALVES: "wide"}), _Products() as products:
+            TrainRank(Side(name, build), replace(work, compile_update=False)).losses(1)
+        found[name] = products.dtypes
+    return found
+
+
+def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_HALVES, "wide")
+    sides = {name: HALF[name] for name in ("ours", "parameters", "examined", "ddp", "zero", "fsdp2")}
+    sides |= {"forward and backward": ForwardBackward, "muon": partial(Ours, optimizer=Muon)}
+    for layout in ("tp2", "pp2"):
+        work, ours, peers, others = train_bench.LAYOUTS[layout]
+        work = replace(work, model=WORK.model.model_copy(update={"tie_embeddings": False}))
+        divided = {f"{layout} {side.name}": side.build for side in (ours, *peers, *others)}
+        for of_rank in run_ranks(_products, 2, divided, work):
+            assert of_rank == {key: {torch.float32} for key in divided}
+    assert run_ranks(_products, 2, sides, WORK)[0] == {key: {torch.float32} for key in sides}
+    assert "computed wide" in how_multiplied("cpu")[0]
+    assert how_multiplied("cuda") == []

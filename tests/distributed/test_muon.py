@@ -24,7 +24,7 @@ from megamix.mixed_precision.matrix_layout import matrices_of
 from megamix.mixed_precision.matrix_update import DIRECTION
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.optimizers import MASTER
-from tests.conftest import FULL
+from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.models import make_model
 from tests.distributed.reference import Reference, train_reference
@@ -151,7 +151,7 @@ def check_cases(cases: list[Case]) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("dp_size", [*COUNTS])
+@pytest.mark.parametrize("dp_size", also_wide(COUNTS, 2))
 def test_equals_a_plain_loop(run_ranks, dp_size: int) -> None:
     cases = _cases(dp_size)
     wrong = [check_cases(cases)] if dp_size == 1 else run_ranks(check_cases, dp_size, cases, deadline_s=900.0)

@@ -4,6 +4,7 @@ included; `megamix verify` says so there.
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megamix.cli import main
 from megamix.config import Config
+from megamix.machine import CPU_HALVES
 from megamix.model import layers
 from megamix.model.ops import Ops
 from megamix.verify.layouts import parse_layout
-from tests.conftest import FULL
+from tests.conftest import FULL, also_wide
 from tests.gpu.pools import processes_with_gpus
 from tests.verify.covering import Run, whole_matrix
 from tests.verify.jobs import make_config, observe_case
@@ -68,6 +70,7 @@ def _one_arithmetic() -> Iterator[None]:
         return right(hidden.float(), weight.float(), *others)
 
     with (
+        mock.patch.dict(os.environ, {CPU_HALVES: "native"}),
         mock.patch.object(Ops, "_sums_wide", lambda self, x: False),
         mock.patch.object(layers, "linear_cross_entropy", in_fp32),
         sdpa_kernel(SDPBackend.MATH),
@@ -88,7 +91,7 @@ def _digests(configs: list[Config]) -> list[dict[Any, object]]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", also_wide(LAYOUTS, "dp2"))
 def test_a_layout_trains_the_bits_of_gloo(run_ranks, gpu_ranks, layout: str) -> None:
     runs, size = _runs(layout), parse_layout(layout).world_size
     for first in range(0, len(runs), 2):  # of more runs, groups that they have made would fill the threads

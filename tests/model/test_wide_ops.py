@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.machine import native_halves
+from megamix.machine import CPU_HALVES, half_units, native_halves
 from megamix.model import ops, wide
 from tests.model.rounding import (
     ALL_WIDE,
@@ -265,9 +265,25 @@ def test_the_machine_decides_how_halves_are_multiplied(
     monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], native: set[torch.dtype]
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    native_halves.cache_clear()
+    monkeypatch.delenv(CPU_HALVES, raising=False)
+    half_units.cache_clear()
     try:
         assert native_halves() == native
         assert ops.Ops().native == native
     finally:
-        native_halves.cache_clear()  # what the patched machine answered must not outlive the patch
+        half_units.cache_clear()  # what the patched machine answered must not outlive the patch
+
+
+@pytest.mark.parametrize(("way", "native"), [("native", {torch.float16, torch.bfloat16}), ("wide", set[torch.dtype]())])
+def test_one_variable_says_how_a_cpu_computes_halves(
+    monkeypatch: pytest.MonkeyPatch, way: str, native: set[torch.dtype]
+) -> None:
+    monkeypatch.setenv(CPU_HALVES, way)
+    assert native_halves() == native
+    assert ops.Ops().native == native
+
+
+def test_any_other_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CPU_HALVES, "fast")
+    with pytest.raises(ValueError, match=r"MEGAMIX_CPU_HALVES: got 'fast', must be \"native\" or \"wide\"; unset it"):
+        ops.Ops()

@@ -55,6 +55,7 @@ def _moved(optimizer: Muon, grad: Tensor, master: Tensor, momentum: Tensor) -> t
 
 
 # Without clipping, with a power of two of micro-batches, a gradient without its scale is exact.
+@pytest.mark.also_wide
 @pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("dp_size", "tp_size", "model"), [(1, 2, "llama"), (2, 2, "gpt"), (1, 4, "gpt")])
 def test_a_divided_matrix_moves_as_the_whole_one(

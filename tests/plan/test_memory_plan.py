@@ -23,7 +23,7 @@ from megamix.plan.memory_plan import EVALUATION, held_memory, plan_memory, plan_
 from megamix.plan.report import report_lines
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.layouts import parse_layout
-from tests.conftest import FULL
+from tests.conftest import FULL, also_wide
 
 BASE = {
     "model": {"vocab_size": 512, "seq_len": 96, "hidden_size": 128, "num_layers": 3, "num_heads": 4},
@@ -202,7 +202,9 @@ def _batch(config: Config) -> MicroBatch:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize("name", ALL if FULL else CONFIGS | MUON | SHARDED)
+@pytest.mark.parametrize(
+    "name", also_wide(ALL if FULL else CONFIGS | MUON | SHARDED, "gpt bf16, two ranks", "muon, whole")
+)
 def test_what_is_planned_is_what_ranks_hold(run_ranks, name: str) -> None:
     layout_name, sections, *given = ALL[name]
     layout = parse_layout(layout_name)

@@ -48,6 +48,7 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.also_wide
 def test_a_pipeline_s_job_is_one_process_s_job(run_ranks, tmp_path, data) -> None:
     whole, pipe = tmp_path / "whole", tmp_path / "pipe"
     tokenizer = {"train": str(data / "train"), "valid": str(data / "valid"), "tokenizer": str(data / "tokenizer.json")}

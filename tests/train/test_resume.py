@@ -31,7 +31,7 @@ from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedErr
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.same_run import changes
 from megamix.train.trainer import Trainer
-from tests.conftest import FULL
+from tests.conftest import FULL, also_wide
 from tests.programs import lines_counted
 from tests.test_config_unread import listed_before
 from tests.train.jobs import (
@@ -167,7 +167,7 @@ def uninterrupted(tmp_path_factory, data, run_ranks) -> Uninterrupted:
 
 
 @pytest.mark.uncounted
-@pytest.mark.parametrize(("trial", "job"), KILLS)
+@pytest.mark.parametrize(("trial", "job"), also_wide(KILLS, (3, "muon")))
 def test_killed_at_any_instant_and_resumed_it_ends_bitwise_equal(
     tmp_path, data, run_ranks, uninterrupted, trial: int, job: str
 ) -> None:

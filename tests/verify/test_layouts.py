@@ -17,7 +17,7 @@ from megamix.mixed_precision.settings import Shard
 from megamix.verify.judge import judge
 from megamix.verify.layouts import parse_layout
 from megamix.verify.observe import ObservedStep
-from tests.conftest import FULL
+from tests.conftest import FULL, also_wide
 from tests.verify.covering import Run, covering_runs, whole_matrix
 from tests.verify.jobs import OVERFLOW_AT, UPDATES, make_config, observe_case
 
@@ -62,8 +62,11 @@ def _runs() -> list[Run]:
     return [run if _allowed(run) else run | {"shard": "gradients"} for run in turned]
 
 
+WORLD_SIZES = sorted({parse_layout(name).world_size for name in LAYOUTS})
+
+
 @pytest.mark.uncounted
-@pytest.mark.parametrize("world_size", sorted({parse_layout(name).world_size for name in LAYOUTS}))
+@pytest.mark.parametrize("world_size", also_wide(WORLD_SIZES, 2))
 def test_every_layout_passes(run_ranks, world_size: int) -> None:
     runs = [run for run in _runs() if parse_layout(str(run["layout"])).world_size == world_size]
     wrong, shares = [], dict[tuple[object, str], list[float]]()
