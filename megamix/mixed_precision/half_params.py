@@ -159,14 +159,16 @@ def put_parameter(model: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 class ModuleGuard:
-    """Sees that the module keeps the parameters with which the engine was built, no more and no fewer.
+    """Sees that the module keeps the parameters with which the engine was built, each under its names, no more and no
+    fewer.
 
-    Modules may come and go, as long as the parameters and their names are the same.
+    Modules may come and go, and be wrapped by what `by_plain_name` knows, as long as that is so.
     """
 
     def __init__(self, model: nn.Module):
         self._model = model
         self._names = {param: name for name, param in by_plain_name(model.named_parameters()).items()}
+        self._by_name = by_plain_name(model.named_parameters(remove_duplicate=False))
         self._trains = [param.requires_grad for param in self._names]
         self._note_parts()
         self._told_of_compile = False
@@ -182,7 +184,7 @@ class ModuleGuard:
         return [*map(id, chain.from_iterable(self._parts))]
 
     def check(self) -> None:
-        """Raise RuntimeError if a parameter was added, replaced, taken out, frozen or thawed."""
+        """Raise RuntimeError if a parameter was added, replaced, renamed, taken out, frozen or thawed."""
         if self._ids_now() != self._ids:
             self._compare()
             self._note_parts()
@@ -204,18 +206,23 @@ class ModuleGuard:
             )
 
     def _compare(self) -> None:
-        now, known = by_plain_name(self._model.named_parameters(remove_duplicate=False)), {*self._names.values()}
-        for name, param in now.items():
-            if param not in self._names:
-                what = "is another Parameter now than the one that the engine trains" if name in known else "was added"
-                raise RuntimeError(
-                    f"parameter {name} {what}: nothing would train it; build the engine after the model is complete"
-                )
-        for name in known - now.keys():
+        now = by_plain_name(self._model.named_parameters(remove_duplicate=False))
+        changed = (name for name in {**self._by_name, **now} if now.get(name) is not self._by_name.get(name))
+        if (name := next(changed, None)) is not None:
             raise RuntimeError(
-                f"parameter {name} is no longer in the module under this name: it was taken out, or its module "
-                "wrapped; build the engine after the model is complete"
+                f"parameter {name} {self._change(name, now)}; build the engine after the model is complete"
             )
+
+    def _change(self, name: str, now: Mapping[str, nn.Parameter]) -> str:
+        if name not in now:
+            return "is no longer in the module under this name: it was taken out, or its module wrapped"
+        if now[name] in self._names:
+            return (
+                f"is now the one that the engine trains as {self._names[now[name]]}: full_weights() and checkpoints would "
+                "be another model's than the one that trains"
+            )
+        was = "is another Parameter now than the one that the engine trains" if name in self._by_name else "was added"
+        return f"{was}: nothing would train it"
 
 
 def _frozen_or_thawed(name: str, trains: bool) -> str:

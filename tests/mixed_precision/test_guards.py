@@ -276,12 +276,37 @@ def _wrap(model: nn.Module) -> None:
     model.blocks[1] = nn.Sequential(model.blocks[1])
 
 
+def _swap(model: nn.Module) -> None:
+    model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
+
+
+def _repeat(model: nn.Module) -> None:
+    model.blocks[2] = model.blocks[1]
+
+
+def _tie(model: nn.Module) -> None:
+    model.norm.bias = model.norm.weight
+
+
+def _name_again(model: nn.Module) -> None:
+    model.blocks[1].also = model.norm
+
+
+def _drop_a_name(model: nn.Module) -> None:
+    del model.head.weight
+
+
 CHANGES = [
+    (_swap, "parameter blocks.1.gain is now the one that the engine trains as blocks.2.gain: .* another model's"),
+    (_repeat, "parameter blocks.2.gain is now the one that the engine trains as blocks.1.gain"),
+    (_tie, "parameter norm.bias is now the one that the engine trains as norm.weight"),
+    (_name_again, "parameter blocks.1.also.weight is now the one that the engine trains as norm.weight"),
+    (_drop_a_name, "parameter head.weight is no longer in the module under this name"),
     (_add_parameter, "parameter blocks.1.scale was added: nothing would train it; build the engine after the model"),
     (_add_module, "parameter blocks.1.adapter.weight was added: nothing would train it"),
-    (_replace_module, "parameter head.weight was added: nothing would train it"),
+    (_replace_module, "parameter head.weight is another Parameter now than the one that .* nothing would train it"),
     (_delete_and_replace, "parameter norm.weight is another Parameter now"),
-    (_untie, "parameter head.weight was added: nothing would train it"),
+    (_untie, "parameter head.weight is another Parameter now"),
     (_take_out, "parameter blocks.1.gain is no longer in the module under this name"),
     (_wrap, r"parameter blocks.1.\w+.* is no longer in the module under this name: .* its module wrapped"),
     (
