@@ -218,8 +218,8 @@ class ModuleGuard:
             return "is no longer in the module under this name: it was taken out, or its module wrapped"
         if now[name] in self._names:
             return (
-                f"is now the one that the engine trains as {self._names[now[name]]}: full_weights() and checkpoints would "
-                "be another model's than the one that trains"
+                f"is now the one that the engine trains as {self._names[now[name]]}: full_weights() and checkpoints "
+                "would be another model's than the one that trains"
             )
         was = "is another Parameter now than the one that the engine trains" if name in self._by_name else "was added"
         return f"{was}: nothing would train it"
