@@ -100,8 +100,8 @@ def _result(name: str, verdict: Verdict, bisect: bool = False) -> Iterator[str]:
         yield Failed(f"  first: {verdict.differences[0]}")
         more = dict.fromkeys(f"{one.check} of {one.where}" for one in verdict.differences[1:])
         yield f"  and {len(more)} more: {', '.join([*more][:8])}" if more else "  and nothing else"
-    for (what, why), names in verdict.left.items():
-        yield f"  {what} of {len(names)} parameter(s): not compared: {why}"
+    for (what, told), names in verdict.left.items():
+        yield f"  {what} of {len(names)} tensor(s): {told}"
     if verdict.culprit:
         yield Failed(f"  first module: {verdict.culprit}")
     elif bisect and verdict.differences:

@@ -1,16 +1,71 @@
-"""Buffers of somebody's own training: what forward moves, and what a skipped step must leave."""
+"""Buffers of somebody's own training: what they begin with, what forward moves, and what a skipped step must leave."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from megamix.verify.hypotheses import AskedStep, nearest
+from megamix.verify.hypotheses import HALVES, AskedStep, factor_of, nearest
 from megamix.verify.reference import MicroBatches
 from megamix.verify.verdict import NOISE, U32, Tensors, Verdict
 from megamix.verify.watch import SeenStep
+
+
+def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenStep]) -> None:
+    """Check every rank's buffers before the first step by those of the plain model, `plain`, in the dtype that the rank
+    keeps. Later steps go on from the trainer's own.
+    """
+    for rank, buffers in enumerate(one.buffers for one in seen):
+        for name, plain_buffer in plain.items():
+            where, got = f"{name} on rank {rank}", buffers.get(name)
+            if got is None or got.shape != plain_buffer.shape:
+                here = "there is none" if got is None else f"of shape {(*got.shape,)}"
+                text = f"of shape {(*plain_buffer.shape,)} in the plain model, and here {here}"
+                verdict.note(-1, "initial buffer", where, math.inf, 0.0, text)
+                continue
+            want = plain_buffer.to(got.dtype)
+            if not torch.equal(want.to(plain_buffer.dtype), plain_buffer) and torch.equal(got, want):
+                text = f"rounded to {HALVES.get(got.dtype, got.dtype)}, as it is kept, and compared so"
+                verdict.leave("initial buffer", where, text)
+            got, want = _real(got), _real(want)
+            others = {other: _real(one) for other, one in plain.items() if other != name}
+
+            def explain(got: Tensor = got, want: Tensor = want, others: Tensors = others) -> str:
+                bound = 64 * U32 * float(want.abs().max())
+                return _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
+
+            verdict.equal(-1, "initial buffer", where, got, want, explain)
+        for name in buffers.keys() - plain:
+            verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
+
+
+def _lost(got: Tensor, want: Tensor) -> str:
+    """Say how values were lost by accident, "" if they were not; both FP64."""
+    if (want.isfinite() & ~got.isfinite()).any():
+        return "memory that nobody has filled, as to_empty() leaves it"
+    if want.any() and not got.any():
+        return "nothing but zeros"
+    rounded = (text for dtype, text in HALVES.items() if torch.equal(got, want.to(dtype).double()))
+    return next((f"rounded to {text}, as parameters are" for text in rounded), "")
+
+
+def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, other in others.items():
+        if other.shape == want.shape:
+            yield f"that of {name}", other
+    factor = factor_of(got, want)
+    yield f"{factor:.4g} times the right one", factor * want
+    if (want > 0).all() and (got > 0).all():
+        power = factor_of(got.log(), want.log())
+        yield f"the right one to the power of {power:.4g}, as rotary frequencies of another base", want**power
+
+
+def _real(buffer: Tensor) -> Tensor:
+    """Return it as FP64: complex numbers as pairs, whole numbers and truths as numbers."""
+    return (torch.view_as_real(buffer) if buffer.is_complex() else buffer).double()
 
 
 def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenStep, after: SeenStep) -> None:
@@ -26,18 +81,22 @@ def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenS
         else:
             asked.reference.exact_step(asked.weights, batches, shares)
         model = asked.reference.native if native else asked.reference.exact
-        return {name: buffer.double().cpu().clone() for name, buffer in model.named_buffers()}
+        return {name: _real(buffer).cpu().clone() for name, buffer in model.named_buffers()}
 
     wanted = moved_by(mine, shares) if after.buffers else {}
     rounded = moved_by(mine, shares, native=True) if after.buffers else {}
     for name in filter(after.buffers.__contains__, wanted):
-        want, was, got = wanted[name], before.buffers[name].double(), after.buffers[name].double()
+        want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])
         if not any(after.updates) and torch.equal(got, was):
             continue
         if torch.equal(want, was):
             if not any(after.updates):
                 off = float((got - was).abs().max())
                 verdict.note(number, "buffer after a skipped step", name, off, 0.0, "moved by a step that is none")
+            elif lost := _lost(got, was) if got.numel() > 1 and not torch.equal(got, was) else "":
+                verdict.note(number, "buffer", name, math.inf, 0.0, f"forward does not move it, and it is {lost}")
+            elif not torch.equal(got, was):
+                verdict.leave("buffer", name, "not compared: your step moves it, the plain model's forward does not")
             continue
         bound = NOISE * float((rounded[name] - want).abs().max()) + 64 * U32 * float(want.abs().max())
 

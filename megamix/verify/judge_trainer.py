@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, factor_of
-from megamix.verify.judge_buffers import check_buffers
+from megamix.verify.judge_buffers import check_buffers, check_first_buffers
 from megamix.verify.norm_kinds import explain_clipping, explain_norm
 from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
@@ -46,6 +46,7 @@ class _Judge:
         native = trainer.model()
         exact = copy.deepcopy(native).double()
         self.initial = {name: param.detach().clone() for name, param in native.named_parameters()}
+        self.first_buffers = {name: buffer.clone() for name, buffer in native.named_buffers()}
         self.frozen = {name for name, param in native.named_parameters() if not param.requires_grad}
 
         def exact_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -78,6 +79,7 @@ class _Judge:
                 verdict.note(-1, "dtype", name, math.inf, 0.0, what)
             verdict.equal(-1, "initial weight", name, first.weights[name], self.initial[name].to(kept))
         self._copies(verdict, -1, seen)
+        check_first_buffers(verdict, self.first_buffers, seen)
         return first
 
     def _copies(self, verdict: Verdict, number: int, seen: Sequence[SeenStep]) -> None:
@@ -103,7 +105,7 @@ class _Judge:
         weights = {
             name: weight.to(after.dtypes[name][0] if name in after.dtypes else weight.dtype)
             for name, weight in before.weights.items()
-        } | before.buffers  # fmt: skip
+        } | {name: one for name, one in before.buffers.items() if one.shape == self.first_buffers.get(name, one).shape}
         asked = AskedStep(
             self.reference, weights, by_rank, shares,
             loss_scale=after.loss_scale, clip=self.trainer.clip_grad, groups=self.plain.groups,

@@ -47,7 +47,7 @@ class PlainUpdates:
             if (state, tensor.shape) in self.kept.get(name, {}).items():
                 states[state, name] = tensor
             else:
-                verdict.leave(state, name, "the plain optimizer keeps none of this shape")
+                verdict.leave(state, name, "not compared: the plain optimizer keeps none of this shape")
         return replace(seen, states=states)
 
     def check(
@@ -76,7 +76,8 @@ class PlainUpdates:
             states = {state: tensor for (state, of), tensor in after.states.items() if of == name}
             lacking = ", ".join(sorted(self.kept[name].keys() - states))
             if lacking and self.counts[name] > 1:
-                verdict.leave("weight", name, f"the plain optimizer goes on from {lacking}, no tensor of yours")
+                text = f"not compared: the plain optimizer goes on from {lacking}, no tensor of yours"
+                verdict.leave("weight", name, text)
                 continue
             was = {state: before.states.get((state, name), torch.zeros_like(of)) for state, of in states.items()}
             was, became = {MASTER: before.weights[name]} | was, {MASTER: after.weights[name]} | states

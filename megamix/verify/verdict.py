@@ -48,7 +48,7 @@ class Verdict:
     skipped: int = 0
     worst: dict[str, float] = field(default_factory=dict)  # by check: the largest error, as a share of its bound
     differences: list[Difference] = field(default_factory=list)
-    left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # not compared, and why: of which parameters
+    left: dict[tuple[str, str], set[str]] = field(default_factory=dict)  # what is told of a kind of tensors: of which
     culprit: str = ""  # the first module that is wrong, where modules are recorded
 
     def note(
@@ -72,9 +72,9 @@ class Verdict:
         gap = 0.0 if same else float((got.double() - want.double()).abs().max())
         self.note(attempt, check, where, gap, 0.0, explain)
 
-    def leave(self, what: str, name: str, why: str) -> None:
-        """Add what cannot be compared of a parameter."""
-        self.left.setdefault((what, why), set()).add(name)
+    def leave(self, what: str, name: str, told: str) -> None:
+        """Tell what is no difference of a tensor: such as that it cannot be compared, and why."""
+        self.left.setdefault((what, told), set()).add(name)
 
 
 def norm_of(grads: Tensors) -> float:

@@ -61,8 +61,8 @@ def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, ki
     ("name", "first", "left"),
     [
         ("Factored", None, ""),
-        ("More", None, "  shard of 7 parameter(s): not compared: the plain optimizer keeps none of this shape"),
-        ("Listed", None, "  weight of 7 parameter(s): not compared: the plain optimizer goes on from last, no tensor "),
+        ("More", None, "  shard of 7 tensor(s): not compared: the plain optimizer keeps none of this shape"),
+        ("Listed", None, "  weight of 7 tensor(s): not compared: the plain optimizer goes on from last, no tensor "),
         ("AnotherOptimizer", "another optimizer's: the plain one keeps exp_avg, exp_avg_sq", "  square_avg of 7 "),
     ],
 )

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.verify.catalogue.bugs import bug
-from tests.verify.catalogue.foreign import ByHand, CountedOutside, Decaying
+from tests.verify.catalogue.foreign import HIDDEN, ByHand, CountedOutside, Decaying
 
 
 @bug("accelerate #3979", "dtype", "", "no FP32 master: the optimizer keeps it in BF16", fast=True)
@@ -301,6 +301,84 @@ class BuffersNeverMoved(ByHand):
     def wrap(self, model):
         model.norm.momentum = 0.0
         return model
+
+
+class _Turned(nn.Module):
+    """Rotary positions."""
+
+    def __init__(self, base=1e4):
+        super().__init__()
+        self.register_buffer("inv_freq", base ** -(torch.arange(HIDDEN // 2) / (HIDDEN // 2)), persistent=False)
+
+    def forward(self, x):
+        angles = torch.arange(x.shape[-2])[:, None] * self.inv_freq
+        cos, sin, (first, second) = angles.cos(), angles.sin(), x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Rotary(ByHand):
+    def batches(self, step, rank, ranks):
+        return [(tokens[None], targets[None]) for tokens, targets in super().batches(step, rank, ranks)]
+
+    def loss(self, model, batch):
+        return super().loss(lambda tokens: model(tokens).flatten(0, -2), (batch[0], batch[1].flatten()))
+
+    def model(self):
+        net = super().model()
+        net.embed = nn.Sequential(net.embed, _Turned())
+        return net
+
+    def table(self):
+        return self.module.embed[1].inv_freq
+
+
+@bug("SpecForge #265", "initial buffer", "embed.1.inv_freq", "to the power of 1.425, as rotary frequencies", fast=True)
+class AnotherBase(Rotary):
+    """The base of rotary positions in the configuration never reaches the model that is trained."""
+
+    def wrap(self, model):
+        model.embed[1] = _Turned(base=5e5)
+        return model
+
+
+@bug("LlamaFactory #10820, transformers #48892", "initial buffer", "embed.1.inv_freq", "as to_empty() leaves it")
+class BufferLost(Rotary):
+    """`to_empty()` gives a buffer new memory, too, and no state dict brings back one that is not persistent."""
+
+    def wrap(self, model):
+        torch.use_deterministic_algorithms(True)  # what nobody has filled is NaN then, and not what is there by chance
+        try:
+            model.embed[1].to_empty(device="cpu")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return model
+
+
+@bug("LlamaFactory #10820", "initial buffer", "embed.1.inv_freq on rank 1", "nothing but zeros", ranks=2)
+class BufferOfOneRank(Rotary):
+    """A buffer is restored on rank 0, and nobody broadcasts it."""
+
+    def wrap(self, model):
+        model.embed[1].inv_freq *= self.rank == 0
+        return model
+
+
+@bug("transformers #25681", "initial buffer", "embed.1.inv_freq", "rounded to BF16, as parameters are")
+class BufferRounded(Rotary):
+    """The model was cast to BF16 and back, its table of positions with it."""
+
+    def wrap(self, model):
+        model.embed[1].bfloat16().float()
+        return model
+
+
+@bug("VeOmni #414", "buffer", "embed.1.inv_freq", "forward does not move it, and it is nothing but zeros")
+class BufferLostLater(Rotary):
+    """The table of positions is right at the start, and zero once training is under way."""
+
+    def update(self):
+        super().update()
+        self.table().zero_()
 
 
 def _orthogonal(matrix):
