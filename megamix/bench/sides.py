@@ -79,8 +79,8 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return in which dtype torch's own ways multiply: `dtype`, or FP32 on a CPU without arithmetic in it, where ours
-    computes wide, too: its own products in that dtype would take up to 100 times as long.
+    """Return in which dtype autocast and torch's own operations multiply: `dtype`, or FP32 on a CPU without arithmetic
+    in it, where they would take up to 100 times as long.
     """
     return torch.float32 if device == "cpu" and dtype not in native_halves() else dtype
 
@@ -89,7 +89,7 @@ def how_multiplied(device: str) -> list[str]:
     """Say so where products of BF16 are not BF16's."""
     if product_dtype(torch.bfloat16, device) == torch.bfloat16:
         return []
-    return ["BF16 is computed wide, as this CPU has no arithmetic in it: ours in FP32 on halves, autocast in FP32"]
+    return ["this CPU has no arithmetic in BF16: every side computes wide, in FP32 on halves; torch's layouts in FP32"]
 
 
 def make_engine(
@@ -173,13 +173,31 @@ class ForwardBackward(Engine):
         pass
 
 
+class _HalfForward(nn.Module):
+    """What autocast does, where a CPU has no arithmetic in halves: forward takes a half copy of the FP32 weights, and
+    the model's own operations compute wide.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.model, self._dtype = model, dtype
+
+    def forward(self, *args: Tensor) -> Tensor:
+        halves = {name: param.to(self._dtype) for name, param in self.model.named_parameters()}
+        loss: Tensor = torch.func.functional_call(self.model, halves, args)
+        return loss
+
+
 class Ddp(Engine):
     """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        model: nn.Module = make_model(work)
+        if self._dtype != dtype:
+            model = _HalfForward(model, dtype)
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
-        self.model: nn.Module = DistributedDataParallel(make_model(work), gradient_as_bucket_view=True)
+        self.model: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.optimizer = self._make_optimizer(self.model, work)
 
     def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:

@@ -156,5 +156,5 @@ def test_without_bf16_arithmetic_no_side_multiplies_in_bf16(run_ranks, monkeypat
         for of_rank in run_ranks(_products, 2, divided, work):
             assert of_rank == {key: {torch.float32} for key in divided}
     assert run_ranks(_products, 2, sides, WORK)[0] == {key: {torch.float32} for key in sides}
-    assert "computed wide" in how_multiplied("cpu")[0]
+    assert "every side computes wide" in how_multiplied("cpu")[0]
     assert how_multiplied("cuda") == []
