@@ -29,7 +29,10 @@ from megamix.verify.norm_kinds import explain_norm
 from megamix.verify.observe import ObservedStep, Whole, assemble, batches
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.update_kinds import AskedUpdate
-from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
+
+# How much further from FP64 the gradient of a loss may be than that of logits: right families come to 1.4 times.
+LOSS_PATH = 4.0
 
 BatchesOf = Callable[[int, int], Iterable[Batch]]  # of (attempt, data-parallel rank): its micro-batches
 
@@ -172,6 +175,8 @@ class _Judged:
     def gradients(self, verdict: Verdict) -> None:
         """Compare the gradient with FP64's at the same weights."""
         exact, native, roundings = self.asked.exact, self._native(), sum(map(len, self.asked.by_rank)) + 1
+        note_noise(verdict, self.number, native.grads, exact.grads, UNIT[self.dtype])
+        self._loss_path(verdict, exact, native)
         unit = UNIT[self.dtype] if self.config.precision.grad_dtype == "half" else U32
         divisor = self.divisor if self.dtype == torch.float16 else None
         for name, grad in self.grads.items():
@@ -181,6 +186,19 @@ class _Judged:
             explain = partial(self.asked.explain, name, self.grads, bound)
             verdict.note(self.number, "gradient", name, float((grad - want).abs().max()), bound, explain)
         self._loss(verdict, exact, native)
+
+    def _loss_path(self, verdict: Verdict, exact: Step, native: Step) -> None:
+        """Check that the model called with targets, as ranks do, is no further from FP64 than its logits are: FP64 has
+        its loss from these. Else the difference would pass for noise.
+        """
+        by_logits = replace(self.reference, native_loss=self.reference.exact_loss)
+        logits, _ = by_logits.finite_step(self.asked.weights, *self.asked.flat, self.of["loss_scale"])
+        off, near = ({name: step.grads[name] - want for name, want in exact.grads.items()} for step in (native, logits))
+        relative = norm_of(near) / max(norm_of(exact.grads), 1e-300)
+        for name, want in exact.grads.items():
+            bound = LOSS_PATH * (float(near[name].norm()) + relative * float(want.norm()))
+            text = "a model whose loss, given targets, is not the cross entropy of the logits that it gives without"
+            verdict.note(self.number, "loss path", name, float(off[name].norm()), bound, text)
 
     def _loss(self, verdict: Verdict, exact: Step, native: Step) -> None:
         """Bound: as for gradients, the micro-batch that rounding has taken furthest, and one rounding of the loss."""

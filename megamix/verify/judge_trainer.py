@@ -22,7 +22,8 @@ from megamix.verify.norm_kinds import explain_clipping, explain_norm
 from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.verify.trainer import ForeignTrainer, autocast_entered
-from megamix.verify.verdict import NOISE, U32, UNIT, Verdict, gradient_bound, norm_of
+from megamix.verify.update_kinds import Halves
+from megamix.verify.verdict import NOISE, U32, UNIT, Verdict, gradient_bound, norm_of, note_noise
 from megamix.verify.watch import SeenStep
 
 
@@ -52,7 +53,7 @@ class _Judge:
         def exact_loss(model: nn.Module, batch: Any) -> Tensor:
             return trainer.loss(model, moved(batch, torch.float64))
 
-        with autocast_entered() as own:
+        with autocast_entered() as own, Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
             trainer.loss(native, moved(next(iter(trainer.batches(0, 0, self.ranks))), torch.device("cpu")))
         # What `loss` does not enter by itself is around it: in `step`, or in what wraps the module.
         around = max(autocast - own, key=UNIT.__getitem__, default=None)
@@ -62,6 +63,7 @@ class _Judge:
                 return trainer.loss(model, batch)
 
         self.reference = Reference(native, exact, native_loss, exact_loss)
+        self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
         self.plain = PlainUpdates(trainer, exact, updates)
         self.updates = 0
         self.earlier: AskedStep | None = None
@@ -126,6 +128,8 @@ class _Judge:
                 native, used = self.reference.finite_step(weights, *asked.flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
+            unit = max(self.unit, *(UNIT[weights[name].dtype] for name in self.initial))
+            note_noise(verdict, number, native.grads, exact.grads, unit)
             norm = norm_of(exact.grads)
             # Of all elements at once: that of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)

@@ -61,6 +61,7 @@ class Reference:
 
         def exact_loss(model: nn.Module, batch: Batch) -> Tensor:
             logits = model(batch.tokens, positions=batch.positions).flatten(0, -2)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
             total = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
             return total / batch.targets.numel()
 

@@ -72,7 +72,7 @@ class AskedUpdate:
                 spread = sum(((self.updated(other)[state] - new).abs() for other in others), torch.zeros_like(error))
                 error = error - spread
             if state == MASTER and error.max() > bound:
-                with _Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
+                with Halves() as halves:  # type: ignore[no-untyped-call]  # its base has no types
                     self.updated(grad)
                 signs = torch.randint(2, grad.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
                 bound += NOISE * float((self.updated(grad * (1 + halves.unit * signs))[state] - new).abs().max())
@@ -142,7 +142,7 @@ class AskedUpdate:
                 yield text, self.updated(grad * factor)
 
 
-class _Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+class Halves(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Notes the rounding of the coarsest half dtype in which an operation gives anything."""
 
     unit = 0.0

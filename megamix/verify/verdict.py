@@ -18,6 +18,9 @@ U32 = 2.0**-24
 # Ranks add the same products in another order, and each order rounds as one rank does: some give a largest error twice
 # that of another one. What is wrong by a factor of two is wrong by hundreds of them.
 NOISE = 8.0
+# The largest share of the largest gradient that rounding may take on one rank, by the coarsest rounding: a mistake as
+# large as that would pass. Right models came to TODO.
+NOISIEST = {UNIT[torch.bfloat16]: 0.1, UNIT[torch.float16]: 0.03, U32: 1e-3}
 EXPLAINED = 8  # differences of one run that are explained: the first ones name the cause
 
 
@@ -75,6 +78,17 @@ class Verdict:
     def leave(self, what: str, name: str, told: str) -> None:
         """Tell what is no difference of a tensor: such as that it cannot be compared, and why."""
         self.left.setdefault((what, told), set()).add(name)
+
+
+def note_noise(verdict: Verdict, attempt: int, native: Tensors, exact: Tensors, unit: float) -> None:
+    """Check that what rounding does to the gradients on one rank is too little to hide a mistake. `unit`: the coarsest
+    rounding of the step.
+    """
+    largest = max(float(grad.abs().max()) for grad in exact.values())
+    noises = {name: float((native[name] - grad).abs().max()) for name, grad in exact.items()}
+    name = max(noises, key=noises.__getitem__)
+    text = "a model or a loss that is not the same in FP64: one process, right by itself, is so far from it"
+    verdict.note(attempt, "noise", name, noises[name], NOISIEST[unit] * largest, text)
 
 
 def norm_of(grads: Tensors) -> float:
