@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megamix.auditing.audit import audit
     from megamix.checkpoint.checkpoints import Checkpoints
+    from megamix.comm.starters import start_ranks
+    from megamix.comm.topology import Topology
     from megamix.mixed_precision.adamw import AdamW
     from megamix.mixed_precision.engine import ShardedEngine
     from megamix.mixed_precision.headroom import HeadroomLossScale
@@ -30,11 +32,12 @@ if TYPE_CHECKING:
 
 _STAGES = ("engine", "settings", "step", "loss_scale", "headroom", "optimizers", "adamw", "nag", "muon")
 _HOMES = (*(f"mixed_precision.{stage}" for stage in _STAGES), "mixed_precision.records", "checkpoint.checkpoints")
-_HOMES += ("verify.trainer", "auditing.audit")
+_HOMES += ("comm.topology", "comm.starters", "verify.trainer", "auditing.audit")
 
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
 __all__ += ["HeadroomLossScale", "LossScale", "MegatronLossScale", "Muon", "Optimizer", "ParamGroup", "Precision"]
-__all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "TorchLossScale", "audit", "record"]
+__all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "Topology", "TorchLossScale", "audit"]
+__all__ += ["record", "start_ranks"]
 
 
 def __getattr__(name: str) -> Any:

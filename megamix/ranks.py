@@ -175,6 +175,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection, on_gpus: b
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     keep_to_loopback(os.environ)
+    if world_size == 1:  # alone on purpose, whatever has started the parent
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     gc.freeze()  # what the imports have made stays: to walk it takes 0.2 s, at each call
     faulthandler.register(signal.SIGUSR2, file=sys.__stderr__ or sys.stderr)
     if new_interpreter:

@@ -43,11 +43,11 @@ def _audit(arguments: argparse.Namespace) -> Iterator[str]:
     config = Layout("audit", sizes, section.sequence_parallel).apply(config)
     optimizer = config.optimizer.model_copy(update={"compile": False})  # the same dtypes, without 10 s of compiler
     config = config.model_copy(update={"optimizer": optimizer})
-    from megamix.comm.topology import leave_ranks, local_device, start_ranks  # and torch, which takes seconds
+    from megamix.comm.topology import leave_ranks, local_device, meet_ranks  # and torch, which takes seconds
     from megamix.ranks import RankPool
 
     if started == ranks:
-        start_ranks(local_device(), section.timeout_s)
+        meet_ranks(local_device(), section.timeout_s)
         report = audit_job(config, updates)
         leave_ranks(alike=True)
     else:

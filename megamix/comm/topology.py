@@ -219,10 +219,12 @@ def _connect(axis: Axis, groups: dict[tuple[int, ...], dist.ProcessGroup | None]
 
 
 def local_device() -> torch.device:
-    """Return the GPU that LOCAL_RANK names, or the CPU where torch sees no GPU."""
+    """Return the GPU that LOCAL_RANK names, or the CPU where torch sees no GPU. Of one GPU alone, as Slurm shows each
+    task its own with --gpus-per-task, it is that one.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
 def num_on_machine(axis: Axis) -> int:
@@ -240,7 +242,7 @@ def side_store(world: Axis) -> Store:
     return PrefixStore(f"megamix/job {job}", store)
 
 
-def start_ranks(device: torch.device, timeout_s: float) -> None:
+def meet_ranks(device: torch.device, timeout_s: float) -> None:
     """Meet the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone. `Topology.connect` then
     gives the world its axes: not here, since ranks that disagree on them would make other groups, and wait for ever.
 
@@ -258,7 +260,7 @@ def start_ranks(device: torch.device, timeout_s: float) -> None:
 
 
 def leave_ranks(*, alike: bool) -> None:
-    """Leave the ranks that `start_ranks` has met, if all of them do; else NCCL could wait for the others for ever: then
+    """Leave the ranks that `meet_ranks` has met, if all of them do; else NCCL could wait for the others for ever: then
     the process ends at once when the error that ends it is printed. Where that is caught, torch drops the groups at the
     process's end.
     """

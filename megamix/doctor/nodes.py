@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]  # not in __all__
 
 from megamix.checkpoint.manifest import printable
-from megamix.comm.topology import local_device, start_ranks
+from megamix.comm.topology import local_device, meet_ranks
 from megamix.doctor import ranks
 from megamix.doctor.cards import probe_cards
 from megamix.doctor.finding import Finding, found, not_here
@@ -40,7 +40,7 @@ def examine_nodes() -> list[Finding]:
         findings += compare_ranks(store, rank, size, own_record(), _LIMIT_S)
         # NCCL gives up a collective that hangs; else it would end this process, and with it all that is found.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
-        start_ranks(local_device(), _LIMIT_S)
+        meet_ranks(local_device(), _LIMIT_S)
         findings += measure_links(store, rank, size, _LIMIT_S)
         if size > 1:
             dist.destroy_process_group()

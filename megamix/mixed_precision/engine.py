@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.comm.collectives import make_collectives
+from megamix.comm.starters import refuse_alone
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import settings
 from megamix.mixed_precision.examination import look, new_examination, watch
@@ -54,6 +55,8 @@ class ShardedEngine:
         precision = Precision() if precision is None else precision
         sharding = Sharding() if sharding is None else sharding  # by `or` an empty list would not be refused
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
+        if sharding.topology is None:
+            refuse_alone()
         refuse_second_engine(model)
         optimizer = self.optimizer = optimizer.for_model(model)
         device, grad_dtype = single_device(model), precision.own_grad_dtype

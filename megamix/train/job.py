@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology, leave_ranks, local_device, side_store, start_ranks
+from megamix.comm.topology import Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.data.steady_file import DataError
@@ -166,7 +166,7 @@ def _join(config: Config, stack: ExitStack) -> Job:
     device, section = local_device(), config.parallelism
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
-    start_ranks(device, limit_s)
+    meet_ranks(device, limit_s)
     stack.push(_part)
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)

@@ -19,7 +19,7 @@ from megamix.comm.collectives import (
     make_collectives,
     sum_in_rank_order,
 )
-from megamix.comm.topology import Axis, Topology, local_device, start_ranks
+from megamix.comm.topology import Axis, Topology, local_device, meet_ranks
 
 
 def _inputs(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -232,7 +232,7 @@ def test_a_group_of_one_rank_goes_through_the_backend(run_ranks) -> None:
 
 def test_without_torchrun_a_process_is_alone(monkeypatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    start_ranks(local_device(), timeout_s=7.0)
+    meet_ranks(local_device(), timeout_s=7.0)
     assert Topology.current() == Topology()
 
 
@@ -242,7 +242,7 @@ def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **kwargs: calls.append((backend, kwargs["timeout"]))
     )
-    start_ranks(torch.device("cpu"), timeout_s=7.0)
+    meet_ranks(torch.device("cpu"), timeout_s=7.0)
     ((backend, timeout),) = calls
     assert (backend, timeout.total_seconds()) == ("gloo", 7.0)
 

@@ -202,7 +202,7 @@ def test_a_group_that_failed_is_left_as_it_is(
     handling = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     monkeypatch.setenv(handling, "")  # so that it comes back as it was
     monkeypatch.delenv(handling)
-    monkeypatch.setattr(nodes, "start_ranks", lambda *_: calls.append(f"by {handling}={os.environ[handling]}"))
+    monkeypatch.setattr(nodes, "meet_ranks", lambda *_: calls.append(f"by {handling}={os.environ[handling]}"))
     monkeypatch.setattr(nodes, "measure_links", fails)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroyed"))
     monkeypatch.setattr(os, "_exit", lambda status: calls.append(f"ended at once with {status}"))

@@ -68,7 +68,7 @@ def run_on_ranks(config: Config) -> float | None:
     with (
         mock.patch.object(results, "SAMPLE_TOKENS", 8),
         mock.patch.object(dist.distributed_c10d, "_tensor_to_object", _unpickle),  # by torch's own pipeline, say
-        mock.patch.object(job, "start_ranks", lambda device, timeout_s: None),
+        mock.patch.object(job, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
     ):
         return run_job(config)

@@ -38,7 +38,7 @@ def _calls(config: Config) -> list[tuple[str, str]]:
     as_torchrun = {"WORLD_SIZE": "2", "RANK": str(dist.get_rank()), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     with (
         mock.patch.object(GlooCollectives, "reduce_scatter", noted),
-        mock.patch.object(job, "start_ranks", lambda device, timeout_s: None),
+        mock.patch.object(job, "meet_ranks", lambda device, timeout_s: None),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.dict("os.environ", as_torchrun),
     ):

@@ -1,0 +1,213 @@
+"""Under torchrun, srun and mpirun a library's program trains on all ranks after `megamix.start_ranks()`, by the
+variables that these set, and is refused where an engine would train alone; alone on purpose is said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import megamix
+from megamix.comm import starters
+from megamix.comm.starters import first_host
+from tests.programs import count_no_lines_in_programs
+
+KNOWN = re.compile("RANK$|WORLD_SIZE$|^(SLURM|OMPI|PMI|PMIX|MPI|MASTER)_")
+
+# What each sets for one of two ranks on one machine, of a batch job's allocation where there is one.
+JOB = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "no-such-host-[1-2]", "SLURM_PROCID": "0"}
+
+
+def _srun(rank: int) -> dict[str, str]:
+    own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+    step = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    pmi2 = {"PMI_RANK": str(rank), "PMI_SIZE": "2"}
+    return JOB | step | own | pmi2 | {"SLURM_STEP_NODELIST": "no-such-host-1", "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1"}
+
+
+def _mpirun(rank: int) -> dict[str, str]:
+    own = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    helper = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    return JOB | helper | own | sizes | {"SLURM_LOCALID": "0", "PMIX_NAMESPACE": "2089418753"}
+
+
+def _mpiexec(rank: int) -> dict[str, str]:
+    return {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank), "MPI_LOCALNRANKS": "2"}
+
+
+def _torchrun(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+
+
+PROGRAM = """
+import sys, torch, megamix
+device = megamix.start_ranks(timeout_s=60) if sys.argv[1] == "starts" else torch.device("cpu")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+engine = megamix.ShardedEngine(model, megamix.AdamW(lr=0.1), megamix.Precision(torch.float32), compile_update=False)
+engine.backward(model(torch.full((1, 4), 1.0 + engine.topology.world.rank)).sum())
+print(device, engine.topology.world.size, float(engine.step().grad_norm))
+"""
+
+
+def _start(how: str, told: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+    rest = {name: value for name, value in os.environ.items() if not KNOWN.search(name)}
+    command = [sys.executable, "-c", PROGRAM, how]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=rest | told, cwd=folder, text=True, **pipes)
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("told", [_srun, _mpirun])
+def test_a_program_trains_on_all_ranks_that_srun_or_mpirun_has_started(told, tmp_path: Path) -> None:
+    count_no_lines_in_programs()
+    port = {"MASTER_PORT": _free_port()}  # by itself it would be the same for every run of this test
+    programs = [_start("starts", told(rank) | port, tmp_path) for rank in (0, 1)]
+    programs += [_start("forgets", told(0), tmp_path)] if told is _srun else []
+    with ExitStack() as stack:
+        for program in programs:
+            stack.callback(program.kill)
+        answers = [program.communicate(timeout=100) for program in programs]
+    # The mean over the ranks of a sum over inputs of 1 and of 2: gradients of 1.5, for the bias of 1.
+    assert [out for out, _ in answers[:2]] == [f"cpu 2 {float(torch.tensor(10.0).sqrt())}\n"] * 2
+    if told is _srun:
+        _, words = answers[2]
+        assert words.splitlines()[-1] == (
+            "RuntimeError: SLURM_STEP_NUM_TASKS is 2, so srun has started 2 processes, but there is no process group: "
+            "each would train alone. Call megamix.start_ranks() before the engine is built; if each shall train alone, "
+            "pass sharding=megamix.Sharding(topology=megamix.Topology())"
+        )
+
+
+@pytest.fixture
+def told() -> Iterator[MutableMapping[str, str]]:
+    """Give the environment, in which nobody has started this process; it is as before behind the test."""
+    with mock.patch.dict(os.environ):
+        for name in filter(KNOWN.search, [*os.environ]):
+            del os.environ[name]
+        yield os.environ
+
+
+def _build(topology: megamix.Topology | None = None) -> megamix.ShardedEngine:
+    sharding = megamix.Sharding(topology=topology)
+    return megamix.ShardedEngine(nn.Linear(2, 2), megamix.AdamW(lr=0.1), sharding=sharding, compile_update=False)
+
+
+ONES = [
+    {"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},  # one alone in each task
+    {"WORLD_SIZE": "2"},  # said to a program that starts no rank, as --check
+    {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # in a batch script, and in our launcher there
+    {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    {},
+]
+
+
+@pytest.mark.parametrize("variables", ONES)
+def test_an_engine_of_a_process_that_was_started_alone_is_built(variables, told) -> None:
+    told |= variables
+    assert megamix.start_ranks() == torch.device("cpu")
+    assert {name: value for name, value in told.items() if KNOWN.search(name)} == variables
+    assert _build().topology == megamix.Topology()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (_torchrun, "WORLD_SIZE is 2, so torchrun has started 2"),
+        (_srun, "so srun has started 2 processes, .* Call megamix.start_ranks"),
+        (_mpirun, "OMPI_COMM_WORLD_SIZE is 2, so mpirun"),
+        (_mpiexec, "PMI_SIZE is 2, so mpiexec"),
+        (lambda rank: {"PMI_RANK": "0", "PMI_SIZE": "4"}, "PMI_SIZE is 4"),
+    ],
+)
+def test_an_engine_that_would_train_alone_is_refused(ranks, message: str, told) -> None:
+    told |= ranks(1)
+    with pytest.raises(RuntimeError, match=message):
+        _build()
+    _build(megamix.Topology())
+
+
+@pytest.mark.parametrize(
+    ("variables", "want"),
+    [
+        (_srun(1), "1 2 1 2 127.0.0.1"),
+        (_mpirun(1), "1 2 1 2 127.0.0.1"),
+        (_mpiexec(1), "1 2 1 2 127.0.0.1"),
+        (
+            _srun(1) | {"SLURM_STEP_NUM_TASKS": "7", "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"}
+            | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[07-09,12]"},
+            "6 7 0 1 n07",
+        ),
+        (_mpirun(1) | {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_JOB_NODELIST": "a,b"}, "1 4 1 2 a"),
+        (_srun(1) | {"MASTER_ADDR": "other"}, "1 2 1 2 other"),
+        (_torchrun(1) | _srun(0) | {"MASTER_ADDR": "mine", "MASTER_PORT": "7"}, "1 2 1 2 mine"),
+    ],
+)  # fmt: skip
+def test_what_a_starter_says_becomes_what_torchrun_would(variables, want: str, told, monkeypatch) -> None:
+    met = []
+    monkeypatch.setattr(starters, "meet_ranks", lambda device, timeout_s: met.append((device, timeout_s)))
+    told |= variables
+    assert megamix.start_ranks(timeout_s=7.0) == torch.device("cpu")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    assert " ".join(told[name] for name in names) == want
+    assert told["MASTER_PORT"] == variables.get("MASTER_PORT", told["MASTER_PORT"])
+    assert met == [(torch.device("cpu"), 7.0)]
+
+
+def test_two_steps_of_a_job_meet_at_two_ports(told, monkeypatch) -> None:
+    monkeypatch.setattr(starters, "meet_ranks", lambda device, timeout_s: None)
+    ports = []
+    for rank, step in ((0, "1"), (1, "1"), (0, "2")):
+        for name in filter(KNOWN.search, [*told]):
+            del told[name]
+        told.update(_srun(rank) | {"SLURM_STEP_ID": step})
+        megamix.start_ranks()
+        ports.append(int(told["MASTER_PORT"]))
+    assert ports[0] == ports[1] != ports[2]
+    assert all(20_000 <= port < 30_000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            _mpiexec(1) | {"PMI_SIZE": "4"},
+            "MASTER_ADDR is not set, and mpiexec does not tell it; set it for every rank",
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "LOCAL_RANK is not set, and mpiexec does not"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK is not set, and torchrun does not"),
+        (_torchrun(1) | {"MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
+        (
+            _torchrun(1) | {"MASTER_ADDR": "a", "MASTER_PORT": "1", "RANK": "2"},
+            "RANK is 2, must be from 0 to 1, as WORLD",
+        ),
+        (_torchrun(1) | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', no number"),
+    ],
+)
+def test_what_is_missing_to_meet_is_named(variables: dict[str, str], message: str, told) -> None:
+    told |= variables
+    with pytest.raises(ValueError, match=message):
+        megamix.start_ranks()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "want"), [("n1", "n1"), ("n[007-9,12],m", "n007"), ("m,n[1-2]", "m"), ("a[1,3]b[4-5],c", "a1b4")]
+)
+def test_the_first_host_of_slurm_s_list(hosts: str, want: str) -> None:
+    assert first_host(hosts) == want
