@@ -22,7 +22,7 @@ def add_audit(verbs: Any) -> None:
     """Add the verb."""
     help = "in which dtype is every number kept, and what is lost of it? exit status 1 if too much"
     parser = add_verb(verbs, "audit", lines_told(_audit), help, "job.toml")
-    add_config(parser, "TOML file; its data are not read")
+    add_config(parser, "TOML file; its token files are not read")
     parser.add_argument("--updates", metavar="N", type=int, default=3, help="how many; the last one is looked at (3)")
     parser.add_argument("--json", action="store_true", help="every share and dtype in full")
 

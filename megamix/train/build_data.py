@@ -49,6 +49,12 @@ def training_source(config: Config) -> SampleSource:
     return _mixed(config, stages, _Seeds(config.training.seed, config.training.seed), part=0)
 
 
+def plugin_source(config: Config) -> SampleSource | None:
+    """Return the first source of training that a plugin has registered; None where there is none."""
+    made = (_registered(config, source, config.training.seed) for source in config.data.train)
+    return next((one for one in made if one is not None), None)
+
+
 def validation_source(config: Config) -> SampleSource | None:
     """Return what a run is validated on; None where it has no validation.
 

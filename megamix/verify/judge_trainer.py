@@ -23,7 +23,7 @@ from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
 from megamix.verify.trainer import ForeignTrainer, autocast_entered
 from megamix.verify.update_kinds import Halves
-from megamix.verify.verdict import NOISE, U32, UNIT, Verdict, gradient_bound, norm_of, note_noise
+from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict, gradient_bound, norm_of, note_noise
 from megamix.verify.watch import SeenStep
 
 
@@ -33,6 +33,8 @@ def judge_trainer(trainer: ForeignTrainer, ranks: Sequence[list[SeenStep]]) -> V
     judge, verdict = _Judge(trainer, len(ranks[0]) - 1, autocast), Verdict(attempts=len(ranks[0]) - 1)
     start, *steps = zip(*([judge.plain.comparable(verdict, one) for one in mine] for mine in ranks), strict=True)
     before = judge.started(verdict, start)
+    if judge.known != judge.initial.keys():  # no step of the plain model can be taken with these weights
+        return verdict
     for number, seen in enumerate(steps):
         before = judge.step(verdict, number, before, seen)
         if verdict.differences and not verdict.culprit and before.tape and judge.earlier:
@@ -65,16 +67,13 @@ class _Judge:
         self.reference = Reference(native, exact, native_loss, exact_loss)
         self.unit = max([U32, halves.unit, *map(UNIT.__getitem__, autocast)])
         self.plain = PlainUpdates(trainer, exact, updates)
-        self.updates = 0
+        self.updates, self.known = 0, set[str]()  # of the plain model's parameters those that the training has
         self.earlier: AskedStep | None = None
 
     def started(self, verdict: Verdict, seen: Sequence[SeenStep]) -> SeenStep:
         first = seen[0]
-        for name in (*self.initial, *first.weights):
-            if name in self.initial and name in first.weights:
-                continue
-            verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only one of the models has")
-        for name in filter(first.weights.__contains__, self.initial):
+        self._names(verdict, first.weights)
+        for name in filter(self.known.__contains__, self.initial):
             kept = first.weights[name].dtype
             if name not in self.frozen and kept != self.trainer.truth:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
@@ -83,6 +82,21 @@ class _Judge:
         self._copies(verdict, -1, seen)
         check_first_buffers(verdict, self.first_buffers, seen)
         return first
+
+    def _names(self, verdict: Verdict, weights: Tensors) -> None:
+        """Check that the training has the plain model's parameters, and set which."""
+        for name in (name for name in weights if name not in self.initial):
+            verdict.note(-1, "name", name, math.inf, 0.0, "a parameter that only your training has")
+        for name, plain in self.initial.items():
+            text = "a parameter that only the plain model has"
+            if name in weights:
+                text = f"of shape {(*weights[name].shape,)}, in the plain model of {(*plain.shape,)}"
+                if weights[name].shape == plain.shape:
+                    self.known.add(name)
+                    continue
+            elif alike := next((other for other in weights if other.endswith(f".{name}")), ""):
+                text += f"; yours has {alike}: return plain names from weights, gradients, groups and states"
+            verdict.note(-1, "name", name, math.inf, 0.0, text)
 
     def _copies(self, verdict: Verdict, number: int, seen: Sequence[SeenStep]) -> None:
         """Check that ranks hold the same weights and states, and took the same number of updates."""

@@ -27,6 +27,7 @@ from megamix.mixed_precision.step import StepResult
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
 from megamix.train.build import build_engine, build_passes, plan_pipeline
+from megamix.train.build_data import plugin_source
 from megamix.verify.tape import Tape, recorded
 
 MOST_SKIPPED = 40  # the search for the first loss scale takes up to 33 steps
@@ -145,9 +146,13 @@ class Poison:
 
 
 def batches(config: Config, attempt: int, dp_rank: int) -> Iterator[Batch]:
-    """Yield the micro-batches of one rank, read as a job reads them; packed where the job packs documents."""
+    """Yield the micro-batches of one rank, read as a job reads them: of a plugin's source where the job has one, else
+    of a made-up text; packed where the job packs documents.
+    """
     batch_size = config.training.global_batch_size
-    source = _Documents(config) if config.data.packing == "documents" else _chain(config)
+    made_up = _Documents if config.data.packing == "documents" else _chain
+    own = plugin_source(config)
+    source = made_up(config) if own is None else own
     samples = (range(attempt * batch_size, (attempt + 1) * batch_size),)
     size, ranks = config.training.micro_batch_size, config.parallelism.dp_size or 1
     with BatchLoader(source, torch.device("cpu")) as loader:

@@ -9,17 +9,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megamix import names
+
 # What is recorded of one module, in this order. The first of each in a step: that of its first micro-batch.
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "output gradient", "input gradient"
 Tape = dict[tuple[str, str], Tensor]  # by module and what it is, in the order in which they came
 
-# What wrappers put in front of names: DistributedDataParallel, torch.compile, activation checkpointing, FSDP.
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+# What DistributedDataParallel and Lightning Fabric put in front of names; the engine knows no module that they wrap.
+_LOOPS = {"module", "_forward_module"}
 
 
 def plain_name(name: str) -> str:
     """Return the plain model's name of a wrapped model's parameter, buffer or module."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in names.plain_name(name).split(".") if part not in _LOOPS)
 
 
 @contextmanager

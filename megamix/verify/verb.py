@@ -19,7 +19,7 @@ MOST_PARTS = 3  # of a job that is interrupted twice
 def add_verify(verbs: Any) -> None:
     help_text = "does training on several ranks do what one rank does? exit status 1 if not"
     verify = add_verb(verbs, "verify", _verify, help_text, "job.toml --layouts dp2,tp2")
-    add_config(verify, "TOML file; its data are not read", nargs="?")
+    add_config(verify, "TOML file; its token files are not read", nargs="?")
     verify.add_argument("--layouts", metavar="NAMES", help="as dp2,dp4,dp2tp2 (dp1,dp2)")
     verify.add_argument("--bisect", action="store_true", help="name the first module that is wrong (compiles none)")
     kind = verify.add_mutually_exclusive_group()

@@ -19,6 +19,7 @@ from megamix.data.prepare.corpus import input_corpus
 from megamix.data.prepare.plan import make_plan, read_piece
 from megamix.data.token_file import TokenFile
 from megamix.train.build_data import data_fingerprints, data_problems, training_source, validation_source
+from megamix.verify.observe import batches
 from tests.data.prepare_job import prepare
 from tests.train.jobs import run_on_ranks, tiny_job
 from tests.train.outcome import TIMELESS, end_of
@@ -147,6 +148,16 @@ def test_a_source_validates_on_other_samples_than_it_trains_on_and_may_have_a_le
     assert held_out is not None
     assert (source.read(range(9)).tokens != held_out.read(range(9)).tokens).any()
     assert [*data_fingerprints(config)] == ["data.train", "data.valid"]
+
+
+def test_verify_and_audit_read_a_source_of_its_own_and_no_file(tmp_path: Path, monkeypatch) -> None:
+    counting = sys.modules["tests.doors.source_plugin"].Counting
+    monkeypatch.setattr(counting, "__len__", lambda self: 0, raising=False)
+    data = {"train": [{"path": "nowhere", "weight": 1.0}, {"counting": {"stride": 2}, "weight": 1.0}]}
+    config = tiny_job(tmp_path, plugins=PLUGINS, data=data, training={"seed": 0})
+    for batch in batches(config, 0, 0):
+        steps = (batch.targets - batch.tokens) % config.model.vocab_size
+        assert {*steps.flatten().tolist()} <= {1, 2}
 
 
 def test_a_source_that_is_no_file_is_not_split(tmp_path: Path) -> None:

@@ -86,3 +86,27 @@ class DeepSpeed(Plain):
 
 class DeepSpeed2(DeepSpeed):
     stage = 2
+
+
+class Fabric(Plain):
+    """Lightning Fabric, whose module holds DistributedDataParallel and the model, and whose optimizer holds torch's."""
+
+    def setup(self, model):
+        import lightning_fabric
+        from lightning_fabric.plugins.environments import TorchElasticEnvironment
+        from lightning_fabric.strategies import DDPStrategy
+
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo")
+        self.fabric = lightning_fabric.Fabric(accelerator="cpu", devices=self.ranks, strategy=strategy)
+        self.fabric.launch()
+        self.module, self.optim = self.fabric.setup(model, self.optimizer(model))
+        return self.module, self.optim
+
+    def step(self, batches):
+        self.optim.zero_grad()
+        for number, batch in enumerate(batches):
+            with self.fabric.no_backward_sync(self.module, enabled=number < len(batches) - 1):
+                self.fabric.backward(self.loss(self.module, batch) / len(batches))
+        norm = self.fabric.clip_gradients(self.module, self.optim, max_norm=self.clip_grad)
+        self.optim.step()
+        return {"grad_norm": float(norm)}

@@ -27,7 +27,7 @@ def _verify(run_ranks, name: str, ranks: int) -> Verdict:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "skipped"),
-    [("Fsdp", 2, 0), ("Zero", 2, 0), ("Scaled", 2, 1), ("TwoOptimizers", 2, 0), ("Factored", 2, 0)]
+    [("Fsdp", 2, 0), ("InFabric", 2, 0), ("Zero", 2, 0), ("Scaled", 2, 1), ("TwoOptimizers", 2, 0), ("Factored", 2, 0)]
     + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has their like
 )
 def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int) -> None:
@@ -55,6 +55,24 @@ def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, ki
     first = _verify(run_ranks, name, 2).differences[0]
     assert first.check == check
     assert kind in first.looks_like
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "OtherNames",
+            "at the start: name of 0.weight: a parameter that only the plain model has; yours has inner.0.weight: "
+            "return plain names from weights, gradients, groups and states",
+        ),
+        ("Padded", "at the start: name of 0.weight: of shape (64, 32), in the plain model of (50, 32)"),
+    ],
+)
+def test_names_and_shapes_of_another_model_are_told_before_any_step_is_taken(name: str, told: str) -> None:
+    where = f"{TRAINERS}:{name}"
+    verdict = judge_trainer(load_trainer(where), [_watch(load_trainer(where), 1, bisect=False)])
+    assert told in [str(one) for one in verdict.differences]
+    assert {one.check for one in verdict.differences} == {"name"}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +238,13 @@ def test_numbers_of_many_digits_keep_to_their_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("accelerate", "Accelerated"), ("deepspeed", "DeepSpeed"), ("deepspeed", "DeepSpeed2")]
+    ("package", "name"),
+    [
+        ("accelerate", "Accelerated"),
+        ("deepspeed", "DeepSpeed"),
+        ("deepspeed", "DeepSpeed2"),
+        ("lightning_fabric", "Fabric"),
+    ],
 )
 def test_a_training_by_a_package_passes(package: str, name: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")

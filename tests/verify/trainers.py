@@ -72,6 +72,40 @@ class Fsdp(Plain):
         return fully_shard(model, mp_policy=self.policy)
 
 
+class _Fabric(nn.Module):
+    """Holds what it was given twice, as Lightning Fabric's module does."""
+
+    def __init__(self, forward_module, original_module):
+        super().__init__()
+        self._forward_module, self._original_module = forward_module, original_module
+
+    def forward(self, *args):
+        return self._forward_module(*args)
+
+
+class InFabric(Plain):
+    def wrap(self, model):
+        return _Fabric(DistributedDataParallel(model), model)
+
+
+class OtherNames(Plain):
+    """A wrapper's names are none that anybody knows."""
+
+    def wrap(self, model):
+        return nn.ModuleDict({"inner": model})
+
+    def loss(self, model, batch):
+        return super().loss(model["inner"] if isinstance(model, nn.ModuleDict) else model, batch)
+
+
+class Padded(Plain):
+    """Its vocabulary is padded to a multiple of 64."""
+
+    def wrap(self, model):
+        model[0] = nn.Embedding(64, 32)
+        return model
+
+
 class Zero(Ddp):
     def setup(self, model):
         self.module = self.wrap(model)
