@@ -22,7 +22,12 @@ from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, ch
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_sums, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
-from megamix.mixed_precision.half_params import describe_params, describe_whole, single_device
+from megamix.mixed_precision.half_params import (
+    describe_params,
+    describe_whole,
+    refuse_shared_elements,
+    single_device,
+)  # fmt: skip
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.matrix_update import MatrixUpdate, with_moves
@@ -60,6 +65,7 @@ class ShardedEngine:
         refuse_second_engine(model)
         optimizer = self.optimizer = optimizer.for_model(model)
         device, grad_dtype = single_device(model), precision.own_grad_dtype
+        refuse_shared_elements(model)
         self.module, self.device, self.clip_grad, self.grad_accum_steps = model, device, clip_grad, grad_accum_steps
         topology = self.topology = sharding.topology or Topology.current()
         specs, groups, axes = describe_params(model, optimizer, topology, sharding)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,40 @@ def single_device(model: nn.Module) -> torch.device:
             f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
         )
     return devices.pop() if devices else torch.device("cpu")
+
+
+def refuse_shared_elements(model: nn.Module) -> None:
+    """Raises: ValueError naming two tensors of the model that share elements, of which at least one is trained. What is
+    expanded has no values of its own.
+    """
+    spans = list[tuple[int, int, str, Tensor]]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and tensor.layout == torch.strided and 0 not in tensor.stride():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (reach + 1) * tensor.itemsize, name, tensor))
+    near = spans[:0]  # those that reach the next one
+    for span in sorted(spans, key=itemgetter(0)):
+        near = [other for other in near if other[1] > span[0]]
+        for other in near:
+            if (other[3].requires_grad or span[3].requires_grad) and _share_elements(other, span):
+                both = " and ".join(sorted((plain_name(other[2]), plain_name(span[2]))))
+                raise ValueError(
+                    f"{both} share elements, and the engine would train them apart: make them one Parameter: "
+                    "module.weight = other.weight; or let them be two: nn.Parameter(other.weight.detach().clone())"
+                )
+        near.append(span)
+
+
+def _share_elements(first: tuple[int, int, str, Tensor], second: tuple[int, int, str, Tensor]) -> bool:
+    """`second` begins where `first` does or behind it. Slices of one matrix may lie between each other."""
+    (start, end, _, one), (behind, behind_end, _, other) = first, second
+    apart, rest = divmod(behind - start, one.itemsize)
+    if rest or one.itemsize != other.itemsize:
+        return True
+    taken = torch.zeros((max(end, behind_end) - start) // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), apart).any())
 
 
 def describe_params(

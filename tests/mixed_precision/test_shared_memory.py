@@ -1,0 +1,108 @@
+"""Two Parameters that share elements, as a head with the data of an embedding, are refused by both names, where the
+engine would untie them; slices of one vector, of one file and of one matrix, and what has no values, are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from megamix import AdamW, ShardedEngine
+from megamix.mixed_precision.half_params import without_values
+from tests.distributed.models import TinyModel, make_model
+
+
+def _engine(model: nn.Module, **settings: object) -> ShardedEngine:
+    return ShardedEngine(model, AdamW(lr=0.01), compile_update=False, **settings)
+
+
+def _same_data(model: TinyModel) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.data)
+
+
+def _frozen_view(model: TinyModel) -> None:
+    model.head.weight = nn.Parameter(model.embedding.weight.data, requires_grad=False)
+
+
+def _rows_of_two(model: TinyModel) -> None:
+    rows = torch.randn(40, 24)
+    model.embedding.weight = nn.Parameter(rows[:29])
+    model.head.weight = nn.Parameter(rows[11:])
+
+
+def _transposed(model: TinyModel) -> None:
+    model.blocks[1].down.weight = nn.Parameter(model.blocks[0].up.weight.data.T)
+
+
+def _one_column(model: TinyModel) -> None:
+    model.blocks[2].norm.bias = nn.Parameter(model.embedding.weight.data[:24, 3])
+
+
+def _buffer(model: TinyModel) -> None:
+    model.register_buffer("table", model.embedding.weight.data[3])
+
+
+@pytest.mark.parametrize(
+    ("tie", "first", "second"),
+    [
+        (_same_data, "embedding.weight", "head.weight"),
+        (_frozen_view, "embedding.weight", "head.weight"),
+        (_rows_of_two, "embedding.weight", "head.weight"),
+        (_transposed, "blocks.0.up.weight", "blocks.1.down.weight"),
+        (_one_column, "blocks.2.norm.bias", "embedding.weight"),
+        (_buffer, "embedding.weight", "table"),
+    ],
+)
+def test_tensors_that_share_elements_are_refused_by_both_names(
+    tie: Callable[[TinyModel], None], first: str, second: str
+) -> None:
+    model = make_model(tied=False)
+    tie(model)
+    with pytest.raises(ValueError, match=rf"{first} and {second} share .* one Parameter: module.weight = other.weight"):
+        _engine(model)
+
+
+def _one_vector(model: TinyModel, folder: Path) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()), model.parameters())
+
+
+def _one_file(model: TinyModel, folder: Path) -> None:
+    torch.save(model.state_dict(), folder / "weights.pt")
+    model.load_state_dict(torch.load(folder / "weights.pt", mmap=True), assign=True)
+
+
+def _safetensors(model: TinyModel, folder: Path) -> None:
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    model.load_state_dict(load_file(folder / "weights.safetensors"), assign=True)
+
+
+def _columns(model: TinyModel, folder: Path) -> None:
+    both: Tensor = torch.randn(29, 48)
+    model.embedding.weight = nn.Parameter(both[:, :24])
+    model.head.weight = nn.Parameter(both[:, 24:])
+
+
+@pytest.mark.parametrize("share", [_one_vector, _one_file, _safetensors, _columns])
+def test_disjoint_parts_of_one_memory_train(share: Callable[[TinyModel, Path], None], tmp_path: Path) -> None:
+    model = make_model(tied=False)
+    share(model, tmp_path)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert all(torch.equal(weight, before[name]) for name, weight in _engine(model).full_weights().items())
+
+
+def test_tied_parameters_and_such_without_values_train() -> None:
+    _engine(make_model(tied=True))
+    model = make_model()
+    without_values(model, torch.device("cpu"))
+    engine = _engine(model, fill=lambda spec, start, master: master.fill_(1.0))
+    assert float(engine.full_weights()["norm.weight"].sum()) == 24
+    one = nn.Parameter(torch.zeros(()).expand(24))
+    model = make_model()
+    model.norm.weight, model.blocks[0].norm.bias = one, nn.Parameter(one.data)
+    _engine(model, fill=lambda spec, start, master: master.fill_(1.0))
