@@ -97,7 +97,11 @@ class Snapshot:
 
 
 def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
-    """Return the engine's state between two steps: views, so save it before the next one. Reads the device."""
+    """Return the engine's state between two steps: views, so save it before the next one. Reads the device.
+
+    Raises: RuntimeError on every rank if half parameters were written past the engine.
+    """
+    engine.refuse_unseen_writes()
     sets = [(entry, tuple(states.items())) for entry, states in state_sets(engine)]
     places = {states: place for place, states in enumerate(dict.fromkeys(states for _, states in sets))}
     manifest = Manifest(

@@ -35,6 +35,7 @@ from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepResult, StepUnderWay, lr_of, put_lr_table
 from megamix.mixed_precision.unit_gather import LIVES
+from megamix.mixed_precision.unseen_writes import UnseenWrites
 
 
 class ShardedEngine:
@@ -102,6 +103,9 @@ class ShardedEngine:
         self.grad_reduce = GradReduce(layout, grads.buffers, sums, stats, among, sharding.overlap, self.clock)
         self.piece_stats = PieceStats(layout, [own.axis.rank for own in among], device, topology.saves_shard)
         self.under_way = StepUnderWay(grad_accum_steps, device, lambda: model.training and not grads.inside_backward)
+        parts = (half.shards, shard.master, self.piece_stats.by_bucket)
+        unseen = self.unseen_writes = UnseenWrites(*parts, self.param_names, self.under_way)
+        half.before_free = lambda bucket: unseen.look([bucket] if unseen.due else [])
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
@@ -235,25 +239,36 @@ class ShardedEngine:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""
         self.under_way.require_complete(call)
         self.half_params.check()
+        self.unseen_writes.refuse_told()
         self.param_gather.leave(call)  # what no forward has awaited, e.g. of a unit it skipped, is about to be written
+        if self.unseen_writes.due:
+            self.unseen_writes.look(range(len(self.half_params.copies())))
         grad_shards = [self.grad_reduce.wait(bucket) for bucket in range(len(self.layout.buckets))]
         with self.clock.span("update"):
             by_piece = self.piece_stats([self.grad_reduce.rows(bucket) for bucket in range(len(grad_shards))])
             lr = lr_of(self._lr_table, self.applied_updates + 1)
-            stats = agree(by_piece, self.under_way, self.stop_request, lr, self.collectives)
+            found = self.unseen_writes.found
+            stats = agree(by_piece, self.under_way, self.stop_request, lr, found, self.collectives)
+            self.unseen_writes.tell(stats.unseen_writes)
         self.under_way.reset()
         return grad_shards, by_piece, stats
 
-    def whole_parameters(self) -> Context[None]:
-        """Let the module's parameters be read in any way inside; every rank must enter. Those of
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Let the module's parameters be read in any way inside; every rank must enter and leave. Those of
         `Sharding(shard="parameters")` have no memory otherwise. A forward inside gathers nothing: a rank may go alone.
         """
         self._require_between_steps("whole_parameters()")
-        return self.param_gather.whole()
+        with self.param_gather.whole():
+            yield
+            if not self.half_params.copies():  # what was written inside goes with the memory
+                self.unseen_writes.look(range(len(self.layout.buckets)))
+                self.unseen_writes.refuse(self.collectives)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""
         self._require_between_steps("full_weights()")
+        self.refuse_unseen_writes()
         state = (self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
         return full_weights(*state, self._tp, self._pp)
 
@@ -265,10 +280,12 @@ class ShardedEngine:
         """
         self._require_between_steps("load_weights()", writes=True)
         load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
+        self.unseen_writes.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""
         self._require_between_steps("state_dict()")
+        self.refuse_unseen_writes(on_every_rank=False)
         return {
             "layout": self._fingerprint,
             "rank": self.topology.world.rank,
@@ -302,6 +319,15 @@ class ShardedEngine:
         """Make every half parameter the cast of its master, which was written. Every rank must call it."""
         self._require_between_steps("publish_masters()", writes=True)
         self.param_gather.publish()
+        self.unseen_writes.forget()
+
+    def refuse_unseen_writes(self, on_every_rank: bool = True) -> None:
+        """Compare half parameters that this rank keeps of its own masters with these; reads the device.
+
+        Raises: RuntimeError naming the first that differs: `on_every_rank`, which all must call then, or on this alone.
+        """
+        self.unseen_writes.look(range(len(self.half_params.copies())))
+        self.unseen_writes.refuse(self.collectives if on_every_rank else None)
 
     def _require_between_steps(self, call: str, writes: bool = False) -> None:
         self.under_way.require_empty(call, "right after step()")

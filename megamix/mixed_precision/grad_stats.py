@@ -113,27 +113,29 @@ class GradStats:
     stop_requested: Tensor  # FP64 (): the largest of the ranks' requests
     lr: Tensor  # FP32 (): the first rank's, so that no two parts of the model can be updated with different ones
     recorded: Recorded  # by this rank, and how many values by all
+    unseen_writes: Tensor  # FP64 (ranks,): each one's `UnseenWrites.found`
 
 
 def agree(
-    by_piece: Tensor, under_way: StepUnderWay, stop_request: Tensor, lr: Tensor, collectives: Collectives
-) -> GradStats:
+    by_piece: Tensor, under_way: StepUnderWay, stop_request: Tensor, lr: Tensor, unseen_write: Tensor,
+    collectives: Collectives,
+) -> GradStats:  # fmt: skip
     """Return the model's statistics, from each rank's own.
 
-    Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 ().
+    Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 (), unseen_write FP64 ().
     """
     sums = (by_piece[0].sum(), by_piece[1].amax(), under_way.loss_sum.double(), under_way.weight_sum)
     recorded = under_way.recorded()
-    row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values])
+    row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values, unseen_write])
     with noting("while the ranks agreed on a step: every rank must call step() as often"):
-        by_rank = collectives.table(row)  # FP64 (ranks, 7)
+        by_rank = collectives.table(row)  # FP64 (ranks, 8)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
         sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
         ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(), by_rank[0, 5].float(),
-        recorded._replace(num_values=by_rank[:, 6].sum()),
+        recorded._replace(num_values=by_rank[:, 6].sum()), by_rank[:, 7],
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -289,6 +289,8 @@ class HalfParams:
         # far its address is from the buffer's, and its version.
         self._installed: list[list[tuple[str, nn.Parameter, int, int]]] = []
         self._guard = ModuleGuard(model)
+        # Called with a bucket whose memory goes after somebody could write there.
+        self.before_free: Callable[[int], object] = lambda bucket: None
 
     def full_precision(self, bucket: int, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return one bucket's parameters (or this rank's blocks of full `values` by name), flat and padded: FP32

@@ -280,6 +280,7 @@ class UnitGather:
             if unit.live:
                 self._await(unit)  # what arrives has nowhere else to go
                 for bucket in unit.buckets:
+                    self._half_params.before_free(bucket)
                     self._half_params.free(bucket)
             unit.live = unit.begun = False
 

@@ -28,12 +28,12 @@ class EngineMemory:
     """Holds the bytes of one rank: first what lives between steps, then what a stage has beside it while it runs."""
 
     held: dict[str, int]  # by category
-    tables: int  # borders of the pieces, learning rates
+    tables: int  # borders and places of the pieces, learning rates
 
     # What comes and goes.
     passing_params: list[int]  # half parameters while backward fills each bucket
     passing_grads: list[int]  # gradients then, with their sums and the scratch in which parts of these arrive
-    left_params: int  # when backward has ended
+    left_params: int  # when backward has ended, and what compares them with the masters
     left_grads: int  # with their sum, where it is added to others
     accumulated: int  # of micro-batches before the last one: gradients, or their sums and scratch
     sums: int  # and scratch: there until a step ends
@@ -68,7 +68,9 @@ def engine_memory(
     adds = sharding.accumulate == "owner" and grad_accum_steps > 1
     grad_of_update = torch.float32 if adds else sum_dtype
     by_torch = not compiled
-    borders = max(pieces_by_shard(layout)) + len(layout.buckets)
+    pieces = max(pieces_by_shard(layout))
+    # In a few steps: of a piece the masters' casts, and two bytes an element for the bits that differ.
+    compared = min(tuned.HASH_PIECE_GPU if on_gpu else tuned.HASH_PIECE, largest_shard) * (2 + half * (half < _FP32))
     by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
     state_bytes = layout.state_bytes(by_group, shards)
     trial = 0 if by_torch else tuned.TRIAL * (half + grad_of_update.itemsize + _FP32 + max(by_group))
@@ -110,10 +112,10 @@ def engine_memory(
             "FP32 masters": owned * _FP32,
             "optimizer states": state_bytes,
         },
-        tables=_INT64 * borders + _FP32 * num_updates,
+        tables=_INT64 * (pieces + len(layout.buckets)) + _FP32 * (pieces + num_updates),
         passing_params=layout.passing_params(params_pass * half),
         passing_grads=passing_grads,
-        left_params=params_pass * root * half,
+        left_params=params_pass * (root * half + compared),
         left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize + adds * sums[-1],
         accumulated=accumulated,
         sums=scratch[-1] + (grads_pass * totals or sum(sums)),
@@ -121,7 +123,7 @@ def engine_memory(
         building=max(trial, of_bucket),
         reduce=reduce,
         landing=max(reduce, statistics[-1] if precision.sum_dtype(layout.buckets[-1].num_shards) != grad else 0),
-        statistics=max(statistics),
+        statistics=max(*statistics, compared),
         rows=2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW,
         update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
         updated_params=[params_pass * half * bucket.padded_numel for bucket in layout.buckets],

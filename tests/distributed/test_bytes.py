@@ -55,7 +55,7 @@ def _live(tracker: LiveStorage, held: int) -> int:
 
 
 def _named(engine: ShardedEngine) -> int:
-    """Bytes of scalars and borders."""
+    """Bytes of scalars, and of borders and places of the pieces."""
     scale = engine.loss_scale
     scalars = [
         engine.applied_updates,
@@ -66,6 +66,8 @@ def _named(engine: ShardedEngine) -> int:
     ]
     scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
     scalars += [engine.under_way.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
+    unseen = engine.unseen_writes
+    scalars += [unseen.found, *unseen._places, *(slot._slot for slot in unseen._slots)]
     return sum(scalar.untyped_storage().nbytes() for scalar in scalars)
 
 

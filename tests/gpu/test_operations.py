@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.config import load_config
 from megamix.mixed_precision import engine as engine_module
-from megamix.mixed_precision import fused_update, half_params
+from megamix.mixed_precision import fused_update, half_params, unseen_writes
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
 
@@ -79,6 +79,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(half_params, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
+        mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(take=lambda: 0)),  # of pinned memory
     ):
         with torch.device("cuda"):
             model = Transformer(model_config.model_copy(update={**sizes, "compile": False}))
@@ -90,14 +91,21 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         yield engine
 
 
-def _count(scale: int, compiled: bool, *, examined: bool = False, num_layers: int = LAYERS) -> tuple[int, int]:
-    """A step's operations: in the ready hooks of backward, without the model's own, and in `step()`."""
+def _count(
+    scale: int, compiled: bool, *, examined: bool = False, checked: bool = False, num_layers: int = LAYERS
+) -> tuple[int, int]:
+    """A step's operations: in the ready hooks of backward, without the model's own, and in `step()`.
+
+    `checked`: for writes past the engine, as the first steps are.
+    """
     operations = Operations()
     with _an_engine(operations, scale, compiled, num_layers) as engine:
         for param in engine.half_params.params.values():
             param.grad = torch.zeros_like(param)
         if examined:
             engine.examine_next_step()
+        if not checked:
+            engine.unseen_writes._steps = unseen_writes._FIRST
         with operations:
             with engine.accumulate(), engine.backward_pass(0, engine.half_grads.names):
                 engine.under_way.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
@@ -113,6 +121,8 @@ def test_a_step_is_some_hundred_operations_however_many_elements() -> None:
     hooks, step = _count(1, compiled=False)
     assert (hooks <= 10, step <= 500) == (True, True), (hooks, step)
     assert _count(2, compiled=False) == (hooks, step)
+    _, checked = _count(1, compiled=False, checked=True)
+    assert 0 < checked - step <= 600  # five for each 16 Mi elements, seven for each bucket
 
 
 def test_an_examined_step_is_some_thousand_operations_more() -> None:

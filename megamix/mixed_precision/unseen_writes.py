@@ -1,0 +1,134 @@
+"""Writes that no version counter sees, as through `param.data`: what a rank has of its own part in half must be, bit
+for bit, the cast of its masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megamix import tuned
+from megamix.comm.collectives import Collectives
+from megamix.mixed_precision.flat_layout import ROW, Piece
+from megamix.mixed_precision.step import StepUnderWay
+
+_FIRST, _EVERY = 2, 64  # steps that are checked beside examined ones: a pass over the shard costs as much as an update
+_LAG = 2  # steps until the host reads what a check has found, so that no step waits for the device
+
+
+class UnseenWrites:
+    """Compares this rank's half shards with the casts of its masters before a step's update makes them equal.
+
+    `found` FP64 (): the first parameter that differs, as its place counted from the last one; 0: none does. It travels
+    with the step's agreement; each rank reads the answer `_LAG` steps later, so that all raise in the same call.
+    """
+
+    def __init__(
+        self, half_shards: Sequence[Tensor], masters: Sequence[Tensor], pieces: Sequence[Sequence[Piece]],
+        param_names: Sequence[str], under_way: StepUnderWay,
+    ):  # fmt: skip
+        """Of each bucket this rank's part in half, its masters, and the `pieces` of parameters in them.
+
+        `param_names`: of the whole model.
+        """
+        self._half_shards, self._masters, self._under_way = half_shards, masters, under_way
+        self._names, device = param_names, masters[0].device
+        place = {name: len(param_names) - number for number, name in enumerate(param_names)}
+        self._rows = [[(piece.end - piece.start) // ROW for piece in own] for own in pieces]
+        self._places = [
+            torch.tensor([place[piece.spec.name] for piece in own], dtype=torch.float32, device=device)
+            for own in pieces
+        ]
+        self.found = torch.zeros((), dtype=torch.float64, device=device)
+        self._slots = [HostSlot(device) for _ in range(_LAG)]
+        self._steps = 0  # since somebody wrote masters and half parameters
+
+    @property
+    def due(self) -> bool:
+        """Return whether the step under way is checked: the same answer on every rank."""
+        often = self._steps < _FIRST or (self._steps + 1) % _EVERY == 0
+        return often or self._under_way.examination is not None
+
+    def look(self, buckets: Iterable[int]) -> None:
+        """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
+        for bucket in buckets:
+            half, master = self._half_shards[bucket], self._masters[bucket]
+            size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
+            both = zip(torch.split(half, size), torch.split(master, size), strict=True)
+            rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()
+            by_piece = torch.stack(torch._foreach_max(torch.split(rows, self._rows[bucket])))
+            torch.maximum(self.found, (by_piece * self._places[bucket]).amax(), out=self.found)
+
+    def tell(self, by_rank: Tensor) -> None:
+        """End the step under way: let the host learn what its agreement says. Shapes: by_rank FP64 (ranks,)."""
+        if self.due:
+            self._slots[self._steps % _LAG].write(by_rank.amax())
+            self.found.zero_()
+        self._steps += 1
+
+    def refuse_told(self) -> None:
+        """Raises: RuntimeError naming what was found `_LAG` steps ago."""
+        self._refuse(self._slots[self._steps % _LAG].take())
+
+    def refuse(self, among: Collectives | None) -> None:
+        """Raises: RuntimeError naming what was found so far, `among` all ranks or on this one. Reads the device."""
+        row = self.found.view(1)
+        numbers = [int((row if among is None else among.table(row)).max()), *(slot.take() for slot in self._slots)]
+        self.found.zero_()
+        self._refuse(max(numbers))
+
+    def forget(self) -> None:
+        """Begin anew: all half parameters were made the casts of masters that somebody wrote."""
+        self.found.zero_()
+        self._steps = 0
+        for slot in self._slots:
+            slot.take()
+
+    def _refuse(self, number: int) -> None:
+        if number:
+            raise RuntimeError(
+                f"parameter {self._names[len(self._names) - number]} was written past the engine, through .data, a "
+                "NumPy view or torch._foreach_ calls: the half copy was not the cast of its FP32 master, and an update "
+                "overwrites it. To change weights call engine.load_weights(state_dict); "
+                "engine.publish_masters() undoes such a write"
+            )
+
+
+def _rows_that_differ(half: Tensor, master: Tensor) -> Tensor:
+    """Return where any bit differs. A master that is NaN has no say: the bits of its cast depend on the kernel.
+
+    Shapes: half (rows * ROW,), master FP32 (rows * ROW,) -> bool (rows,).
+    """
+    cast = master.to(half.dtype)
+    bits = torch.int32 if half.itemsize == 4 else torch.int16
+    differs = (half.view(bits) != cast.view(bits)).logical_and_(cast == cast)
+    return differs.view(-1, ROW).any(1)
+
+
+class HostSlot:
+    """A number on its way from the device, in memory of the host (pinned on a GPU) that is read two steps later."""
+
+    def __init__(self, device: torch.device):
+        on_gpu = device.type == "cuda"
+        self._slot = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=on_gpu)
+        self._number = self._slot.numpy()  # the same memory
+        self._arrived = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]  # no types
+        self._written = False
+
+    def write(self, number: Tensor) -> None:
+        """Start copying. Shapes: number FP64 ()."""
+        self._slot.copy_(number, non_blocking=True)
+        self._written = True
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def take(self) -> int:
+        """Return what was written since the last call, else 0."""
+        if not self._written:
+            return 0
+        self._written = False
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._number)

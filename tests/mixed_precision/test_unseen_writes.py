@@ -1,0 +1,275 @@
+"""A write to a half parameter that moves no version counter, as through `.data`, is refused by the parameter's name on
+every rank in the same call: in the first two steps, each 64th and examined ones two steps later, at once before weights
+are given or saved and behind `whole_parameters()`. What the engine itself writes is never taken for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamix import (
+    NAG,
+    AdamW,
+    Checkpoints,
+    DynamicLossScale,
+    Muon,
+    Precision,
+    ShardedEngine,
+    Sharding,
+    StaticLossScale,
+)
+from megamix.mixed_precision import unseen_writes
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.settings import Shard
+from tests.distributed.models import loss_of, make_batch, make_model
+
+BF16 = Precision(torch.bfloat16)
+ADAMW = AdamW(lr=0.01)
+NAME = "blocks.1.up.weight"
+SHARDS = get_args(Shard)
+
+
+def _engine(shard: Shard = "states") -> ShardedEngine:
+    model = make_model(tied=False)
+    units = [model.embedding, *model.blocks, model.norm, model.head]
+    sharding = Sharding(units=units, bucket_size=1500, shard=shard)
+    return ShardedEngine(model, ADAMW, BF16, sharding, compile_update=False)
+
+
+def _step(engine: ShardedEngine, step: int = 0) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    engine.backward(loss_of(engine.module, make_batch(step, rank, 0)))
+    engine.step()
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "clamp": lambda param: param.data.clamp_(-0.01, 0.01),
+    "initialiser": lambda param: param.data.normal_(),
+    "foreach": lambda param: torch._foreach_mul_([param.data], 0.5),
+    "view of the storage": lambda param: param.detach().view(torch.int16).numpy().__ior__(1),
+    "renormalised rows": lambda param: torch.embedding_renorm_(param.data, torch.arange(4), 0.1, 2.0),
+    "one element": lambda param: param.data[3, 5].add_(1.0),
+    "NaN": lambda param: param.data[0].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_a_write_that_moves_no_version_is_refused_by_name(write: Callable[[nn.Parameter], object]) -> None:
+    engine = _engine()
+    _step(engine)
+    write(engine.module.get_parameter(NAME))
+    _step(engine)
+    _step(engine)
+    with pytest.raises(RuntimeError, match=f"parameter {NAME} was written past the engine.*engine.load_weights"):
+        _step(engine)
+    engine.discard_step()
+    engine.load_weights(engine.full_weights())
+    for step in range(4):
+        _step(engine, step)
+
+
+def test_a_write_before_the_first_step_is_refused_two_steps_later() -> None:
+    engine = _engine()
+    nn.init.normal_(engine.module.get_parameter(NAME).data)
+    _step(engine)
+    _step(engine)
+    with pytest.raises(RuntimeError, match=NAME):
+        _step(engine)
+
+
+READERS: dict[str, Callable[[ShardedEngine, Any], object]] = {
+    "full_weights": lambda engine, folder: engine.full_weights(),
+    "state_dict": lambda engine, folder: engine.state_dict(),
+    "save": lambda engine, folder: Checkpoints(engine, folder).save({}),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
+@pytest.mark.parametrize("steps_later", [0, 1])
+def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_path) -> None:
+    engine = _engine()
+    _step(engine)
+    engine.module.get_parameter(NAME).data.clamp_(-0.01, 0.01)
+    for _ in range(steps_later):
+        _step(engine)
+    with pytest.raises(RuntimeError, match=NAME):
+        read(engine, tmp_path / "folder")
+    assert not [*tmp_path.glob("folder/step_*")]
+    engine.publish_masters()
+    read(engine, tmp_path / "folder")
+
+
+def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
+    """The step that refuses what a hook writes in the forward of another, the first being 0."""
+    engine = _engine(shard)
+    param, under_way = engine.module.get_parameter(NAME), [0]
+
+    def write(*_: object) -> None:
+        if under_way[0] == written_in:
+            param.data.mul_(2)
+
+    engine.module.blocks[1].register_forward_pre_hook(write)
+    for under_way[0] in range(12):
+        if examined and under_way[0] == written_in:
+            engine.examine_next_step()
+        with contextlib.suppress(RuntimeError):
+            _step(engine, under_way[0])
+            continue
+        return under_way[0]
+    return None
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_steps_are_checked_at_the_beginning_then_rarely_and_when_examined(shard: Shard, monkeypatch) -> None:
+    assert (unseen_writes._FIRST, unseen_writes._EVERY) == (2, 64)  # as docs/library.md says
+    monkeypatch.setattr(unseen_writes, "_EVERY", 8)
+    assert [_found_in(shard, step, False) for step in (0, 1, 4, 7)] == [2, 3, None, 9]
+    assert _found_in(shard, 4, True) == 6
+
+
+def test_a_write_inside_whole_parameters_is_refused_as_the_block_ends() -> None:
+    engine = _engine("parameters")
+    for step in range(5):
+        _step(engine, step)
+    with pytest.raises(RuntimeError, match=f"parameter {NAME} was written past"), engine.whole_parameters():
+        engine.module.get_parameter(NAME).data.clamp_(-0.01, 0.01)
+    with engine.whole_parameters():
+        largest = max(float(param.detach().abs().max()) for param in engine.module.parameters())
+    assert largest > 0.01
+    with pytest.raises(KeyError), engine.whole_parameters():
+        raise KeyError
+    _step(engine)
+
+
+def _one_rank_writes(shard: Shard) -> list[str]:
+    """What each call of a rank raises, if the last rank alone writes what it owns a share of."""
+    engine, told = _engine(shard), list[str]()
+
+    def call(function: Callable[[], object]) -> None:
+        try:
+            function()
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error).partition(",")[0])
+
+    def write() -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for param in engine.module.blocks[1].parameters():
+                param.data.mul_(2)
+
+    def inside() -> None:
+        with engine.whole_parameters():
+            write()
+
+    if shard == "parameters":
+        call(inside)
+    else:
+        engine.wait()
+        write()
+        call(engine.full_weights)
+        engine.publish_masters()
+        engine.wait()
+        write()
+        for step in range(3):
+            call(lambda step=step: _step(engine, step))
+    return told
+
+
+def _ranks_that_write() -> list[list[str]]:
+    return [_one_rank_writes(shard) for shard in SHARDS]
+
+
+def test_every_rank_raises_in_the_same_call(run_ranks) -> None:
+    for states, gradients, parameters in run_ranks(_ranks_that_write, 2):
+        first = "parameter blocks.1.gain was written past the engine"
+        assert states == gradients == [first, "", "", first]
+        assert parameters == [first]
+
+
+@dataclass(frozen=True)
+class Right:
+    """A run in which nobody writes past the engine."""
+
+    shard: Shard = "states"
+    optimizer: Optimizer = ADAMW
+    precision: Precision = BF16
+    accumulate: Any = "local"
+    overlap: bool = True
+    large: bool = False  # masters whose casts are inf
+
+
+FP16 = Precision(torch.float16, loss_scale=DynamicLossScale(2.0**24, growth_interval=2))
+RIGHT = [
+    *(Right(shard) for shard in SHARDS),
+    *(Right(shard, precision=FP16) for shard in SHARDS),
+    Right(precision=Precision(torch.float32)),
+    Right(optimizer=NAG(lr=0.01), precision=Precision(torch.bfloat16, reduce_dtype="half_fp32_sum")),
+    Right("gradients", Muon(lr=0.01), accumulate="owner"),
+    Right("parameters", Muon(lr=0.01), FP16),
+    Right(overlap=False, precision=replace(FP16, loss_scale=StaticLossScale(1.0)), large=True),
+]
+
+
+def _trains(case: Right) -> int:
+    """Train with every step checked, and with all calls that write masters between the steps. Returns the updates."""
+    unseen_writes._EVERY = 1
+    model = make_model()
+    units = [*model.blocks]
+    sharding = Sharding(units, shard=case.shard, accumulate=case.accumulate, overlap=case.overlap, bucket_size=1500)
+    engine = ShardedEngine(model, case.optimizer, case.precision, sharding, grad_accum_steps=2, compile_update=False)
+    if case.large:
+        weights = engine.full_weights()
+        engine.load_weights({name: weight * 2.0**20 for name, weight in weights.items()})
+    state = engine.state_dict()
+
+    def rest(number: int) -> None:
+        if number == 2:
+            engine.load_weights(engine.full_weights())
+        elif number == 4:
+            engine.load_state_dict(state)
+        elif number == 6:
+            loss_of(model, make_batch(0, 0, 0))  # its last unit stays
+            for owned in engine.owned_ranges():
+                owned.tensors["master"].mul_(0.5)
+            engine.publish_masters()
+        elif number == 7:
+            with engine.whole_parameters():
+                loss_of(model, make_batch(0, 0, 0))
+        elif number == 8:
+            engine.discard_step()
+
+    for number in range(12):
+        for micro_batch in range(2):
+            engine.backward(loss_of(model, make_batch(number, dist.get_rank(), micro_batch)))
+        engine.step()
+        rest(number)
+    engine.full_weights()
+    return int(engine.applied_updates) + int(engine.skipped_steps)
+
+
+def _all_train() -> list[int]:
+    return [_trains(case) for case in RIGHT]
+
+
+def test_what_the_engine_writes_is_never_refused(run_ranks) -> None:
+    state_loaded_at = 5
+    assert run_ranks(_all_train, 2) == [[12 - state_loaded_at] * len(RIGHT)] * 2
+
+
+def test_a_checked_step_trains_the_bits_of_one_that_is_not(monkeypatch) -> None:
+    def masters(every: int) -> Tensor:
+        monkeypatch.setattr(unseen_writes, "_EVERY", every)
+        engine = _engine()
+        for step in range(6):
+            _step(engine, step)
+        return torch.cat(engine.master_shard.master)
+
+    assert torch.equal(masters(1), masters(1000))
