@@ -75,6 +75,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         fake_tensors(),
         mock.patch.object(Tensor, "data_ptr", place),
         mock.patch.object(engine_module.settings, "check_arguments"),  # refuses tensors that are not plain
+        mock.patch.object(engine_module, "refuse_shared_elements"),  # asks where tensors lie
         mock.patch.object(engine_module.settings, "require_equal"),  # reads the device
         mock.patch.object(half_params, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
