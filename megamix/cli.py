@@ -22,6 +22,7 @@ from megamix.machine import has_gpu, keep_freed_memory, tell_torch
 from megamix.plan.command import fit_line, memory_of_check, plan_lines
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
+from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import EndedEarlyError
 from megamix.verify.verb import add_verify
 
@@ -160,6 +161,8 @@ def _add_checkpoint(checkpoint: Parser) -> None:
     ls.add_argument("path", metavar="RUN_OR_FOLDER", type=Path, help="a run's folder, or a folder of checkpoints")
     verify = add("verify", "read every byte; exit status 1 and the file's name if one is damaged", "runs/mine")
     verify.add_argument("path", metavar="PATH", type=Path, help="a checkpoint, or a folder of them")
+    restore = add("restore", "give back its name to what was set aside and is whole", "runs/mine")
+    restore.add_argument("path", metavar="PATH", type=Path, help="step_N.damaged-..., or a run's folder: all of it")
     two = "runs/mine/checkpoints/step_00000100 runs/mine/checkpoints/step_00000200"
     diff = add("diff", "what differs: configuration, counters, every state of every parameter", two)
     diff.add_argument("path", metavar="A", type=Path, help="a checkpoint")
@@ -239,7 +242,10 @@ def _plot(arguments: argparse.Namespace) -> Iterator[str]:
 def _checkpoint(arguments: argparse.Namespace) -> Iterator[str]:
     for name in ("path", "other"):  # before the seconds that importing torch takes
         if name in arguments:
-            (folder_of if arguments.action == "ls" else checkpoints_at)(getattr(arguments, name))
+            (folder_of if arguments.action in ("ls", "restore") else checkpoints_at)(getattr(arguments, name))
+    if arguments.action == "restore":
+        for folder in (arguments.path, *arguments.path.absolute().parents[:2]):  # one of them is a run's, if any is
+            refuse_held(folder)
     from megamix.checkpoint import commands
     from megamix.train.saved_run import check_if_run
 

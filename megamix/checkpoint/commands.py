@@ -5,6 +5,7 @@ DamagedCheckpoint.
 """
 
 import datetime
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from megamix.checkpoint.boxes import Box, pieces
-from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, set_aside, unfinished
+from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, restored, set_aside, unfinished
 from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, verify_checkpoint, verify_named
-from megamix.config import effective_tables
+from megamix.config import ConfigError, effective_tables
+from megamix.durable import sync_directory
 
 _ABSENT = "(none)"
 
@@ -25,8 +27,7 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
     """Return a line for each checkpoint of a run or folder. Judged by names, manifests and sizes: quick at any size."""
     folder = folder_of(path)
     rows: list[tuple[str, ...]] = [("checkpoint", "step", "written", "size", "layout", "state")]
-    rows += [_row(entry, check) for entry in reversed(checkpoints(folder))]
-    rows += [(entry.name, "", _written(entry), _size(entry), "", "damaged, set aside") for entry in set_aside(folder)]
+    rows += [_row(entry, check) for entry in (*reversed(checkpoints(folder)), *set_aside(folder))]
     rows += [(entry.name, "", _written(entry), _size(entry), "", "unfinished") for entry in unfinished(folder)]
     if len(rows) == 1:
         yield f"{folder} holds no checkpoint"
@@ -42,10 +43,34 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     problems = []
     for found in checkpoints_at(path):
         try:
-            manifest = verify_checkpoint(found, check).manifest
+            good = verify_checkpoint(found, check)
+            manifest, refusal = good.manifest, f"; but refused: {good.refusal}" if good.refusal else ""
             counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
             held = "; ".join(f"{count} parameters, of each {states}" for states, count in counts.items())
-            yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}"
+            yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}{refusal}"
+        except DamagedCheckpoint as error:
+            problems += error.problems
+    if problems:
+        raise DamagedCheckpoint(problems)
+
+
+def restore(path: Path, check: Check | None = None) -> Iterator[str]:
+    """Give one that was set aside, or all of a run, their names back where every byte is good: a line for each, then
+    DamagedCheckpoint with what is wrong with the others. No run may use the folder. Raises: OSError as well.
+    """
+    folder, problems = folder_of(path), []
+    entries = [path] if restored(path) != path else set_aside(folder)
+    if not entries:
+        raise ValueError(f"{folder} holds nothing that was set aside")
+    for entry in entries:
+        target = restored(entry)
+        if os.path.lexists(target):
+            raise ValueError(f"{target} is there already, and {entry.name} stays; move one of the two elsewhere")
+        try:
+            verify_checkpoint(entry, check)
+            entry.rename(target)
+            sync_directory(entry.parent)
+            yield f"{entry.name}: is {target.name} again"
         except DamagedCheckpoint as error:
             problems += error.problems
     if problems:
@@ -77,18 +102,23 @@ def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
 
 
 def _row(path: Path, check: Check | None) -> tuple[str, ...]:
+    aside = restored(path) != path
+    state = "whole, set aside: megamix checkpoint restore brings it back" if aside else "complete"
     try:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
             check_size(path / record.name, record)
         if check is not None:
             check(manifest)
+    except ConfigError as error:
+        state = printable(f"{state}; refused: {error.problems[0]}")
     except (ValueError, OSError) as error:
-        return path.name, "", _written(path), _size(path), "", printable(f"damaged: {error}")
+        state = "damaged, set aside" if aside else printable(f"damaged: {error}")
+        return path.name, "", _written(path), _size(path), "", state
     written = _written(path / MANIFEST)
     sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
     layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
-    return path.name, str(manifest.applied_updates), written, _size(path), layout, "complete"
+    return path.name, str(manifest.applied_updates), written, _size(path), layout, state
 
 
 def _written(path: Path) -> str:

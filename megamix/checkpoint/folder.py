@@ -39,8 +39,13 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """Return those that were found damaged."""
-    return [path for path in _folders(folder) if _DAMAGED in path.name]
+    """Return those that were found damaged, or that an earlier version took for it."""
+    return [path for path in _folders(folder) if restored(path) != path]
+
+
+def restored(path: Path) -> Path:
+    """Return the path that one had before it was set aside; any other's own."""
+    return path.with_name(path.name.partition(_DAMAGED)[0])
 
 
 def _folders(folder: Path) -> list[Path]:

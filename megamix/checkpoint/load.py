@@ -20,6 +20,7 @@ from megamix.checkpoint.tensor_file import Stored, verified_chunks
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_checkpoint
 from megamix.clock import Clock
+from megamix.config import ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.master_shard import misfit_names
 
@@ -31,14 +32,18 @@ _Wanted = dict[Stored, list[Part]]  # of one file: which parts have something of
 def read_together(path: Path, together: Together, check: Check | None = None) -> Checkpoint:
     """Check all but the tensors' bytes, which `load` verifies. Every rank must call it.
 
-    Raises: DamagedCheckpoint on every rank, with what any of them found.
+    Raises: DamagedCheckpoint on every rank, with what any of them found; ConfigError, likewise.
     """
     checkpoint, problems = None, []
     try:
         checkpoint = read_checkpoint(path, check)
     except DamagedCheckpoint as error:
         problems = error.problems
-    _agree_on(together.every(lambda: problems))
+    refusal = "" if checkpoint is None else checkpoint.refusal
+    answers = together.every(lambda: [problems, refusal])
+    _agree_on([found for found, _ in answers])
+    if refusals := [refused for _, refused in answers if refused]:
+        raise ConfigError(refusals[:1], "job")
     assert checkpoint is not None
     return checkpoint
 
@@ -48,6 +53,8 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """Return the newest, or the newest before the one of that name, that `read_together` finds good; those that it does
     not are set aside, with one line each. Every rank must call it.
+
+    Raises: ConfigError on every rank: behind one that is whole, no older one is looked for.
     """
     for name in together.first(lambda: [path.name for path in checkpoints(folder, before)]):
         try:
@@ -64,7 +71,7 @@ def load_or_older(
     aside, with one line each. Every rank must call it.
 
     Returns what is loaded; None if none is good, after which the engine holds NaN, as `load` says.
-    Raises: as `load`, apart from DamagedCheckpoint.
+    Raises: as `load`, apart from DamagedCheckpoint; ConfigError.
     """
     found: Checkpoint | None = checkpoint
     while found is not None:

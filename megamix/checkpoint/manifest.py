@@ -140,6 +140,7 @@ class RunRecord(Record):
     progress: dict[str, JsonValue] = Field(default_factory=dict)  # consumed samples, batches to try again
     config: Annotated[str, Field(max_length=1 << 20)] = ""  # the effective configuration, TOML
     fingerprints: dict[str, str] = Field(default_factory=dict)  # of the data, by the key that names it
+    code: dict[str, str] = Field(default_factory=dict)  # versions and hashes of sources; empty: they were not kept
     # Of what every random number is a function: there is no generator whose state to keep.
     rng_rule: Annotated[str, Field(max_length=10_000)] = ""
 

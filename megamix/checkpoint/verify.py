@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, tiling_problem
 from megamix.checkpoint.folder import MANIFEST, checkpoints
-from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, naming, read_manifest
+from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, naming, printable, read_manifest
 from megamix.checkpoint.snapshot import DTYPES
 from megamix.checkpoint.tensor_file import Stored, read_header, verified_chunks
+from megamix.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,11 @@ class Checkpoint:
     path: Path
     manifest: Manifest
     stored: dict[tuple[str, str], list[Stored]]  # by parameter and state
+    refusal: str = ""  # why the code of now does not take what it says, if it does not
 
 
-# What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says.
+# What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says,
+# and ConfigError where one can have, whose code was another.
 Check = Callable[[Manifest], None]
 
 
@@ -90,14 +93,17 @@ def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
         for (param, state), (shape, _) in wanted.items():
             if problem := tiling_problem([place.box for place in stored[param, state]], shape):
                 problems.append(f"{path}: {state} of {param}: {problem}")
+    refusal = ""
     if not problems and check is not None:
         try:
             check(manifest)
+        except ConfigError as error:
+            refusal = printable(f"{path}: {'; '.join(error.problems)}")
         except ValueError as error:
             problems.append(f"{path / MANIFEST}: {error}")
     if problems:
         raise DamagedCheckpoint(problems)
-    return Checkpoint(path, manifest, dict(stored))
+    return Checkpoint(path, manifest, dict(stored), refusal)
 
 
 class PieceReader:

@@ -22,7 +22,8 @@ from megamix.doctor.finding import Finding, found, not_here
 from megamix.doctor.host import judge_hostname, probe_hostname
 from megamix.doctor.measured import judge_shares
 from megamix.supervise.liveness import Board, names
-from megamix.train.same_job import RankGroup, differences, own_code
+from megamix.train.own_code import own_code
+from megamix.train.same_job import RankGroup, differences
 
 _LIMIT_S = 60.0  # until the ranks have met, and again until they have measured
 _SETTINGS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_")

@@ -130,7 +130,10 @@ def open_source(path: Path) -> Source:
         saved = weights.json.get("dtype") or weights.json.get("torch_dtype")
         dtype = _OF_TORCH.get(str(saved), "fp32")
         return Source(path, weights.config, weights, dtype, tokenizer_in(path))
-    return _of_checkpoint(verify_named(path, check_if_run))
+    checkpoint = verify_named(path, check_if_run)
+    if checkpoint.refusal:
+        raise ValueError(checkpoint.refusal)
+    return _of_checkpoint(checkpoint)
 
 
 def _of_checkpoint(checkpoint: Checkpoint) -> Source:

@@ -76,6 +76,8 @@ def load_start(start: Start, config: Config, engine: ShardedEngine) -> Start:
             load(found, engine, start.together, anew=True)
     except DamagedCheckpoint as error:
         raise path_is_damaged(error) from None
+    except ConfigError:
+        raise
     except ValueError as error:
         problem = f"checkpoint.resume: {error}; bring the configuration back, or write another checkpoint.folder"
         raise ConfigError([problem], "job") from None
@@ -88,7 +90,7 @@ def find_checkpoint(config: Config, together: Together) -> Checkpoint | None:
     """Return the one that `checkpoint.resume` asks for; those in the run's folder whose manifest or headers are damaged
     are set aside. None for a run that begins anew. Every rank must call it.
 
-    Raises: ConfigError on every rank if there are only damaged ones.
+    Raises: ConfigError on every rank if there are only damaged ones, or the code of now does not take one.
     """
     resume, folder = config.checkpoint.resume, checkpoint_folder(config)
     if resume == "never":

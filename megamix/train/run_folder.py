@@ -41,7 +41,8 @@ def folder_problems(config: Config) -> list[str]:
         if checkpoints(path / CHECKPOINTS):
             return []
         if set_aside(path / CHECKPOINTS):
-            return [f"checkpoint.folder: all checkpoints in {folder} are damaged and set aside; {BEGIN_ANEW}"]
+            back = f"megamix checkpoint ls {folder} says which of them are whole, after all"
+            return [f"checkpoint.folder: all checkpoints in {folder} are damaged and set aside; {back}; {BEGIN_ANEW}"]
         if _ended_before_its_first_save(path, config):
             return []
     held = [name for name in _MARKS if (path / name).exists()]

@@ -10,13 +10,11 @@ What comes from the store is JSON of a known form; anything else was not written
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, TypeAdapter
@@ -31,6 +29,7 @@ from megamix.supervise.console import say
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
 from megamix.train.build_data import data_fingerprints, data_identity
+from megamix.train.own_code import DIGITS, own_code
 from megamix.train.run_folder import RESUME_WORDS
 from megamix.train.same_run import flat, flat_keys
 
@@ -145,8 +144,6 @@ PATHS_MAY_DIFFER = ("data.train", "data.stages", "data.valid")  # but not which 
 
 _UNSET = "not set"
 NOT_READ = "not read"  # in place of the value of a key that another one of the configuration makes so
-PACKAGE = Path(__file__).parents[1]
-_DIGITS = 16  # of a hash, in hexadecimal: enough against chance
 
 
 def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]:
@@ -157,15 +154,8 @@ def started_with(config: Config, fingerprints: dict[str, str]) -> dict[str, str]
     tree = config.model_dump()
     found |= {key: _UNSET for key, value in flat_keys("", tree) if value is None and key not in MAY_DIFFER}
     found |= {item.key: NOT_READ for item in drop_unread(tree)[1]}
-    found |= {f"content of {key} (SHA-256)": digest[:_DIGITS] for key, digest in fingerprints.items()}
+    found |= {f"content of {key} (SHA-256)": digest[:DIGITS] for key, digest in fingerprints.items()}
     return found | own_code(config.plugins)
-
-
-def own_code(plugins: Sequence[str]) -> dict[str, str]:
-    """Return the versions and sources that this rank runs, by what `differences` calls them."""
-    versions = {f"version of {name}": _version(name) for name in ("megamix", "torch")}
-    sources = {"megamix": PACKAGE} | {name: _home(name) for name in plugins}
-    return versions | {f"source code of {name} (SHA-256)": _sources(home) for name, home in sources.items()}
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -200,30 +190,7 @@ def _without_paths(value: Any, numbers: dict[str | int, int]) -> Any:
 def _bounded(text: str) -> str:
     if len(text) <= _LONGEST_TOLD:
         return text
-    return f"{text[:_LONGEST_TOLD]} and more (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]})"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "not installed"
-
-
-def _home(plugin: str) -> Path:
-    """Its file, or folder if it has several."""
-    path = Path(str(sys.modules[plugin].__file__))
-    return path.parent if path.name == "__init__.py" else path
-
-
-def _sources(home: Path) -> str:
-    """Two nodes may have one version and other code."""
-    digest = hashlib.sha256()
-    for path in sorted(home.rglob("*.py")) if home.is_dir() else [home]:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(home).as_posix()} {len(content)}\n".encode())
-        digest.update(content)
-    return digest.hexdigest()[:_DIGITS]
+    return f"{text[:_LONGEST_TOLD]} and more (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:DIGITS]})"
 
 
 _SHOWN_KEYS, _SHOWN_VALUES = 40, 4

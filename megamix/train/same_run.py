@@ -1,5 +1,5 @@
-"""One run, start after start: may it go on from a checkpoint, and what has changed since. Torch is imported for a model
-that has changed alone, so `--check` asks what a start asks.
+"""One run, start after start: may it go on from a checkpoint, and what has changed since. Torch is imported only where
+model, optimizer or code have changed, so `--check` asks what a start asks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megamix.config import Config, ConfigError, config_to_toml, data_source, eff
 from megamix.config.toml_text import value_text
 from megamix.supervise.run_lock import refuse_held
 from megamix.train.build_data import data_fingerprints
+from megamix.train.own_code import own_code
 from megamix.train.run_folder import BEGIN_ANEW, RESUME_WORDS, checkpoint_folder
 
 RNG_RULE = (
@@ -38,13 +39,13 @@ def outlook(config: Config) -> str:
     except OSError as error:
         raise ConfigError([f"checkpoint.folder: {error}; write another folder"], "job") from error
     own = [] if resume == "never" else checkpoints(checkpoint_folder(config))
+    found = own or ([] if resume in RESUME_WORDS else [Path(resume)])
+    record = record_of(config, data_fingerprints(config) if found else {})
     damaged: list[str] = []
-    for path in own or ([] if resume in RESUME_WORDS else [Path(resume)]):
+    for path in found:
         try:
-            manifest = read_manifest(path / MANIFEST)
-            for file in manifest.files:
-                check_size(path / file.name, file)
-            lines = judge(path, manifest, config, record_of(config, data_fingerprints(config)))
+            manifest = _manifest_of(path, config, record)
+            lines = judge(path, manifest, config, record)
         except ConfigError:
             raise
         except (OSError, ValueError, LookupError, TypeError) as error:  # no run has written that
@@ -59,6 +60,25 @@ def outlook(config: Config) -> str:
     if damaged:
         raise none_is_whole(config) if own else path_is_damaged(damaged[0])
     return f"would start a new run in {folder}"
+
+
+def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
+    """Raises: ValueError, OSError for what is damaged; ConfigError for what the code of now does not take."""
+    manifest = read_manifest(path / MANIFEST)
+    for file in manifest.files:
+        check_size(path / file.name, file)
+    if _other_code(manifest, config, now):
+        from megamix.checkpoint.verify import read_checkpoint
+        from megamix.train.saved_run import check_run
+
+        if refusal := read_checkpoint(path, check_run).refusal:
+            raise ConfigError([refusal], "job")
+    return manifest
+
+
+def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
+    """Whether the code of now may refuse what was saved. Of a plugin, what it imports may have changed as well."""
+    return manifest.run.code != now.code or bool(config.plugins)
 
 
 def no_step_left(steps: int) -> str:
@@ -79,7 +99,8 @@ def record_of(config: Config, fingerprints: dict[str, str]) -> RunRecord:
     names it; each start may validate on other data.
     """
     trained_on = {field: digest for field, digest in fingerprints.items() if not field.startswith("data.valid")}
-    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE)
+    code = own_code(config.plugins)
+    return RunRecord(config=config_to_toml(config), fingerprints=trained_on, rng_rule=RNG_RULE, code=code)
 
 
 def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> list[str]:
@@ -96,6 +117,14 @@ def judge(path: Path, manifest: Manifest, config: Config, now: RunRecord) -> lis
         raise ConfigError([problem], "job")
     own = path.parent == checkpoint_folder(config)
     lines = changes(path, manifest, now, cast(int, manifest.run.progress.get("cursor", 0)), own=own)
+    optimizer_changed = any(line.startswith("optimizer.") for line in lines)
+    if own and not manifest.weights_only and (optimizer_changed or _other_code(manifest, config, now)):
+        from megamix.train.saved_run import check_states
+
+        check_states(path, manifest, config)
+    saved_by = manifest.run.code
+    if saved_by and (other := _differing(saved_by, now.code)):
+        lines.append("; ".join(f"{it}: {saved_by.get(it, 'none')} -> {now.code.get(it, 'none')}" for it in other))
     told = [f"changed since: {line}" for line in lines]
     folder, resume = config.checkpoint.folder, config.checkpoint.resume
     if resume not in RESUME_WORDS and own:

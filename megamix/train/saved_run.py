@@ -11,19 +11,22 @@ import math
 import operator
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
 from megamix.checkpoint.manifest import BUFFER, Count, Manifest, states_text
 from megamix.checkpoint.snapshot import state_set
-from megamix.config import Config, DecoderConfig
+from megamix.config import Config, ConfigError, DecoderConfig
+from megamix.config.problems import short
 from megamix.config.sections import SECTIONS
 from megamix.mixed_precision.loss_scale import StaticLossScale
 from megamix.model.decoder import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megamix.model.family import family_of, section_of
-from megamix.plugins import Section, require_plugins
+from megamix.plugins import OPTIMIZERS, PluginError, Section, require_plugins
 from megamix.train.batch_plan import LARGEST_COUNT, PlanState, check_state
 from megamix.train.build import build_loss_scale, build_optimizer
 from megamix.train.build_data import token_prefixes
@@ -42,32 +45,76 @@ def check_if_run(manifest: Manifest) -> None:
 def check_run(manifest: Manifest) -> None:
     """Refuse what neither a run nor `megamix import` can have saved.
 
-    Raises: ValueError naming what is wrong.
+    Only what contradicts itself whatever the code is damage. What is held against families, rules and sections as they
+    are now, a plugin's too, may have been right for the code that saved it.
+    Raises: ValueError naming what is wrong; ConfigError, likewise, for what the code of now does not take.
     """
     tables = manifest.run.tables()
     if manifest.weights_only:
         keys = tables.get("model", {})
-        check_params(manifest, _validated(section_of(keys), keys, tables))
+        with _by_code_of_now(tables):
+            check_params(manifest, _validated(section_of(keys), keys, tables))
         return
-    config = saved_config(manifest)
-    check_params(manifest, config.model)
-    optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
-    for param in manifest.params:
-        held, needed = manifest.states[param.state_set], state_set(optimizer, param.name, param.shape)
-        if held != needed and BUFFER not in held:
-            raise ValueError(
-                f"states: {param.name} has {states_text(held)}, but {config.optimizer.name} has {states_text(needed)}"
-            )
+    with _by_code_of_now(tables):
+        config = saved_config(manifest)
     layout = manifest.layout
     if (ranks := layout.dp_size * layout.tp_size * layout.pp_size) != len(manifest.files):
         raise ValueError(f"layout: {ranks} ranks, but {len(manifest.files)} files")
-    _check_counters(manifest, config)
-    prefixes = [key for key in token_prefixes(config) if not key.startswith("data.valid")]
-    fingerprints = manifest.run.fingerprints
-    if missing := [key for key in prefixes if key not in fingerprints]:
-        raise ValueError(f"fingerprints: there is none of {missing[0]}")
-    if not all(map(_DIGEST.fullmatch, fingerprints.values())):
+    if not all(map(_DIGEST.fullmatch, manifest.run.fingerprints.values())):
         raise ValueError("fingerprints: they are no digests")
+    _check_counters(manifest, config)
+    with _by_code_of_now(tables):
+        check_params(manifest, config.model)
+        _check_loss_scale(manifest, config)
+        prefixes = [key for key in token_prefixes(config) if not key.startswith("data.valid")]
+        if missing := [key for key in prefixes if key not in manifest.run.fingerprints]:
+            raise ValueError(f"fingerprints: there is none of {missing[0]}")
+
+
+@contextmanager
+def _by_code_of_now(saved: Mapping[str, Any]) -> Iterator[None]:
+    """Let whatever is raised by code, which may be a plugin's, be a refusal. Raises: ConfigError."""
+    try:
+        yield
+    except PluginError:  # it is not imported, and how to have it imported is said
+        raise
+    except Exception as error:  # a plugin may raise anything
+        savers = ", ".join(["megamix", *saved.get("plugins", [])])
+        problem = f"{_reason(error)}; it is whole: bring back the code that saved it ({savers})"
+        raise ConfigError([problem], "job") from error
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; with its kind, but for one that is meant for users."""
+    return " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
+
+
+def check_states(path: Path, manifest: Manifest, config: Config) -> None:
+    """Refuse a checkpoint of the run's own whose states are not those that the optimizer has now.
+
+    Raises: ConfigError naming the optimizer and both.
+    """
+    name = config.optimizer.name
+    home = OPTIMIZERS.sections[name].__module__
+    what = f"optimizer.name: {name}" + f" of plugin {home}" * (not home.startswith("megamix."))
+    try:
+        optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
+        sets = [
+            (param.name, manifest.states[param.state_set], state_set(optimizer, param.name, param.shape))
+            for param in manifest.params
+            if BUFFER not in manifest.states[param.state_set]
+        ]
+    except Exception as error:  # a plugin may raise anything
+        raise ConfigError([f"{what} cannot be built: {_reason(error)}; {path} stays as it is"], "job") from error
+    if other := [one for one in sets if one[1] != one[2]]:
+        param, held, needed = other[0]
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        problem = (
+            f"{what}: of {param}{more} {path} holds {states_text(held)}, and the optimizer of now has "
+            f"{states_text(needed)}; bring back the code and the keys that saved it, or begin a new run from its "
+            "weights: another checkpoint.folder, and this path as checkpoint.resume"
+        )
+        raise ConfigError([problem], "job")
 
 
 def saved_config(manifest: Manifest) -> Config:
@@ -83,10 +130,13 @@ def _check_counters(manifest: Manifest, config: Config) -> None:
     if applied > config.training.steps:
         raise ValueError(f"applied_updates is {applied}, of a run of {config.training.steps} steps")
     progress.check(applied, skipped, config.training.global_batch_size)
+
+
+def _check_loss_scale(manifest: Manifest, config: Config) -> None:
     loss_scale = build_loss_scale(config.precision) or StaticLossScale()
     if manifest.loss_scale_rule not in (None, loss_scale.rule):
         raise ValueError(f"loss_scale_rule is {manifest.loss_scale_rule}, its configuration's is {loss_scale.rule}")
-    loss_scale.check_state(manifest.loss_scale, applied, skipped)
+    loss_scale.check_state(manifest.loss_scale, manifest.applied_updates, manifest.skipped_steps)
 
 
 def check_params(manifest: Manifest, model: DecoderConfig) -> None:
@@ -122,7 +172,8 @@ def _validated(kind: type[_Section], tree: dict[str, Any], saved: Mapping[str, A
         if detail["type"] != "extra_forbidden":
             require_plugins(saved.get("plugins", []))
             where = ".".join(map(str, detail["loc"]))
-            raise ValueError(f"its configuration: {where}: {detail['msg']}")
+            was = "" if detail["type"] == "missing" else f" was saved as {short(detail['input'])}"
+            raise ValueError(f"its configuration: {where}{was}: {detail['msg']}")
         del functools.reduce(operator.getitem, above, cast(Any, known))[key]
     return _validated(kind, known, saved)
 

@@ -46,6 +46,8 @@ def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run: Path, caps
     shutil.copytree(folder / OLDER, folder / f"{OLDER}.1")
     os.truncate(folder / f"{OLDER}.1" / FILES[1], 1000)
     shutil.copytree(folder / OLDER, folder / f"{OLDER}.damaged-0123abcd")
+    shutil.copytree(folder / OLDER, folder / f"{OLDER}.damaged-4567abcd")
+    (folder / f"{OLDER}.damaged-4567abcd" / FILES[0]).unlink()
     shutil.copytree(folder / OLDER, folder / "step_00000003.partial-0123abcd")
     written_s = 1_700_000_000
     os.utime(folder / NEWER / FILES[0], (written_s, written_s))
@@ -58,7 +60,8 @@ def test_ls_shows_every_checkpoint_and_how_far_it_can_be_trusted(run: Path, caps
         (OLDER, "complete"),
         (f"{OLDER}.1", "damaged"),
         (NEWER, "complete"),
-        (f"{OLDER}.damaged-0123abcd", "damaged, set aside"),
+        (f"{OLDER}.damaged-0123abcd", "whole, set aside"),
+        (f"{OLDER}.damaged-4567abcd", "damaged, set aside"),
         ("step_00000003.partial-0123abcd", "unfinished"),
     ]
     assert f"{FILES[1]}: 1000 bytes" in rows[1][-1]

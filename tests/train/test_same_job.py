@@ -30,7 +30,7 @@ from megamix.ranks import DEADLINE_S
 from megamix.supervise import liveness
 from megamix.supervise.liveness import Board, names
 from megamix.supervise.status import NoAnswerError
-from megamix.train import same_job
+from megamix.train import own_code, same_job
 from megamix.train.build_data import data_fingerprints
 from megamix.train.same_job import RankGroup, check_same_job, differences
 from tests.conftest import FULL
@@ -130,10 +130,10 @@ def _other_code(name: str, folder: Path) -> Iterator[None]:
         ):
             yield
     elif name == "source":
-        copy = shutil.copytree(same_job.PACKAGE, folder / "megamix")
+        copy = shutil.copytree(own_code.PACKAGE, folder / "megamix")
         with (copy / "model/ops.py").open("a") as file:
             file.write("\n")
-        with mock.patch.object(same_job, "PACKAGE", copy):
+        with mock.patch.object(own_code, "PACKAGE", copy):
             yield
     else:
         yield
