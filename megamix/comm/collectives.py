@@ -249,6 +249,18 @@ class ShapesAlone(Collectives):
         return out
 
 
+class Unconnected(Collectives):
+    """Of several ranks that no process group connects, as where placements alone are asked for: no call is answered."""
+
+    def _refuse(self, *given: object, **settings: object) -> Any:
+        raise RuntimeError(
+            f"ranks {[*self.axis.ranks]} divide something among them, and no process group connects them: take the "
+            "topology of Topology.connect(), with these axes, on every rank of a process group"
+        )
+
+    reduce_scatter = all_gather = table = gather = sum_parts = exchange = broadcast = agree = _refuse
+
+
 def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
     """Sum the ranks' parts in FP32, rank 0 first; a half `out` is rounded to once, an FP32 one takes the sum itself.
 
@@ -271,7 +283,7 @@ def sum_in_rank_order(parts: Tensor, out: Tensor) -> None:
 def make_collectives(axis: Axis, device: torch.device) -> Collectives:
     """Return the collectives of this axis's backend for tensors of this device."""
     if axis.group is None:
-        return Collectives(axis)
+        return Collectives(axis) if axis.size == 1 else Unconnected(axis)
     # A group may carry a backend per device type ("cpu:gloo,cuda:nccl"): ask for the one that serves this device.
     backend = axis.group._get_backend(device).name()
     return (NcclCollectives if backend == "nccl" else GlooCollectives)(axis, device)

@@ -32,8 +32,10 @@ from megamix.parallel.borders import Border
 def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool) -> dict[str, Placement]:
     """Return where a rank's blocks of all parameters stand. `model`: whole, such as one on the meta device.
 
-    Raises: ValueError naming a parameter that does not divide evenly.
+    Raises: ValueError naming a parameter that does not divide evenly, or a module that ranks would compute wrong.
     """
+    if topology.tp.size > 1:
+        _check_branches(model, topology.tp.size)
     placements = {}
     for name, param in model.named_parameters():
         rule, tp_size = model.rules[name], topology.tp.size
@@ -44,6 +46,28 @@ def place_params(model: Decoder, topology: Topology, *, sequence_parallel: bool)
             )
         placements[name] = _place(rule, tuple(param.shape), topology, sequence_parallel)
     return placements
+
+
+def _check_branches(model: Decoder, tp_size: int) -> None:
+    """Check that every branch, whose input's gradients add up over ranks, divides its layers, and that no layer outside
+    of one does.
+    """
+    inside = set[nn.Module]([model.head])
+    for path, module in model.named_modules():
+        if isinstance(module, Branch):
+            inside |= {*module.modules()}
+            if not any(getattr(layer, "divides", None) == "rows" for layer in module.modules()):
+                raise ValueError(
+                    f"parallelism.tp_size: got {tp_size}, but {path} ({type(module).__name__}) is a Branch without a "
+                    "row-divided layer, and its gradients would count once for each rank; give its last Linear divides"
+                    '="rows", its first ones divides="columns", or make it an nn.Module that is no Branch'
+                )
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.divides and module not in inside:
+            raise ValueError(
+                f'parallelism.tp_size: got {tp_size}, but {path} has divides="{module.divides}" and is in no Branch: '
+                "nothing would add up the ranks' gradients of its input; make the module around it a Branch"
+            )
 
 
 def _place(rule: ParamRule, shape: tuple[int, ...], topology: Topology, sequence_parallel: bool) -> Placement:

@@ -213,6 +213,22 @@ def test_a_rank_alone_is_the_identity() -> None:
     assert (alone.agree(True), alone.agree(False)) == (True, False)
 
 
+def test_ranks_that_nothing_connects_are_refused_when_called_and_not_before() -> None:
+    apart = make_collectives(Axis((0, 1)), torch.device("cpu"))
+    flat = torch.arange(4.0)
+    assert apart.own_part(flat).tolist() == [0, 1]
+    calls = [
+        lambda: apart.reduce_scatter(flat, flat[:2]), lambda: apart.all_gather(flat, flat[:2]),
+        lambda: apart.table(flat), lambda: apart.gather(flat), lambda: apart.sum_parts(flat.view(2, 2)),
+        lambda: apart.exchange(flat, flat, [2, 2], [2, 2]), lambda: apart.broadcast(flat), lambda: apart.agree(True),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"ranks \[0, 1\] divide something .* take the topology of Topology.conn"
+        ):
+            call()
+
+
 def _group_of_one() -> bool:
     group = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     return Topology.current(group).dp.size == 1 and _reduce_scatter_in(group)

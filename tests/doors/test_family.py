@@ -19,6 +19,8 @@ from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
 from megamix.model.family import family_of, parameter_count
+from megamix.model.layers import Linear, ParamRule
+from megamix.model.ops import Ops
 from megamix.parallel.build import build_model
 from megamix.parallel.stages import plan_stages
 from megamix.plan.activations import TracedWork, trace_stage
@@ -115,6 +117,50 @@ def test_a_size_that_ranks_cannot_divide_is_found_before_a_job(folder: Path) -> 
     problems = job_problems(_job(folder, "divided", tp_size=5), 5)
     assert any(line.startswith("parallelism.tp_size: got 5, must divide 24, of ") for line in problems), problems
     assert not any("tp_size" in line for line in job_problems(_job(folder, "divided", tp_size=2), 2))
+
+
+@pytest.mark.parametrize(
+    ("divides", "told"),
+    [
+        ({"gate": None, "up": None, "down": None}, r"blocks.0.gated (Gated) is a Branch without a row-divided layer"),
+        ({"down": None}, r"blocks.0.gated (Gated) is a Branch without a row-divided layer"),
+    ],
+)
+def test_a_branch_that_ranks_would_compute_wrong_is_refused_by_name(
+    folder: Path, toy: ModuleType, monkeypatch: pytest.MonkeyPatch, divides: dict[str, None], told: str
+) -> None:
+    right = toy.Gated.__init__
+
+    def wrong(self: Any, *given: Any) -> None:
+        right(self, *given)
+        for name in divides:
+            layer = getattr(self, name)
+            layer.divides, layer.rules = None, {key: ParamRule("ones") for key in layer.rules}
+        self.rules = {"gain": ParamRule("ones")}
+
+    monkeypatch.setattr(toy.Gated, "__init__", wrong)
+    problems = job_problems(_job(folder, "divided", tp_size=2), 2)
+    assert any(line.startswith(f"parallelism.tp_size: got 2, but {told}") for line in problems), problems
+    assert not any("Branch" in line for line in job_problems(_job(folder, "divided"), 2))
+
+
+def test_a_divided_layer_outside_of_a_branch_is_refused_by_name(
+    folder: Path, toy: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = type("Gated", (nn.Module,), {key: toy.Gated.__dict__[key] for key in ("__init__", "forward")})
+    monkeypatch.setattr(plain, "__init__", lambda self, *given: _as_no_branch(self, *given))
+    monkeypatch.setattr(toy, "Gated", plain)
+    problems = job_problems(_job(folder, "divided", tp_size=2), 2)
+    told = 'parallelism.tp_size: got 2, but blocks.0.gated.gate has divides="columns" and is in no Branch'
+    assert any(line.startswith(told) for line in problems), problems
+
+
+def _as_no_branch(module: nn.Module, config: Any, ops: Ops) -> None:
+    nn.Module.__init__(module)
+    module.ops, size, inner = ops, config.hidden_size, config.gate_size
+    module.gate, module.up = (Linear(size, inner, True, ops, std=0.1, divides="columns") for _ in range(2))
+    module.gain, module.rules = nn.Parameter(torch.empty(inner)), {"gain": ParamRule("ones", divided=0)}
+    module.down = Linear(inner, size, True, ops, std=0.1, divides="rows")
 
 
 def test_a_buffer_that_would_be_saved_is_refused_by_name(toy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
