@@ -150,7 +150,7 @@ class ShardedEngine:
         try:
             yield
         except BaseException:
-            self.half_grads.expect_step()
+            self.half_grads.discard()
             self.grad_reduce.reset()
             self.under_way.discard()
             raise
@@ -189,7 +189,7 @@ class ShardedEngine:
         """Forget the micro-batches since the last `step()`, and `examine_next_step()`, for instance when a forward
         between them has failed; a `backward` that fails does it by itself. Every rank must call it.
         """
-        self.half_grads.expect_step()
+        self.half_grads.discard()
         self.grad_reduce.reset()
         self.under_way.discard()
         self.param_gather.end()

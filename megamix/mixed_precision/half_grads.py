@@ -73,6 +73,12 @@ class HalfGrads:
             grad.touched = grad.ready = False
         self._missing = [*self._sizes]  # per bucket: how many are not ready yet
 
+    def discard(self) -> None:
+        """Forget a step, and the gradients that a backward which failed has left."""
+        for param in self._params.values():
+            param.grad = None
+        self.expect_step()
+
     @contextmanager
     def backward_pass(
         self, on_full: Callable[[int], None], completes: Collection[str],
@@ -156,8 +162,15 @@ class HalfGrads:
 
 
 def refuse_second_engine(model: nn.Module) -> None:
-    """Raises: ValueError if the model is or was another engine's: of two the first to run would rob the other."""
+    """Raises: ValueError if the model is or was another engine's: of two the first to run would rob the other; or if a
+    parameter that is to be trained has a gradient already, which the first step would add.
+    """
     for name, param in model.named_parameters():
+        if param.requires_grad and param.grad is not None:
+            raise ValueError(
+                f"parameter {name} has a .grad already, and the first step would add it to its own; call "
+                "model.zero_grad() before you build the engine"
+            )
         for hook in (param._post_accumulate_grad_hooks or {}).values():
             if isinstance(hook, partial) and hook.func is HalfGrads._on_grad:
                 raise ValueError(f"parameter {name} belongs to another engine, or did; give a new engine a new model")

@@ -333,8 +333,8 @@ class HalfParams:
         self.flat[bucket].copy_(full)
 
     def check(self) -> None:
-        """Raise RuntimeError if a call has changed which parameters there are, broken a view, or written to one, since
-        the engine took the module over.
+        """Raise RuntimeError if a call has changed which parameters there are, broken a view, written to one or given
+        it a gradient, since the engine took the module over.
 
         The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
         """
@@ -355,6 +355,11 @@ class HalfParams:
                 broken = (
                     "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
                     "and not its FP32 master. To change weights call engine.load_weights(state_dict)"
+                )
+            elif param.grad is not None:
+                broken = (
+                    "has a .grad that is not the engine's: a backward would add to it what no loss scale and no sum "
+                    "over the ranks knows. Call model.zero_grad(); to change a gradient take param.register_hook(...)"
                 )
             else:
                 continue

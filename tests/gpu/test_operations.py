@@ -101,8 +101,7 @@ def _count(
     """
     operations = Operations()
     with _an_engine(operations, scale, compiled, num_layers) as engine:
-        for param in engine.half_params.params.values():
-            param.grad = torch.zeros_like(param)
+        grads = {param: torch.zeros_like(param) for param in engine.half_params.params.values()}
         if examined:
             engine.examine_next_step()
         if not checked:
@@ -110,6 +109,8 @@ def _count(
         with operations:
             with engine.accumulate(), engine.backward_pass(0, engine.half_grads.names):
                 engine.under_way.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
+                for param, grad in grads.items():
+                    param.grad = grad
                 engine.half_grads.take(engine.half_grads.names)
             hooks = operations.counts.total()
             engine.step()

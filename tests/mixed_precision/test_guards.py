@@ -8,6 +8,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, StaticLossScale
+from megamix import NAG, AdamW, Checkpoints, ParamGroup, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.mixed_precision.settings import Shard
 from tests.distributed.models import loss_of, make_batch, make_model
 
 BF16 = Precision(torch.bfloat16)
@@ -383,3 +385,60 @@ def test_a_loss_in_half_is_told_once_with_what_to_write() -> None:
     assert warning.filename == __file__
     assert "a rounded loss, in torch.bfloat16; compute it in FP32" in str(warning.message)
     assert "F.cross_entropy(engine(x).float(), y)" in str(warning.message)
+
+
+def _grad_before_the_build(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+    model = make_model()
+    loss_of(model, make_batch(0, 0, 0)).backward()
+    engine_of(model)
+
+
+def _grad_before_a_pass(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+    engine = engine_of(make_model())
+    _step(engine)
+    weight = engine.module.blocks[1].up.weight
+    weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+    engine.backward(loss_of(engine.module, make_batch(1, 0, 0)))
+
+
+def _grad_before_the_step(engine_of: Callable[[nn.Module], ShardedEngine]) -> None:
+    engine = engine_of(make_model())
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    weight = engine.module.blocks[1].up.weight
+    weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+    engine.step()
+
+
+@pytest.mark.parametrize("shard", get_args(Shard))
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (_grad_before_the_build, r"embedding.weight has a .grad already.*call model.zero_grad\(\)"),
+        (_grad_before_a_pass, r"parameter blocks.1.up.weight has a .grad that is not the eng.*model.zero_grad\(\)"),
+        (_grad_before_the_step, r"parameter blocks.1.up.weight has a .grad that is not the engine's"),
+    ],
+)
+def test_a_gradient_that_somebody_put_there_is_refused_by_name(put, message: str, shard: Shard) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        put(lambda model: _engine(model, sharding=Sharding([*model.blocks], shard=shard)))
+
+
+def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
+    def first_norm(fail: bool) -> float:
+        model = make_model()
+        weight, fails = model.blocks[1].up.weight, [fail]
+
+        def user_hook(param: Tensor) -> None:
+            if any(fails):
+                fails.clear()
+                raise ValueError("planted")
+
+        weight.register_post_accumulate_grad_hook(user_hook)  # in front of the engine's
+        engine = _engine(model)
+        if fail:
+            with pytest.raises(ValueError, match="planted"):
+                engine.backward(loss_of(model, make_batch(0, 0, 0)) * 1000)
+        engine.backward(loss_of(model, make_batch(0, 0, 0)))
+        return float(engine.step().grad_norm)
+
+    assert first_norm(True) == first_norm(False)
