@@ -217,10 +217,13 @@ class Watchdog:
                 verdict = Judgement(f"rank {roll.rank}, attempt {position.attempt}: {error}", [], WRONG_INPUT)
             else:
                 verdict = Judgement(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
-            verdict = roll.decide(verdict)
+            own, verdict = verdict.fit(), roll.decide(verdict)
             if verdict.exit_status == WRONG_INPUT:
                 raise WrongDataError(verdict.text) from error
-            error.add_note(verdict.text)
+            if verdict == own:
+                say(f"megamix train: {verdict.text}", sys.stderr)
+            # In front: what the collective says of itself is the consequence, and may name another cause.
+            error.__notes__ = [verdict.text, *getattr(error, "__notes__", [])]
             _end_missing(verdict, roll)
             if roll.rank != 0 and roll.rank == _speaker(verdict, roll):
                 self._status.write("failed", verdict.text)

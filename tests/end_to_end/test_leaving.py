@@ -268,4 +268,8 @@ def test_a_killed_launcher_lets_its_ranks_save_and_a_killed_rank_is_named(ended,
     else:
         assert (end.status["state"], end.status["exit_status"]) == ("failed", 1)
         assert end.exit_statuses == [1] * case.nodes
-        assert f"rank {case.who} died; rank {1 - case.who} was in " in end.status["reason"]
+        died = f"rank {case.who} died; rank {1 - case.who} was in "
+        assert end.status["reason"].startswith(died)
+        before, verdict, _ = (end.folder / "stderr.txt").read_text().partition(f"megamix train: {died}")
+        assert verdict
+        assert "Traceback" not in before

@@ -75,7 +75,7 @@ def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
 
 # Each kind of fault, and with all counts each on each rank.
 CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
-CASES = CASES if FULL else [(_killed, 0), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
+CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
 SLOW = (_writes_slowly, 1)
 VERDICTS = {  # on (victim, other)
     _killed: "rank {} died; rank {} was in",
@@ -156,6 +156,10 @@ def test_a_dead_or_hung_rank_ends_all_in_time_and_is_named(ended, fault: Callabl
     # A rank may die with the last words of the attempt before unsent.
     assert re.search(rf"attempt ({FAULT_AT - 1}|{FAULT_AT})\b", end.status["reason"])
     assert any(verdict in end.ranks.said(rank) for rank in range(2))
+    if fault is _killed:  # the collective that broke is the consequence
+        assert end.status["reason"].startswith(verdict)
+        assert end.ranks.said(1 - victim).partition(verdict)[0].endswith("megamix train: ")
+        assert "Traceback" not in end.ranks.said(1 - victim).partition(verdict)[0]
 
 
 @pytest.mark.parametrize(("fault", "victim"), CASES)
