@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 from pydantic import JsonValue, ValidationError
 
 from megamix.checkpoint.folder import applied_updates, checkpoints
+from megamix.checkpoint.frozen import save_frozen
 from megamix.checkpoint.load import load_or_older, newest_checkpoint
 from megamix.checkpoint.manifest import DamagedCheckpoint, RunRecord, printable
 from megamix.checkpoint.save import Saver
@@ -30,13 +31,17 @@ class Checkpoints:
         checkpoints.save({"step": 100})
 
     A checkpoint is of the whole model: it loads on any number of ranks. After a save all but the `keep` newest, at
-    least 2, are removed. Units: `timeout_s` bounds the wait for the slowest rank.
+    least 2, are removed. It knows the frozen parameters beside which it was saved, and loads beside no others; with
+    `frozen` the folder keeps their values, once, and a load sets them. Units: `timeout_s` bounds the wait for the
+    slowest rank.
     """
 
-    def __init__(self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0):
+    def __init__(
+        self, engine: ShardedEngine, folder: str | Path, keep: int = 2, timeout_s: float = 600.0, frozen: bool = False
+    ):  # fmt: skip
         if not isinstance(engine, ShardedEngine):
             raise TypeError(f"engine is a {type(engine).__name__}; pass the ShardedEngine that trains it")
-        self._engine, self._folder = engine, Path(folder).absolute()
+        self._engine, self._folder, self._frozen = engine, Path(folder).absolute(), frozen
         self._together = Together.apart(engine.topology.world, timeout_s)
         self._saver = Saver(self._folder, keep, self._together, lambda path: None, self._failed)
         self._error: Exception | None = None
@@ -60,7 +65,7 @@ class Checkpoints:
         begun = self._together.first(lambda: bool(checkpoints(self._folder)))
         found = newest_checkpoint(self._folder, self._together)
         if found is not None:
-            found = load_or_older(found, self._engine, self._together)
+            found = load_or_older(found, self._engine, self._together, frozen=self._frozen)
         if begun and found is None:
             raise DamagedCheckpoint([f"{self._folder} has no good checkpoint left; give another folder to begin anew"])
         self._goes_on = True
@@ -91,6 +96,8 @@ class Checkpoints:
             raise ValueError("progress is not the same on every rank; give the same, a rank loads that of the first")
         self._goes_on = True
         _last_to_save[self._folder] = self
+        if self._frozen:
+            self._together.first(lambda: save_frozen(self._folder, self._engine))
         write = self._saver.start if beside else self._saver.save
         write(self._engine, RunRecord(progress=dict(progress)))
         if not beside:

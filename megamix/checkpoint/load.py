@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.folder import Files, checkpoints, damaged_name
+from megamix.checkpoint.frozen import fit_frozen
 from megamix.checkpoint.manifest import BUFFER, DamagedCheckpoint, FileRecord, Manifest, StateSet, states_text
 from megamix.checkpoint.snapshot import DTYPES, Part, buffer_parts, owned_parts, state_sets
 from megamix.checkpoint.tensor_file import Stored, verified_chunks
@@ -65,7 +66,12 @@ def newest_checkpoint(
 
 
 def load_or_older(
-    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, check: Check | None = None
+    checkpoint: Checkpoint,
+    engine: ShardedEngine,
+    together: Together,
+    *,
+    check: Check | None = None,
+    frozen: bool = False,
 ) -> Checkpoint | None:
     """Load a checkpoint or, where it is damaged, the newest good one before it in its folder. Damaged ones are set
     aside, with one line each. Every rank must call it.
@@ -76,7 +82,7 @@ def load_or_older(
     found: Checkpoint | None = checkpoint
     while found is not None:
         try:
-            load(found, engine, together)
+            load(found, engine, together, frozen=frozen)
             break
         except DamagedCheckpoint as error:
             _set_aside(found.path, error, together)
@@ -95,11 +101,13 @@ def _set_aside(path: Path, reason: DamagedCheckpoint, together: Together) -> Non
         log.warning("checkpoint refused: %s (and not set aside: %s)", reason, error)
 
 
-def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, anew: bool = False) -> None:
+def load(
+    checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, anew: bool = False, frozen: bool = False
+) -> None:
     """Set masters, optimizer states, counters, loss scale and half parameters. Every rank must call it.
 
     `anew`: states that the checkpoint lacks, or has in another dtype, as after another optimizer, are zero then; the
-    log says which.
+    log says which. `frozen`: take the frozen parameters that the folder keeps.
     Raises: ValueError naming what does not fit the engine, by kind, before anything is changed; DamagedCheckpoint on
     every rank if one finds that a file is not what was written, after which masters and optimizer states are NaN, until
     another load succeeds; FailedTogether on every rank if one cannot do its part, after which the engine holds some of
@@ -108,6 +116,7 @@ def load(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, a
     manifest = checkpoint.manifest
     if problems := misfits(manifest, engine, anew=anew):
         raise ValueError(f"{checkpoint.path} does not fit this model and optimizer: " + "; ".join(problems))
+    fit_frozen(checkpoint, engine, together, takes=frozen)
     try:
         _agree_on(
             together.every(

@@ -3,15 +3,18 @@
 It is saved as the snapshot of one instant: views of the engine, or a copy that training leaves alone.
 """
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from megamix import tuned
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
 from megamix.mixed_precision.engine import ShardedEngine
@@ -82,6 +85,33 @@ def buffer_parts(engine: ShardedEngine) -> list[Part]:
     return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
 
 
+def frozen_params(engine: ShardedEngine) -> dict[str, Tensor]:
+    """Return the module's parameters that are not trained, but for empty ones."""
+    params = by_plain_name(engine.module.named_parameters()).items()
+    return {name: param for name, param in params if not param.requires_grad and param.numel()}
+
+
+_digests: MutableMapping[Tensor, dict[tuple[int, int], str]] = WeakTensorKeyDictionary()  # by address and version
+
+
+def frozen_digests(engine: ShardedEngine) -> dict[str, str]:
+    """Return the digest of each frozen parameter, as it is kept. Each is read once, and again when it was written."""
+    found = {}
+    for name, param in frozen_params(engine).items():
+        known, values = _digests.get(param, {}), (param.data_ptr(), param._version)
+        found[name] = known.get(values) or digest(param)
+        _digests[param] = {values: found[name]}
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the dtype, and the SHA-256 of shape and values."""
+    content = hashlib.sha256(repr(tuple(tensor.shape)).encode())
+    for piece in torch.split(tensor.detach().reshape(-1), tuned.SAVED_PIECE):
+        content.update(piece.cpu().view(torch.uint8).numpy().data)
+    return f"{tensor.dtype} {content.hexdigest()}"
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """What one rank saves."""
@@ -121,6 +151,7 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
             ParamRecord(name=entry.name, shape=entry.full_shape, aliases=entry.aliases, states=places[states])
             for entry, states in sets
         ),
+        frozen=frozen_digests(engine) if engine.topology.world.rank == 0 else None,  # whose manifest is written
     )
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:

@@ -1,0 +1,76 @@
+"""Frozen parameters, which no checkpoint holds: its manifest knows their values by digests, and a folder may keep them
+once for all of its checkpoints.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megamix.checkpoint.snapshot import digest, frozen_digests, frozen_params
+from megamix.checkpoint.together import Together
+from megamix.checkpoint.verify import Checkpoint
+from megamix.durable import folder_aside, sync_file
+from megamix.mixed_precision.engine import ShardedEngine
+
+log = logging.getLogger("megamix")
+
+
+def _values_of(folder: Path, digests: Mapping[str, str]) -> Path:
+    """Return what has, or gets, the values of these digests."""
+    own_name = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
+    return folder / f"frozen_{own_name}" / "values.safetensors"
+
+
+def save_frozen(folder: Path, engine: ShardedEngine) -> None:
+    """Write the values of the engine's frozen parameters, unless the folder has these. Raises: OSError."""
+    values = _values_of(folder, frozen_digests(engine))
+    if not values.exists():
+        folder.mkdir(exist_ok=True)
+        with folder_aside(values.parent) as begun:
+            params = frozen_params(engine).items()
+            save_file({name: param.detach().cpu().clone() for name, param in params}, begun / values.name)
+            with open(begun / values.name, "rb", buffering=0) as file:
+                sync_file(file)
+
+
+def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, takes: bool) -> None:
+    """See that the engine's frozen parameters are those beside which the checkpoint was saved; `takes`: set them to the
+    values that its folder keeps. Every rank must call it; the first one's values count, as at the build.
+
+    Raises, on every rank and before anything is changed: ValueError naming what differs; FailedTogether if the values
+    cannot be read, or are not what was saved.
+    """
+    saved, own = checkpoint.manifest.frozen, together.first(lambda: frozen_digests(engine))
+    if saved is None or saved == own:  # None: of an earlier version
+        return
+    wanted = {name: text for name, text in saved.items() if own.get(name) != text}
+    path, values = _values_of(checkpoint.path.parent, saved), dict[str, Tensor]()
+    if takes and saved.keys() == own.keys() and together.first(path.exists):
+        together.every(lambda: values.update(_read(path, wanted, engine)))
+        with torch.no_grad():
+            for name in wanted:
+                frozen_params(engine)[name].copy_(values[name])
+        return
+    other_dtype = [name for name, text in wanted.items() if own.get(name, text).split()[0] != text.split()[0]]
+    if wrong := [name for name in {**wanted, **own} if saved.get(name) != own.get(name) and name not in other_dtype]:
+        raise ValueError(
+            f"{checkpoint.path} was saved beside other frozen parameters than the model has: {', '.join(wrong[:8])} "
+            f"differ{' and others' if wrong[8:] else ''}, and it does not hold them. Give the model the same ones, or "
+            "save and load by Checkpoints(..., frozen=True)"
+        )
+    if together.rank == 0:
+        log.warning("frozen parameters cannot be compared: the checkpoint's had another dtype, %s", other_dtype[0])
+
+
+def _read(path: Path, wanted: Mapping[str, str], engine: ShardedEngine) -> dict[str, Tensor]:
+    """Return the values of these digests. Raises: ValueError, OSError."""
+    values, params = load_file(path), frozen_params(engine)
+    for name, text in wanted.items():
+        if digest(values[name]) != text or values[name].shape != params[name].shape:
+            raise ValueError(f"{path}: {name} is not what was saved, or has another shape in the model")
+    return values
