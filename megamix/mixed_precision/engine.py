@@ -149,7 +149,8 @@ class ShardedEngine:
             self.under_way.begin(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            settings.explain_stale_loss(error)
             self.half_grads.discard()
             self.grad_reduce.reset()
             self.under_way.discard()
@@ -221,6 +222,7 @@ class ShardedEngine:
         self.applied_updates += ~stats.found_inf
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
+        self.half_params.note_written()
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
             self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, stats.recorded, examination,
@@ -281,6 +283,7 @@ class ShardedEngine:
         self._require_between_steps("load_weights()", writes=True)
         load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
         self.unseen_writes.forget()
+        self.half_params.note_written()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the run's state (copies): masters, optimizer states, counters, loss scale."""
@@ -320,6 +323,7 @@ class ShardedEngine:
         self._require_between_steps("publish_masters()", writes=True)
         self.param_gather.publish()
         self.unseen_writes.forget()
+        self.half_params.note_written()
 
     def refuse_unseen_writes(self, on_every_rank: bool = True) -> None:
         """Compare half parameters that this rank keeps of its own masters with these; reads the device.

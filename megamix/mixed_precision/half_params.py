@@ -286,8 +286,9 @@ class HalfParams:
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []
         # By bucket: name, parameter, and what must still be true of it for the engine's writes to reach the module: how
-        # far its address is from the buffer's, and its version.
+        # far its address is from the buffer's, and its version but for the times that the engine has moved all of them.
         self._installed: list[list[tuple[str, nn.Parameter, int, int]]] = []
+        self._trained, self._writes = list[nn.Parameter](), 0
         self._guard = ModuleGuard(model)
         # Called with a bucket whose memory goes after somebody could write there.
         self.before_free: Callable[[int], object] = lambda bucket: None
@@ -320,6 +321,7 @@ class HalfParams:
             param.data = flat[slot.start : slot.end].view(slot.spec.shape)
             place = param.data_ptr() - flat.data_ptr()
             self._installed[-1].append((slot.spec.name, param, place, param._version))
+            self._trained.append(param)
 
     def copies(self) -> list[Tensor]:
         """Return what every rank keeps between steps: of each bucket half (padded_numel,), or nothing of any."""
@@ -336,22 +338,29 @@ class HalfParams:
         """Raise RuntimeError if a call has changed which parameters there are, broken a view, written to one or given
         it a gradient, since the engine took the module over.
 
-        The engine itself writes through the flat buffers, which never moves a parameter's own version counter.
+        The engine itself writes through the flat buffers, which moves no parameter's own version counter, but by
+        `note_written`.
         """
         with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
             self._guard.check()
             for flat, installed in zip(self.flat, self._installed, strict=True):
                 self._check(flat.data_ptr(), installed)
 
-    @staticmethod
-    def _check(buffer: int, installed: Iterable[tuple[str, nn.Parameter, int, int]]) -> None:
+    def note_written(self) -> None:
+        """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version(self._trained)
+        self._writes += 1
+
+    def _check(self, buffer: int, installed: Iterable[tuple[str, nn.Parameter, int, int]]) -> None:
+        writes = self._writes
         for name, param, place, version in installed:
             if param.data_ptr() - buffer != place:
                 broken = (
                     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
                     "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
                 )
-            elif param._version != version:
+            elif param._version != version + writes:
                 broken = (
                     "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
                     "and not its FP32 master. To change weights call engine.load_weights(state_dict)"

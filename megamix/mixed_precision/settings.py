@@ -253,6 +253,15 @@ def explain_dtypes(
             )
 
 
+def explain_stale_loss(error: BaseException) -> None:
+    """Note on an error of backward that the loss is older than the weights, if that may be why."""
+    if "modified by an inplace operation" in str(error):
+        error.add_note(
+            "if the variable is a parameter, the loss was computed before step() or a load wrote the weights: call "
+            "engine.backward(loss) first"
+        )
+
+
 def fingerprint(*values: object) -> str:
     """Return the SHA-256 of what the values print."""
     return hashlib.sha256(repr(values).encode()).hexdigest()

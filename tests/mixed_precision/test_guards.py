@@ -442,3 +442,36 @@ def test_a_gradient_left_by_a_backward_that_failed_is_in_no_step() -> None:
         return float(engine.step().grad_norm)
 
     assert first_norm(True) == first_norm(False)
+
+
+WRITERS: list[Callable[[ShardedEngine], object]] = [
+    _step,
+    lambda engine: engine.load_weights(engine.full_weights()),
+    lambda engine: engine.load_state_dict(engine.state_dict()),
+    lambda engine: engine.publish_masters(),
+]
+
+
+@pytest.mark.parametrize("shard", get_args(Shard))
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_loss_from_before_the_weights_were_written_is_refused(write, recompute: bool, shard: Shard) -> None:
+    model = make_model(recompute=recompute)
+    engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+    _step(engine)
+    stale = loss_of(model, make_batch(1, 0, 0))
+    write(engine)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+        engine.backward(stale)
+    assert "before step() or a load wrote the weights: call engine.backward(loss) first" in error.value.__notes__[-1]
+    for step in range(2):
+        _step(engine, step)
+
+
+def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away() -> None:
+    engine = _engine()
+    loss = loss_of(engine.module, make_batch(0, 0, 0))
+    engine.backward(loss_of(engine.module, make_batch(0, 0, 0)))
+    engine.probe_loss_scale()
+    engine.backward(loss)
+    engine.step()
