@@ -278,10 +278,11 @@ class ShardedEngine:
         """Set masters and half parameters, and copy frozen parameters and buffers; optimizer states stay.
 
         Give full FP32 weights under the module's own names, the same on every rank.
-        Raises: ValueError naming missing, unknown and misshapen entries, the first of each; nothing is changed then.
+        Raises: ValueError naming missing, unknown and misshapen entries, the first of each, or a parameter with NaN,
+        inf or a value that the dtype cannot hold; nothing is changed then.
         """
         self._require_between_steps("load_weights()", writes=True)
-        load_weights(state_dict, self.module, self.half_params, self.master_shard, [*self.params, *self.buffers])
+        load_weights(state_dict, self.module, self.half_params, self.master_shard, self.params, self.buffers)
         self.unseen_writes.forget()
         self.half_params.note_written()
 

@@ -203,12 +203,13 @@ def misfit_names(
 
 def load_weights(
     state_dict: Mapping[str, Tensor], model: nn.Module, half_params: HalfParams, master_shard: MasterShard,
-    entries: Sequence[Entry],
+    params: Sequence[Entry], buffers: Sequence[Entry],
 ) -> None:  # fmt: skip
     """Set masters and half parameters from full FP32 weights, and copy what the buckets do not hold into the module.
-    `entries`: of the whole model; those that other ranks hold are left to these.
+    `params`, `buffers`: of the whole model; those that other ranks hold are left to these.
 
-    Raises: ValueError naming the first missing, unknown and misshapen entries, before anything is changed.
+    Raises: ValueError naming the first missing, unknown and misshapen entries, and the first parameters with values
+    that their dtype cannot hold, before anything is changed.
     """
     own = by_plain_name(model.state_dict(keep_vars=True).items())
     weights = by_plain_name(state_dict.items())
@@ -220,9 +221,18 @@ def load_weights(
     }
     shapes = {name: trained.get(name, tuple(tensor.shape)) for name, tensor in own.items()}
     given = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    elsewhere = {name for entry in entries for name in (entry.name, *entry.aliases)}
+    elsewhere = {name for entry in (*params, *buffers) for name in (entry.name, *entry.aliases)}
     if problems := misfit_names(given, shapes, may_have=elsewhere):
         raise ValueError("load_weights() needs exactly the module's entries: " + "; ".join(problems))
+    dtypes = {name: tensor.dtype for name, tensor in own.items() if isinstance(tensor, nn.Parameter)}
+    dtypes |= {name: half_params.dtype for entry in params for name in (entry.name, *entry.aliases)}  # on all ranks
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point and name in weights and weights[name].numel():
+            largest, limit = float(weights[name].detach().float().abs().max()), torch.finfo(dtype).max
+            if not largest <= limit:  # NaN neither
+                raise ValueError(
+                    f"load_weights() takes finite values: {name} has {largest:.6g}, and {dtype} holds up to {limit:.5g}"
+                )
     for index in range(len(half_params.layout.buckets)):
         full = half_params.full_precision(index, weights)
         master_shard.take(index, full)

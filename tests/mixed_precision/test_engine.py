@@ -456,6 +456,37 @@ def test_wrong_weights_are_refused_all_at_once_and_change_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in engine.full_weights().items())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value", "told"),
+    [
+        (torch.bfloat16, math.nan, "nan, and torch.bfloat16 holds up to 3.3895e\\+38"),
+        (torch.float32, -math.inf, "inf, and torch.float32"),
+        (torch.float16, -65505.0, "65505, and torch.float16 holds up to 65504"),
+        (torch.bfloat16, 3.4e38, r"3.4e\+38, and torch.bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("name", ["blocks.1.down.weight", "blocks.0.gain"])  # trained, and frozen
+def test_values_that_the_dtype_cannot_hold_are_refused_by_name(
+    dtype: torch.dtype, value: float, told: str, name: str
+) -> None:
+    model = make_model()
+    model.blocks[0].gain.requires_grad_(False)
+    model.norm.register_buffer("mask", torch.full((2,), -math.inf))  # as it may be
+    engine = _engine(model, Precision(dtype, loss_scale=StaticLossScale(1.0)))
+    before = engine.full_weights()
+    weights = {one: weight.float() for one, weight in before.items()}
+    engine.load_weights(weights)
+    weights["head.weight"] = weights["embedding.weight"] = weights["embedding.weight"] + 1
+    weights[name] = weights[name].clone()
+    weights[name].view(-1)[-1] = value
+    with pytest.raises(ValueError, match=rf"load_weights\(\) .* {name} has {told}"):
+        engine.load_weights(weights)
+    assert all(torch.equal(before[one], weight) for one, weight in engine.full_weights().items())
+    if dtype == torch.float16:
+        weights[name].view(-1)[-1] = 65504.0
+        engine.load_weights(weights)
+
+
 def test_of_another_models_weights_the_first_names_of_each_kind_are_told_and_the_count() -> None:
     with pytest.raises(ValueError, match="load_weights") as error:
         _engine().load_weights({f"layers.{number}.weight": torch.ones(2) for number in range(300)})

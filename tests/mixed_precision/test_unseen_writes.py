@@ -226,8 +226,9 @@ def _trains(case: Right) -> int:
     sharding = Sharding(units, shard=case.shard, accumulate=case.accumulate, overlap=case.overlap, bucket_size=1500)
     engine = ShardedEngine(model, case.optimizer, case.precision, sharding, grad_accum_steps=2, compile_update=False)
     if case.large:
-        weights = engine.full_weights()
-        engine.load_weights({name: weight * 2.0**20 for name, weight in weights.items()})
+        for owned in engine.owned_ranges():
+            owned.tensors["master"].mul_(2.0**20)
+        engine.publish_masters()
     state = engine.state_dict()
 
     def rest(number: int) -> None:
