@@ -9,6 +9,7 @@ equation needs the update's number.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import logging
 import math
 import re
@@ -62,10 +63,24 @@ class ParamGroup:
     lr_factor: float = 1.0
     weight_decay: float | None = None  # None: the optimizer's
 
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        require_settings(cls, *args, **settings)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         require_finite(f"lr_factor of group {self.pattern!r}", self.lr_factor)
         if self.weight_decay is not None:
             require_finite(f"weight_decay of group {self.pattern!r}", self.weight_decay)
+
+
+def require_settings(kind: type, *args: object, **settings: object) -> None:
+    """Raises: TypeError naming a setting that the class does not have, or has by name alone, and those that it has."""
+    signature = inspect.signature(kind.__init__)  # type: ignore[misc]  # of a class, and not of one object
+    try:
+        signature.bind_partial(None, *args, **settings)
+    except TypeError as error:
+        known = ", ".join(f"{name}=..." for name in [*signature.parameters][1:])
+        raise TypeError(f"{kind.__name__}: {error}; write its settings by name: {kind.__name__}({known})") from None
 
 
 def require_finite(name: str, value: float) -> None:
@@ -99,8 +114,9 @@ class Optimizer:
     groups: tuple[ParamGroup, ...] = ()
 
     def __new__(cls, *params: object, **settings: object) -> Self:
-        if params:
+        if params or "params" in settings:
             raise TypeError(f"{cls.__name__} takes settings by name, and no parameters: write {cls.__name__}(lr=1e-3)")
+        require_settings(cls, **settings)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -65,6 +65,26 @@ WRONG_KINDS: list[tuple[Callable[[], object], type[Exception], str]] = [
         r"groups takes ParamGroup, got dict .*; write ParamGroup\(pattern=",
     ),
     (lambda: AdamW(make_model().parameters(), lr=1e-3), TypeError, r"AdamW takes settings by name.*: write AdamW\(lr="),
+    (
+        lambda: NAG(params=make_model().parameters(), lr=1e-3),
+        TypeError,
+        "NAG takes settings by name, and no param",
+    ),
+    (
+        lambda: AdamW(lr=1e-3, amsgrad=True, foreach=True),
+        TypeError,
+        r"AdamW: got an unexpected keyword argument 'amsgrad'; write its settings by name: AdamW\(lr=..., .*eps=..., ",
+    ),
+    (
+        lambda: ParamGroup("*.bias"),
+        TypeError,
+        r"ParamGroup: too many positional .*; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
+    ),
+    (
+        lambda: ParamGroup(pattern="*.bias", betas=(0.9, 0.99)),
+        TypeError,
+        r"ParamGroup: got an unexpected .* 'betas'; write its settings by name: ParamGroup\(pattern=..., lr_factor=",
+    ),
     (lambda: Checkpoints(make_model(), "runs"), TypeError, "engine is a .*; pass the ShardedEngine that trains it"),
     (lambda: _engine(nn.ReLU()), ValueError, "no trainable parameter: it has none, or"),
     (
