@@ -6,6 +6,8 @@ The engine is a library, re-exported here; `megamix train CONFIG` runs whole job
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from megamix import schedules
+
 if TYPE_CHECKING:
     from megamix.auditing.audit import audit
     from megamix.checkpoint.checkpoints import Checkpoints
@@ -37,7 +39,7 @@ _HOMES += ("comm.topology", "comm.starters", "verify.trainer", "auditing.audit")
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
 __all__ += ["HeadroomLossScale", "LossScale", "MegatronLossScale", "Muon", "Optimizer", "ParamGroup", "Precision"]
 __all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "Topology", "TorchLossScale", "audit"]
-__all__ += ["record", "start_ranks"]
+__all__ += ["record", "schedules", "start_ranks"]
 
 
 def __getattr__(name: str) -> Any:

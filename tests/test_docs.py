@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import megamix
 import megamix.mixed_precision
 from megamix.train.metrics import TAGS, LayerPrecision
 from tests.promises import with_table
@@ -32,6 +33,16 @@ def test_every_link_on_a_page_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_api_page_has_what_the_package_exports() -> None:
+    table, _, reference = _text("api.md").partition("\n## ")
+    cells = re.findall(r"^\| (`.*?`) \| ", table, flags=re.MULTILINE)
+    told = [name.removeprefix("megamix.") for cell in cells for name in re.findall(r"`([\w.]+)`", cell)]
+    shown = re.findall(r"^::: megamix\.(\w+)$", reference, flags=re.MULTILINE)
+    own = {*megamix.__all__, "plugins"}  # which a configuration names, and no program needs torch for
+    assert sorted(told) == sorted(shown) == sorted(own)
+    assert all(hasattr(megamix, name) for name in megamix.__all__)
 
 
 def test_the_table_of_promises_is_what_the_test_files_say() -> None:

@@ -17,6 +17,7 @@ LAYER = {
     "live_storage": 0,
     "machine": 0,
     "names": 0,
+    "schedules": 0,
     "config": 1,
     "comm": 1,
     "mixed_precision": 2,

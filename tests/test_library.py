@@ -155,3 +155,10 @@ def test_an_example_prints_a_loss_that_falls(program: str, tmp_path: Path) -> No
 def test_the_page_lists_every_example() -> None:
     listed = re.findall(r"^\| \[(\w+)\.py\]", PAGE, flags=re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def test_the_page_s_scheduler_goes_on_with_its_rate_after_a_load(tmp_path: Path) -> None:
+    rates = [
+        float(_run_blocks(tmp_path, "The loop", "Learning rates")["Learning rates"]["result"].lr) for _ in range(2)
+    ]
+    assert rates == pytest.approx([1e-2 * 0.5, 1e-2 * 0.5**3])  # of step 20, and of step 40

@@ -1,12 +1,12 @@
 """From configuration sections to the objects they describe; each object gets only its own section."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from megamix import schedules
 from megamix.comm.topology import Topology
 from megamix.config import Config, DecoderConfig, OptimizerConfig, PrecisionConfig, loss_scale_rule, stages_per_rank
 from megamix.config.sections import LrScheduleConfig
@@ -132,43 +132,12 @@ def build_engine(
 
 def lr_table(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> list[float]:
     """Return the learning rate of updates 0 .. steps - 1, FP64."""
-    assert 0 <= optimizer.min_lr <= optimizer.lr, (optimizer.min_lr, optimizer.lr)
-    assert schedule.decay_steps is None or 0 < schedule.decay_steps <= steps - schedule.warmup_steps, (schedule, steps)
     return [*map(lr_rule(optimizer, schedule, steps), range(steps))]
 
 
 def lr_rule(optimizer: OptimizerConfig, schedule: LrScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return what gives the learning rate of an update, FP64: a pure function of the updates applied before, so skipped
     steps do not count.
-
-    The warm-up ends at update warmup_steps - 1 with the full lr and begins above 0, so no update is spent on nothing;
-    for the same reason the decay begins at the full lr and would reach min_lr with the update after its last one.
-
-    `decay_steps` counts from the end of the warm-up, for wsd back from the end of the run; None: all that is left
-    after the warm-up. inverse_sqrt and constant have no end and do not use it.
     """
-    lr, min_lr, decay_style = optimizer.lr, optimizer.min_lr, schedule.decay_style
     warmup_steps, decay_steps = schedule.warmup_steps, schedule.decay_steps
-    after_warmup = steps - warmup_steps
-    decay_length = after_warmup if decay_steps is None else decay_steps
-    decay_start = steps - decay_length if decay_style == "wsd" else warmup_steps
-
-    def lr_at(update: int) -> float:
-        if update < warmup_steps:
-            return lr * (update + 1) / warmup_steps
-        if decay_style == "inverse_sqrt":
-            # 1 at the last update of the warm-up; without one, at update 0.
-            return max(min_lr, lr * math.sqrt(max(warmup_steps, 1) / (update + 1)))
-        progress = min(max(update - decay_start, 0) / max(decay_length, 1), 1.0)
-        return min_lr + (lr - min_lr) * _DECAYS[decay_style](progress)
-
-    return lr_at
-
-
-# Decay styles as factors of lr - min_lr over the progress of the decay, 0 to 1.
-_DECAYS: dict[str, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1.0 - progress,
-    "wsd": lambda progress: 1.0 - progress,
-    "constant": lambda progress: 1.0,
-}
+    return schedules.rule(schedule.decay_style, optimizer.lr, steps, warmup_steps, decay_steps, optimizer.min_lr)

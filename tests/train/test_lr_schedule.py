@@ -1,6 +1,7 @@
 """The learning rate follows its equation."""
 
 import math
+import re
 
 import pytest
 
@@ -73,8 +74,7 @@ def test_lr_scales_with_the_peak(decay_style: str) -> None:
 
 
 @pytest.mark.parametrize(("warmup_steps", "decay_steps", "min_lr"), [(5, 6, 0.0), (0, 0, 0.0), (0, None, 2.0)])
-def test_what_the_configuration_refuses_is_a_bug_here(
-    warmup_steps: int, decay_steps: int | None, min_lr: float
-) -> None:
-    with pytest.raises(AssertionError):
+def test_what_cannot_be_is_refused_with_every_number(warmup_steps: int, decay_steps: int | None, min_lr: float) -> None:
+    numbers = f"lr 1.0, steps 10, warmup_steps {warmup_steps}, decay_steps {decay_steps}, min_lr {min_lr}: give 0 <="
+    with pytest.raises(ValueError, match=re.escape(numbers)):
         table("linear", warmup_steps, decay_steps, 10, min_lr)
