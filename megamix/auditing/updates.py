@@ -85,26 +85,42 @@ def optimizer_updates(
             return
         watch.steps += 1
         for group in optimizer.param_groups:
+            states = _states(optimizer, group)
             for param in (one for one in group["params"] if one in truths and one.grad is not None):
                 facts, state = truths[param], optimizer.state.get(param, {})
                 if facts.dtypes["sum"] == NOWHERE:
                     facts.dtypes["sum"] = dtype_name(param.grad.dtype)
                 made, lr, decays = int(state.get("step", 0)), float(group["lr"]), bool(group.get("weight_decay"))
-                update = Update(facts, local(param), _states(state), made, lr, group.get("betas", ()), decays)
+                update = Update(facts, local(param), states[param], made, lr, group.get("betas", ()), decays)
                 under_way[param] = update
 
     @torch.no_grad()
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        states = {param: held for group in optimizer.param_groups for param, held in _states(optimizer, group).items()}
         for param, update in under_way.items():
             assert param.grad is not None
-            update.after(local(param.grad), _states(optimizer.state[param]))
+            update.after(local(param.grad), states[param])
 
     with optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after):
         yield
 
 
-def _states(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: local(value) for name, value in state.items() if isinstance(value, Tensor) and value.dim()}
+def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the states of each parameter of a group that have its numbers, in its shape. Some Muons keep one tensor
+    for parameters of one shape, under the first of them or in the group: each has a row of it.
+    """
+    params = group["params"]
+    found: dict[Tensor, dict[str, Tensor]] = {param: {} for param in params}
+    for first, param in enumerate(params):
+        alike, shape = [one for one in params[first:] if one.shape == param.shape], local(param).shape
+        for name, kept in [*optimizer.state.get(param, {}).items(), *(() if first else group.items())]:
+            if isinstance(kept, Tensor) and kept.dim():
+                kept = local(kept)
+                stack = kept.shape[1:] == shape
+                parts = kept if stack else [kept.reshape(shape)] if kept.numel() == shape.numel() else []
+                for other, part in zip(alike, parts, strict=False):
+                    found[other].setdefault(name, part)
+    return found
 
 
 @contextmanager

@@ -137,7 +137,11 @@ class _Judged:
         self.found_inf = bool(self.of["found_inf"])
         weight = sum(batch.weight for mine in by_rank for batch in mine)
         self.divisor = self.of["loss_scale"] * weight
-        self.grads = {name: grad.double() / self.divisor for name, grad in after.of(GRADIENT).items()}
+        grads, order = after.of(GRADIENT), [name for name, _ in reference.native.named_parameters()]
+        # As backward comes to them: what is wrong in one makes those behind it wrong.
+        self.grads = {
+            name: grads[name].double() / self.divisor for name in sorted(grads, key=order.index, reverse=True)
+        }
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
         each = 1 / weight
         tp_size = config.parallelism.tp_size

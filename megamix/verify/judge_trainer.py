@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -147,9 +147,9 @@ class _Judge:
             norm = norm_of(exact.grads)
             # Of all elements at once: that of one number, such as the norm, may be zero by chance.
             noise = norm_of({name: native.grads[name] - grad for name, grad in exact.grads.items()}) / max(norm, 1e-300)
-            off, bound, kind = self._loss([one.told for one in seen], asked, exact, native, noise)
+            off, bound, kind = self._loss(seen, asked, exact, native, noise)
             right = "a wrong backward or reduction: the loss is right" if bound else ""
-            hint = kind if off > bound else lambda: right
+            hint = kind if off > bound or not right else lambda: right
             slack = 2 * noise + 64 * U32  # relative: norms differ by no more than the norm of the difference
             clip = self.trainer.clip_grad
             asked = replace(asked, coefficient=min(1.0, clip / (norm + 1e-6)) if clip else 1.0)
@@ -180,18 +180,19 @@ class _Judge:
             verdict.note(number, "samples", where, float(twice), 0.0, f"those of {other}")
 
     def _loss(
-        self, told: Sequence[Mapping[str, float]], asked: AskedStep, exact: Step, native: Step, noise: float
+        self, seen: Sequence[SeenStep], asked: AskedStep, exact: Step, native: Step, noise: float
     ) -> tuple[float, float, Callable[[], str]]:
         """Return how far off the loss is, its bound, and its kind: that of all ranks where they report the same, else
         each rank's own part of it. Zeros where none is reported.
         """
-        losses = [one["loss"] for one in told if "loss" in one]
-        if len(losses) != len(told):
-            return 0.0, 0.0, lambda: ""
+        told = [one.told["loss"] for one in seen if "loss" in one.told]
         rounded = max(abs(one - other) for one, other in zip(exact.losses, native.losses, strict=True))
         bound = NOISE * rounded + (noise + 64 * U32) * abs(exact.loss)
-        loss = sum(one * sum(mine) for one, mine in zip(losses, asked.shares, strict=True))
-        return abs(loss - exact.loss), bound, partial(asked.explain_loss, losses, exact.losses, bound)
+        apart = asked.rank_apart([one.losses for one in seen], exact.losses, bound)
+        if len(told) != len(seen):
+            return 0.0, 0.0, lambda: apart
+        loss = sum(one * sum(mine) for one, mine in zip(told, asked.shares, strict=True))
+        return abs(loss - exact.loss), bound, lambda: apart or asked.explain_loss(told, exact.losses, bound)
 
     def _skipped(self, verdict: Verdict, number: int, before: SeenStep, after: SeenStep, native: Step) -> None:
         """Check that nothing changed, and that there was an overflow."""

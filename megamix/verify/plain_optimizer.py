@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from megamix.mixed_precision.optimizers import MASTER
 from megamix.verify.hypotheses import AskedStep
 from megamix.verify.trainer import IMPLEMENTATIONS, ForeignTrainer, optimizers_of, options_of
-from megamix.verify.update_kinds import AskedUpdate
+from megamix.verify.update_kinds import AskedUpdate, Rule
 from megamix.verify.verdict import Tensors, Verdict
 from megamix.verify.watch import SeenStep
 
@@ -38,6 +38,7 @@ class PlainUpdates:
         for number, (optimizer, group) in enumerate(self.plain):
             for param in filter(names.__contains__, group["params"]):
                 self.groups[names[param]], self.kept[names[param]] = number, kept_states(optimizer, group, param)
+        self.past: list[Tensors] = []  # weights before each step
         self.counts: Counter[str] = Counter()  # of each parameter's updates: torch has none for one without a gradient
 
     def comparable(self, verdict: Verdict, seen: SeenStep) -> SeenStep:
@@ -57,6 +58,9 @@ class PlainUpdates:
         """Check the options of every parameter, then weights and states. `updates`: with this one; `unseen`: how far
         each gradient may be from the one that the update used.
         """
+        held: dict[str, Tensors] = defaultdict(dict)
+        for (state, name), tensor in before.states.items():
+            held[name][state] = tensor
         for name, number_of_group in self.groups.items():
             table = [lrs[number_of_group] for lrs in self.lrs]
             optimizer, group = self.plain[number_of_group]
@@ -89,11 +93,15 @@ class PlainUpdates:
                 rule=partial(torch_update, optimizer, group), name=name, grad=grad, before=was, lr=lr,
                 weight_decay=decay, update=self.counts[name], attempts=number + 1, coefficient=asked.coefficient,
                 loss_scale=after.loss_scale, lacking=lacking, of_rows=True,
+                rules=wrong_rules(optimizer, group), past=[one[name] for one in self.past],
+                peers={other: held[other] for other, kept in self.kept.items()
+                       if other != name and other in held and kept == self.kept[name]},
                 lrs={text: other for text, other in lrs.items() if other != lr},
                 decays={f"the weight decay of group {at}": float(one["weight_decay"])
                         for at, (_, one) in enumerate(self.plain) if "weight_decay" in one},
             )  # fmt: skip
             update.note(verdict, number, became, dtypes, unseen.get(name, 0.0))
+        self.past.append(before.weights)
 
     def _options(
         self, verdict: Verdict, number: int, name: str, group: Mapping[str, Any], lrs: Sequence[float], updates: int,
@@ -109,6 +117,8 @@ class PlainUpdates:
             text = f"{got:.4g}, where the plain optimizer has {want:.4g}"
             if key == "lr" and got in lrs:
                 text += f" and {got:.4g} is the lr of update {lrs.index(got) + 1}, not {updates}"
+            elif got != want and key.startswith("betas") and got in group["betas"]:
+                text += ": the betas are swapped"
             elif want and self.ranks > 1 and math.isclose(got, want * self.ranks):
                 text += f": times {self.ranks}, the number of ranks"
             verdict.note(number, key, name, abs(got - want), 1e-6 * abs(want), text)
@@ -153,6 +163,26 @@ def torch_update(
         states = {**_counters(optimizer, group, update - 1), "step": torch.tensor(float(update - 1)), **kept}
     param, left = _step(optimizer, group, before[MASTER], grad, states)
     return {MASTER: param} | {state: left[state].detach() for state in before if state != MASTER}
+
+
+def wrong_rules(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Rule]:
+    """Return updates that are easily written in place of a torch optimizer's, by what is wrong with them."""
+    rules: dict[str, Rule] = {}
+    if len(betas := group.get("betas", ())) == 2:
+        rules["the betas are swapped"] = partial(torch_update, optimizer, {**group, "betas": betas[::-1]})
+    if isinstance(optimizer, torch.optim.Adam):
+        rules["eps inside the root"] = partial(_eps_in_root, optimizer, group)
+    return rules
+
+
+def _eps_in_root(
+    optimizer: Optimizer, group: Mapping[str, Any], name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
+) -> Tensors:
+    new, states = torch_update(optimizer, group, name, grad, before, **at), ("exp_avg", "exp_avg_sq")
+    mean, square = (new[state] / (1 - beta ** at["update"]) for state, beta in zip(states, group["betas"], strict=True))
+    decay = at["lr"] * at["weight_decay"] * group["decoupled_weight_decay"]
+    moved = at["lr"] * mean / (square + group["eps"]).sqrt()
+    return new | {MASTER: before[MASTER].double() * (1 - decay) - moved}
 
 
 def _step(

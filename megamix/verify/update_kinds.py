@@ -5,8 +5,8 @@ have given is computed, as for gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,9 @@ class AskedUpdate:
     attempts: int  # updates and skipped steps so far, with this one
     lrs: Mapping[str, float] = field(default_factory=dict)  # other learning rates, by whose they are
     decays: Mapping[str, float] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # wrong ones, by what is wrong with them
+    peers: Mapping[str, Tensors] = field(default_factory=dict)  # other parameters' states, of the same shapes
+    past: Sequence[Tensor] = ()  # the weights before earlier steps
     coefficient: float = 1.0  # of clipping, in the gradient
     loss_scale: float = 1.0
     of_rows: bool = False  # whether the rule may be asked of some rows alone
@@ -96,7 +99,19 @@ class AskedUpdate:
                 lost = float(((found == self.before[state].double()) & (want != found)).double().mean())
                 which = "no FP32 master" if state == MASTER else "no FP32 state"
                 return f"kept in {text}: {which}; {lost:.0%} of its elements' updates round to nothing"
-        return nearest(found, want, bound, ((text, one[state]) for text, one in self._kinds()))
+        kind = nearest(found, want, bound, ((text, one[state]) for text, one in self._kinds()))
+        return kind or (self._average(found, want, bound) if state == MASTER else "")
+
+    def _average(self, found: Tensor, want: Tensor, bound: float) -> str:
+        """Say if weights are a mean of this update's and of earlier ones, whatever the shares."""
+        before = self.before[MASTER].double()
+        moves = torch.stack([one.double().flatten() for one in (want, *self.past)]) - before.flatten()
+        if not moves.isfinite().all():
+            return ""
+        shares = torch.linalg.pinv(moves @ moves.T, hermitian=True) @ (moves @ (found - before).flatten())
+        near = float(((shares @ moves).view_as(before) - (found - before)).abs().max()) <= bound
+        is_mean = bool((shares > -1e-3).all()) and float(shares.sum()) < 1.001
+        return f"an average of the weights left in the model, {shares[0]:.3g} of it new" if near and is_mean else ""
 
     def _kinds(self) -> Iterator[tuple[str, Tensors]]:
         grad, before, once = self.grad, self.before, self.updated(self.grad)
@@ -121,6 +136,10 @@ class AskedUpdate:
             empty = {state: before[state] if state == MASTER else torch.zeros_like(before[state]) for state in before}
             yield "states lost: this update began with zeros", self.updated(grad, empty)
             yield "states and their count lost: updated as if it were the first", self.updated(grad, empty, update=1)
+        for text, rule in self.rules.items():
+            yield text, replace(self, rule=rule).updated(grad)
+        for other, states in self.peers.items():
+            yield f"with the states of {other}", self.updated(grad, before | states)
         by_row = self.of_rows and grad.dim() > 1 and all(one.shape == grad.shape for one in before.values())
         for parts in (2, 4) if by_row else ():
             cut = [one.chunk(parts) for one in (grad, *before.values())]

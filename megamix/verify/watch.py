@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class SeenStep:
     dtypes: dict[str, tuple[torch.dtype, torch.dtype]]  # computes in, sums in
     autocast: set[torch.dtype]  # to which its autocasts cast
     tape: Tape  # of the first micro-batch, where modules are recorded
+    losses: list[float] = field(default_factory=list)  # as often as the step has asked the trainer's `loss`
 
     @property
     def counted(self) -> str:
@@ -81,7 +82,8 @@ def _watch(trainer: ForeignTrainer, steps: int, bisect: bool) -> list[SeenStep]:
 class _Witness:
     def __init__(self, trainer: ForeignTrainer, module: nn.Module, optimizers: Sequence[Optimizer]):
         self.trainer, self.module, self.optimizers = trainer, module, optimizers
-        self.dtypes = computes_in(module)
+        self.dtypes, self._loss = computes_in(module), trainer.loss
+        trainer.loss = self._noted_loss  # type: ignore[method-assign]  # of this one trainer: its step may call it
         self._forget()
         self.inside: Counter[Optimizer] = Counter()  # a step may be its base's with something around it
         for optimizer in optimizers:
@@ -90,9 +92,15 @@ class _Witness:
 
     def _forget(self) -> None:
         self.updates: Counter[Optimizer] = Counter()
+        self.losses: list[torch.Tensor] = []
         self.gradients: Tensors = {}
         self.options: dict[str, dict[str, float]] = {}
         self.loss_scale = self.trainer.scaler.get_scale() if self.trainer.scaler else 1.0
+
+    def _noted_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = self._loss(model, batch)
+        self.losses.append(loss.detach())
+        return loss
 
     def _before_update(self, optimizer: Optimizer) -> None:
         self.inside[optimizer] += 1
@@ -116,6 +124,7 @@ class _Witness:
             told=told, weights=weights, states=states, buffers=buffers,
             updates=[self.updates[one] for one in self.optimizers], gradients=self.gradients, options=self.options,
             loss_scale=self.loss_scale, dtypes=self.dtypes, tape=tape, autocast=autocast,
+            losses=[float(loss) for loss in self.losses],
         )  # fmt: skip
         self._forget()
         return seen

@@ -357,6 +357,41 @@ def test_an_error_of_the_loop_passes_and_what_is_no_optimizer_is_refused() -> No
         loop.audited(0)
 
 
+class _StackedMuon(torch.optim.Optimizer):
+    """Momentum of its matrices as others keep it: stacked under the first one, in the group, or flattened."""
+
+    def __init__(self, params, keep: str):
+        super().__init__(params, {"lr": 1e-2})
+        self.keep = keep
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            params = group["params"]
+            stacked = torch.stack([param.grad for param in params]).bfloat16()
+            if self.keep == "stacked":
+                self.state[params[0]]["momentum_buffer"] = stacked
+            elif self.keep == "group":
+                group["momentum_buffer"] = stacked
+            else:
+                for param, grad in zip(params, stacked, strict=True):
+                    self.state[param]["momentum_buffer"] = grad.view(-1)
+            for param, grad in zip(params, stacked, strict=True):
+                param.sub_(group["lr"] * grad)
+
+
+@pytest.mark.parametrize("keep", ["stacked", "group", "flat"])
+def test_momentum_that_is_kept_in_another_shape_is_each_parameters_own(keep: str) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    optimizer = _StackedMuon(model.parameters(), keep)
+    for _ in range(2):  # the second has it before the step as well
+        with megamix.audit(model, optimizer) as report:
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [(row.moments, row.dtypes["moments"]) for row in report.rows] == [({"momentum_buffer": "bf16"}, "bf16")]
+
+
 def test_of_muon_s_matrices_a_direction_is_what_moves_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)).requires_grad_()
     optimizer = megamix.Muon(lr=1e-12, weight_decay=0.0, ns_dtype=FP32)

@@ -200,7 +200,7 @@ class TiedEndTwice(Tied):
         return F.cross_entropy(logits, batch[1])
 
 
-@bug("Megatron #656", "name", "head.weight", "only one of the models has")
+@bug("Megatron #656", "name", "head.weight", "only your training has")
 class Untied(Tied):
     """Wrapping unties the table: head and embedding go their own ways."""
 
@@ -368,7 +368,7 @@ class LossInHalf(ByHand):
         return loss + (loss.detach().bfloat16() - loss.detach())
 
 
-@bug("torchao #4300", "gradient", "", "another forward, other samples or other weights", ranks=2)
+@bug("torchao #4300", "gradient", "", "another forward on some ranks alone: rank 1 has a loss of", ranks=2, fast=True)
 class LowPrecisionGather(ByHand):
     """The weights that others gather are rounded: 3 bits of mantissa are left."""
 
@@ -381,6 +381,19 @@ class LowPrecisionGather(ByHand):
         for name, param in self.module.named_parameters():
             param.data.copy_(kept[name])
         return loss
+
+
+@bug("several", "gradient", "", "another forward on some ranks alone: rank 0 has a loss of", ranks=2)
+class OneRankEvaluates(ByHand):
+    """Rank 0 evaluates, alone, and its model stays in that mode. The loss that is told is all ranks' mean."""
+
+    batch_norm = True
+
+    def told(self, losses, batches):
+        self.module.train(self.rank != 0)
+        loss = torch.tensor(sum(losses) / len(losses))
+        dist.all_reduce(loss)
+        return {"loss": float(loss) / self.ranks}
 
 
 @bug("several", "loss", "the global batch", "that of rank 0's last micro-batch alone", ranks=2)

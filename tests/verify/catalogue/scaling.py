@@ -197,8 +197,7 @@ class ClippedTooLate(Clipped):
         super().clip()
 
 
-@bug("gluon-nlp #470", "gradient", "", "a wrong backward or reduction: the loss is right", ranks=2,
-     missing="clipping by rank is not among the hypotheses")  # fmt: skip
+@bug("gluon-nlp #470", "gradient", "", "clipped on each rank, then averaged", ranks=2)
 class ClippedBeforeReduction(Clipped):
     """Each rank clips its own part, and then they are averaged."""
 
@@ -208,6 +207,34 @@ class ClippedBeforeReduction(Clipped):
 
     def clip(self):
         pass
+
+
+@bug("transformers #1563, lingua #59", "gradient", "", "clipped in every micro-batch, not once in a step", fast=True)
+class ClippedEachMicroBatch(Clipped):
+    """Gradients are clipped behind every backward: the last micro-batch counts the most."""
+
+    def micro(self, number, batch, batches):
+        loss = super().micro(number, batch, batches)
+        super().clip()
+        return loss
+
+    def clip(self):
+        pass
+
+
+@bug("tt-metal #17568", "gradient", "", "clipped in every micro-batch of each rank, then averaged", ranks=2)
+class ClippedEachMicroBatchOnRanks(ClippedEachMicroBatch):
+    """Each rank clips its own gradient behind every backward, and then they are averaged."""
+
+
+@bug("several", "gradient", "", "clipped by value, to 0.02", fast=True)
+class ClippedByValue(Clipped):
+    """Gradients are clipped by value, where a norm was meant."""
+
+    clip_grad = 0.02
+
+    def clip(self):
+        nn.utils.clip_grad_value_(self.module.parameters(), self.clip_grad)
 
 
 class Fsdp(ByHand):

@@ -280,6 +280,88 @@ class StatesLost(ByHand):
             of["exp_avg_sq"].zero_()
 
 
+@bug("pytorch #1489, fairscale #380", "weight", "embed.weight", "with the states of head.weight", fast=True)
+class StatesOfAnother(ByHand):
+    """A resume finds the parameters in another order, and states go by that order: two of one shape change places."""
+
+    def clear(self):
+        super().clear()
+        params, state = self.module, self.optim.state
+        if state:
+            state[params.embed.weight], state[params.head.weight] = (
+                state[params.head.weight],
+                state[params.embed.weight],
+            )
+
+
+class _BetasSwapped(torch.optim.AdamW):
+    """By its groups nobody sees it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["betas"] = group["betas"][::-1]
+        super().step()
+        for group in self.param_groups:
+            group["betas"] = group["betas"][::-1]
+
+
+@bug("several", "exp_avg", "", "the betas are swapped", fast=True)
+class BetasSwapped(ByHand):
+    """The equation takes each beta for the other one."""
+
+    def make(self, module):
+        return _BetasSwapped(self.grouped(module), lr=self.lr)
+
+
+@bug("several", "betas[0]", "", "0.999, where the plain optimizer has 0.9: the betas are swapped")
+class BetasGivenSwapped(ByHand):
+    """The betas are given in the wrong order."""
+
+    def make(self, module):
+        return torch.optim.AdamW(self.grouped(module), lr=self.lr, betas=(0.999, 0.9))
+
+
+class _EpsInRoot(torch.optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        kept = {param: param.clone() for group in self.param_groups for param in group["params"]}
+        super().step()
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for param in group["params"]:
+                of = self.state[param]
+                mean, square = of["exp_avg"] / (1 - beta1 ** of["step"]), of["exp_avg_sq"] / (1 - beta2 ** of["step"])
+                param.copy_(kept[param] * (1 - lr * group["weight_decay"]) - lr * mean / (square + group["eps"]).sqrt())
+
+
+@bug("keras-radam #29, Flux #448", "weight", "", "eps inside the root", fast=True)
+class EpsInRoot(ByHand):
+    """AdamW adds eps to the square, and then takes the root."""
+
+    def make(self, module):
+        return _EpsInRoot(self.grouped(module), lr=self.lr)
+
+
+@bug("Open-Sora-Plan #186, waifu-diffusion #31", "weight", "", "an average of the weights left in the model", fast=True)
+class AverageLeft(ByHand):
+    """An evaluation puts the average of the weights into the model, and nobody takes it out again."""
+
+    def setup(self, model):
+        made = super().setup(model)
+        self.average = [param.detach().clone() for param in self.module.parameters()]
+        self.updates = 0
+        return made
+
+    def update(self):
+        super().update()
+        self.updates += 1
+        with torch.no_grad():
+            for mean, param in zip(self.average, self.module.parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+                if self.updates == 3:
+                    param.copy_(mean)
+
+
 @bug("pytorch #96136, torchtitan #1593", "buffer", "norm.", "moved twice by each micro-batch", fast=True)
 class BuffersMovedTwice(ByHand):
     """Recompute counts a forward's side effect twice: running means move twice."""
