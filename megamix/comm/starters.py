@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,6 @@ import torch.distributed as dist
 
 from megamix.comm.collectives import noting
 from megamix.comm.topology import local_device, meet_ranks
-
-_LOOPBACK = "127.0.0.1"
 
 
 class _Starter(NamedTuple):
@@ -52,32 +49,26 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
     What srun or mpirun says is put into RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; of
     these the last two hold as they are where they are set, and all where RANK and WORLD_SIZE are.
     Units: `timeout_s` bounds every collective.
-    Raises: ValueError naming the variable that is missing or wrong; torch's RuntimeError if the ranks do not meet.
+    Raises: ValueError naming the variables that are missing; torch's RuntimeError if the ranks do not meet.
     """
-    starter = _started_by(os.environ)
-    if starter is None or dist.is_initialized() or _number(os.environ, starter.world_size) == 1:
-        return local_device()
-    if starter is not _TORCHRUN:
-        os.environ.update(_as_torchrun(os.environ, starter))
-    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
+    starter = _started_by()
+    if starter is not None and _size(starter) > 1 and not dist.is_initialized():
+        if starter is not _TORCHRUN:
+            os.environ.update(_as_torchrun(starter))
+        if unset := [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(
-                f"{name} is not set, and {starter.name} does not tell it; set it for every rank: LOCAL_RANK counts the "
-                "ranks of a machine, MASTER_ADDR is rank 0's machine, MASTER_PORT a free port there"
+                f"{', '.join(unset)}: not set, and {starter.name} does not tell it; set it for every rank: LOCAL_RANK "
+                "counts the ranks of a machine, MASTER_ADDR is rank 0's machine, MASTER_PORT a free port there"
             )
-    rank, size = os.environ["RANK"], _number(os.environ, "WORLD_SIZE")
-    if not 0 <= _number(os.environ, "RANK") < size:
-        raise ValueError(f"RANK is {rank}, must be from 0 to {size - 1}, as WORLD_SIZE is {size}")
-    device, place = local_device(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    with noting(f"rank {rank} of {size} was to meet the others at MASTER_ADDR:MASTER_PORT, {place}"):
-        meet_ranks(device, timeout_s)
-    return device
+        with noting("this rank was to meet the others at {MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)):
+            meet_ranks(local_device(), timeout_s)
+    return local_device()
 
 
 def refuse_alone() -> None:
     """Raises: RuntimeError if several processes were started together, and this one has not met the others."""
-    starter = None if dist.is_initialized() else _started_by(os.environ)
-    if starter is not None and (size := _number(os.environ, starter.world_size)) > 1:
+    starter = None if dist.is_initialized() else _started_by()
+    if starter is not None and (size := _size(starter)) > 1:
         raise RuntimeError(
             f"{starter.world_size} is {size}, so {starter.name} has started {size} processes, but there is no process "
             "group: each would train alone. Call megamix.start_ranks() before the engine is built; if each shall train "
@@ -85,44 +76,37 @@ def refuse_alone() -> None:
         )
 
 
-def _started_by(told: Mapping[str, str]) -> _Starter | None:
+def _started_by() -> _Starter | None:
     """Return who has told this process its rank: in torchrun's words, or who has told most of it."""
-    found = [one for one in (_TORCHRUN, *_STARTERS) if told.keys() >= {one.rank, one.world_size}]
-    whole = [one for one in found if told.keys() >= {one.local_rank, one.local_world_size}]
+    found = [one for one in (_TORCHRUN, *_STARTERS) if os.environ.keys() >= {one.rank, one.world_size}]
+    whole = [one for one in found if os.environ.keys() >= {one.local_rank, one.local_world_size}]
     return next(iter(found if _TORCHRUN in found else [*whole, *found]), None)
 
 
-def _number(told: Mapping[str, str], name: str) -> int:
+def _size(starter: _Starter) -> int:
     """Raises: ValueError."""
-    if not re.fullmatch("[0-9]{1,9}", told[name]):
-        raise ValueError(f"{name} is {told[name]!r}, no number")
-    return int(told[name])
+    text = os.environ[starter.world_size]
+    if not text.isdecimal():
+        raise ValueError(f"{starter.world_size} is {text!r}, no number of ranks")
+    return int(text)
 
 
-def _as_torchrun(told: Mapping[str, str], starter: _Starter) -> dict[str, str]:
+def _as_torchrun(starter: _Starter) -> dict[str, str]:
     """Return the variables that torchrun would have set, as far as they are known."""
-    size = _number(told, starter.world_size)
-    variables = {"RANK": told[starter.rank], "WORLD_SIZE": str(size)}
+    told, size = os.environ, _size(starter)
+    host = first_host(told.get(starter.hosts, ""))
+    found = {"RANK": told[starter.rank], "WORLD_SIZE": str(size)}
     if told.keys() >= {starter.local_rank, starter.local_world_size}:
-        counts = _by_machine(told[starter.local_world_size])
-        local_size = counts[int(told.get("SLURM_NODEID", "0"))] if len(counts) > 1 else counts[0]
-        variables |= {"LOCAL_RANK": told[starter.local_rank], "LOCAL_WORLD_SIZE": str(local_size)}
-        if local_size == size:
-            variables["MASTER_ADDR"] = _LOOPBACK
-    if starter.hosts in told:
-        variables.setdefault("MASTER_ADDR", first_host(told[starter.hosts]))
+        counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", told[starter.local_world_size])
+        by_machine = [count for count, times in counts for _ in range(int(times or 1))]
+        local_size = by_machine[int(told.get("SLURM_NODEID", "0")) % len(by_machine)]
+        found |= {"LOCAL_RANK": told[starter.local_rank], "LOCAL_WORLD_SIZE": local_size}
+        host = "127.0.0.1" if int(local_size) == size else host
     job = ".".join(told.get(name, "") for name in starter.job)
-    variables["MASTER_PORT"] = str(20_000 + zlib.crc32(job.encode()) % 10_000)
-    return variables | {name: told[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in told}
-
-
-def _by_machine(counts: str) -> list[int]:
-    """Return the numbers of 2(x3),1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
+    place = {"MASTER_ADDR": host, "MASTER_PORT": str(20_000 + zlib.crc32(job.encode()) % 10_000)}
+    return found | {name: told.get(name, value) for name, value in place.items() if value}
 
 
 def first_host(hosts: str) -> str:
     """Return the first of Slurm's node[01-03,07],gpu5."""
-    first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts)
-    return first.partition(",")[0]
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", hosts).partition(",")[0]
