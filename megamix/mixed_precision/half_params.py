@@ -90,6 +90,7 @@ def describe_params(
                 f"parameter {name} is frozen, but ranks that divide the model must train every parameter: the parts of "
                 "a frozen one are unknown; give it a group with lr_factor=0, or let every rank hold the model"
             )
+    placements = by_plain_name(sharding.placements.items())
     groups: dict[UpdateGroup, int] = {}
     axes = {topology.owners: 0}
     specs = []
@@ -99,7 +100,7 @@ def describe_params(
                 f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
             )
         shape = tuple(param.shape)
-        at = sharding.placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
+        at = placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
         group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
         axis = axes.setdefault(at.owners, len(axes))
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from megamix import Checkpoints, Muon, ParamGroup, Precision, ShardedEngine, Sharding
+from megamix import AdamW, Checkpoints, Muon, ParamGroup, Precision, ShardedEngine, Sharding
 from megamix.checkpoint.manifest import ParamRecord
+from megamix.comm.topology import Axis
+from megamix.mixed_precision.settings import Placement
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
 GROUPS = (ParamGroup(pattern="blocks.0.up.weight", lr_factor=0.0), ParamGroup(pattern="blocks.1.*", lr_factor=0.5))
@@ -91,6 +93,13 @@ def test_weights_are_taken_under_a_wrapped_model_s_own_names() -> None:
 
 def _whole(model: TinyModel) -> dict[str, torch.Tensor]:
     return {name.replace("_orig_mod.", ""): weight for name, weight in model.state_dict().items()}
+
+
+def test_a_placement_may_bear_a_wrapped_name() -> None:
+    placements = {"blocks.0._orig_mod.up.weight": Placement((80, 24), (40, 0), Axis())}
+    sharding = Sharding(placements=placements)
+    engine = ShardedEngine(_wrapped(), AdamW(lr=0.01), sharding=sharding, compile_update=False)
+    assert {entry.name: entry.full_shape for entry in engine.params}["blocks.0.up.weight"] == (80, 24)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_under_plain_names() -> None:
