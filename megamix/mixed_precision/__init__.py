@@ -29,6 +29,7 @@ matrix_update  where the optimizer takes whole matrices: momentum, exchange, dir
 param_gather   all-gather of half parameters while the next forward runs
 unit_hooks     where a unit's forward and its backward begin and end
 unit_gather    in place of param_gather: a unit's half parameters, for its forward and again for its backward
+moving_buffers  running statistics, which a step that is skipped leaves as they were
 unseen_writes  were half parameters written past the engine? In a few steps, and before weights are saved
 examination    on demand: the same step looked at closely
 engine         the conductor

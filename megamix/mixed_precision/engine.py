@@ -31,6 +31,7 @@ from megamix.mixed_precision.half_params import (
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.master_shard import Fill, MasterShard, OwnedRange, full_weights, load_weights, take_over
 from megamix.mixed_precision.matrix_update import MatrixUpdate, with_moves
+from megamix.mixed_precision.moving_buffers import MovingBuffers
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepResult, StepUnderWay, lr_of, put_lr_table
@@ -106,6 +107,7 @@ class ShardedEngine:
         parts = (half.shards, shard.master, self.piece_stats.by_bucket)
         unseen = self.unseen_writes = UnseenWrites(*parts, self.param_names, self.under_way)
         half.before_free = lambda bucket: unseen.look([bucket] if unseen.due else [])
+        self.moving_buffers = MovingBuffers(model)
         self.applied_updates, self.skipped_steps = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
@@ -151,10 +153,10 @@ class ShardedEngine:
             yield
         except BaseException as error:
             settings.explain_stale_loss(error)
-            self.half_grads.discard()
-            self.grad_reduce.reset()
-            self.under_way.discard()
+            self.moving_buffers.note()
+            self._forget_step()
             raise
+        self.moving_buffers.note()
         ends = self.under_way.add(micro_batches, last)
         if ends or self.grad_reduce.takes_each:
             self.half_grads.fill_missing()
@@ -187,13 +189,18 @@ class ShardedEngine:
         self.param_gather.wait_all()
 
     def discard_step(self) -> None:
-        """Forget the micro-batches since the last `step()`, and `examine_next_step()`, for instance when a forward
-        between them has failed; a `backward` that fails does it by itself. Every rank must call it.
+        """Forget the micro-batches since the last `step()`, what their forwards have moved of buffers, and
+        `examine_next_step()`, for instance when a forward has failed; a `backward` that fails does it by itself. Every
+        rank must call it.
         """
+        self._forget_step()
+        self.param_gather.end()
+
+    def _forget_step(self) -> None:
         self.half_grads.discard()
         self.grad_reduce.reset()
         self.under_way.discard()
-        self.param_gather.end()
+        self.moving_buffers.put_back(torch.ones_like(self.stop_request, dtype=torch.bool))
 
     def examine_next_step(self) -> None:
         """Look closely at the next step: `StepResult.examination`. What it computes stays the same, bit for bit."""
@@ -223,6 +230,7 @@ class ShardedEngine:
         self.skipped_steps += stats.found_inf
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
         self.half_params.note_written()
+        self.moving_buffers.put_back(stats.found_inf)
         return StepResult(
             (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
             self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, stats.recorded, examination,
@@ -236,6 +244,7 @@ class ShardedEngine:
         _, _, stats = self._sum_and_agree("probe_loss_scale()")
         self.grad_reduce.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
+        self.moving_buffers.put_back(torch.ones_like(stats.found_inf))
 
     def _sum_and_agree(self, call: str) -> tuple[list[Tensor], Tensor, GradStats]:
         """End the step's sums: each bucket's shard, its statistics by piece (FP64 (2, pieces)), those of the model."""

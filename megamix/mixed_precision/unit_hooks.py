@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-class Gather(Protocol):
-    """Who is told. `unit`: as the hook was given it."""
+class Forwards(Protocol):
+    """Who is told of forwards. `unit`: as the hook was given it."""
 
     def before_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
 
     def after_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
+
+
+class Gather(Forwards, Protocol):
+    """Who is told of backwards, too."""
 
     def before_backward(self, unit: Any) -> None: ...
 
@@ -59,7 +63,7 @@ def refuse_transforms(name: str) -> None:
 class OfModule:
     """The hook of a module. It holds the gathers weakly, as ParamGather's; in a copy or a pickle it does nothing."""
 
-    def __init__(self, gather: Gather | None = None, method: str = "", unit: object = None):
+    def __init__(self, gather: Forwards | None = None, method: str = "", unit: object = None):
         self._gather = (lambda: None) if gather is None else weakref.ref(gather)
         self._method, self._unit = method, unit
         if gather is not None:  # never traced, as in ParamGather
@@ -126,7 +130,7 @@ class _OnGradient:
         gather.before_backward(self._unit)
 
 
-def _run(gather: Gather, method: str, unit: object, module: nn.Module, output: object) -> None:
+def _run(gather: Forwards, method: str, unit: object, module: nn.Module, output: object) -> None:
     getattr(gather, method)(unit, module, output)
 
 

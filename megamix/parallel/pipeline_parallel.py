@@ -68,6 +68,7 @@ class Pipeline(Passes):
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
         with self.engine.clock.span("forward_backward"), self.engine.accumulate(len(batches)):
+            self.engine.moving_buffers.begin()  # no forward of the whole module does
             self._run(self._training.step, batches, seeds)
 
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:

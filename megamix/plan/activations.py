@@ -42,6 +42,7 @@ class Activations:
     forward: int  # the most that lives at once until the loss is there
     backward: int  # and after it, until backward has left the blocks
     end: int  # and after that
+    moved: int  # of buffers that a forward writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class StageMemory:
     input: int = 0
     between: int = 0
     weight: int = 0
+    moved: int = 0  # of buffers that a forward writes
 
     @property
     def backward(self) -> int:
@@ -153,8 +155,11 @@ def _trace(work: TracedWork, like: tuple[int, ...], is_first: bool, is_last: boo
                 found.backward_blocks = max(found.backward_blocks, meter.peak())
 
             stop_watching = watch_backward(model, model.blocks[stage.layers.start], blocks_are_done)
+            versions = [(buffer, buffer._version) for buffer in model.buffers()]
             meter.peak()
             out = run()
+            both = zip(model.buffers(), versions, strict=True)
+            found.moved = sum(now.nbytes for now, then in both if now is not then[0] or now._version != then[1])
             stop_watching()
             found.kept, found.forward = meter.live(), meter.peak()
             torch.autograd.backward(out, grads or torch.empty_like(out))

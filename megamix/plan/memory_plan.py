@@ -87,6 +87,8 @@ def plan_rank(
     part = _plan_part(config, dp_size, pp_rank * dp_size * section.tp_size, machine, stages)
     activations = _activations(part)
     passes = _passes(part, activations)
+    if activations.moved:
+        part.held["copies of buffers that move"] = activations.moved
     evaluates = config.data.valid is not None or config.data.split is not None
     if part.pipeline is not None and evaluates:
         part.held[EVALUATION] = part.pipeline.evaluation_buffers()
@@ -179,8 +181,10 @@ def _activations(part: _RankPart) -> Activations:
     if part.pipeline is not None:
         return part.pipeline.activations()
     whole, batch = trace_stage(part.work, range(part.work.model.num_layers)), part.work.batch_bytes
-    most = (size + batch for size in (whole.forward, whole.backward_blocks, whole.backward_end))
-    return Activations(whole.blocks, whole.kept - whole.blocks + batch, *most)
+    return Activations(
+        whole.blocks, whole.kept - whole.blocks + batch, whole.forward + batch, whole.backward_blocks + batch,
+        whole.backward_end + batch, whole.moved,
+    )  # fmt: skip
 
 
 class _Pass(NamedTuple):

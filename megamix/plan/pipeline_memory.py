@@ -97,7 +97,8 @@ class PipelineRank:
                 live += hidden if looped and index < last else 0  # sent or handed over, it lives on until the step ends
             if kind in (BACKWARD, BACKWARD_INPUT) and self._is_sent(index - 1) and (looped or not has_sent):
                 live, has_sent = live + hidden, True  # the gradient; 1F1B has waited for one when it sends the next
-        return Activations(*at_most, most[FORWARD], most[BACKWARD], most[BACKWARD])
+        moved = sum(traced[index].moved for index in self._own())
+        return Activations(*at_most, most[FORWARD], most[BACKWARD], most[BACKWARD], moved)
 
     def _own(self) -> list[int]:
         return [index for index, plan in enumerate(self.stages) if plan.rank == self.pp_rank]

@@ -288,3 +288,25 @@ def test_the_ranks_of_a_pipeline_build_each_block_once_and_one_schedule(monkeypa
         held_memory(config, 1, rank, "cpu")
     assert sorted(filter(None, built)) == [*range(1, 9)]  # the first one is looked at for what blocks cost
     assert len(scheduled) == 1
+
+
+def test_buffers_that_a_forward_moves_are_planned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine copies them. A size of its own, for what was traced before is remembered."""
+    build, forward = Block.__init__, Block.forward
+
+    def counted(block: Block, *args: object, **kwargs: object) -> None:
+        build(block, *args, **kwargs)
+        block.register_buffer("calls", torch.zeros(100), persistent=False)
+
+    def moving(block: Block, *args: object, **kwargs: object) -> torch.Tensor:
+        block.calls += 1
+        return forward(block, *args, **kwargs)
+
+    config = _config(model={"hidden_size": 72})
+    assert "copies of buffers that move" not in plan_memory(config, 1, "cpu").held
+    monkeypatch.setattr(Block, "__init__", counted)
+    monkeypatch.setattr(Block, "forward", moving)
+    for sections in ({}, {"parallelism": _pipeline("1f1b")}):
+        config = _config(model={"hidden_size": 80}, **sections)
+        held = [plan_rank(config, 1, pp_rank, "cpu").held for pp_rank in range(config.parallelism.pp_size)]
+        assert sum(one["copies of buffers that move"] for one in held) == 3 * 400
