@@ -60,7 +60,7 @@ ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
 [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
 # So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's
 # folder is claimed only when all ranks have met. What is said of keys that are dropped the run says again.
-outlook="$(WORLD_SIZE=$((nnodes * ranks)) "$PYTHON" -m megamix train "$@" --check "${memory[@]}")"
+outlook="$(WORLD_SIZE=$((nnodes * ranks)) LOCAL_WORLD_SIZE=$ranks "$PYTHON" -m megamix train "$@" --check "${memory[@]}")"
 if [[ -n "$check" ]]; then
   printf '%s\n' "$outlook"
   exit

@@ -20,6 +20,7 @@ from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
 from megamix.machine import has_gpu, keep_freed_memory, tell_torch
 from megamix.plan.command import fit_line, memory_of_check, plan_lines
+from megamix.plan.least_memory import memory_problem
 from megamix.plugins import PluginError, import_plugins
 from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
 from megamix.supervise.run_lock import refuse_held
@@ -183,13 +184,17 @@ def _train(arguments: argparse.Namespace) -> None:
     from megamix.train.same_run import outlook
 
     nothing_found = check(config, say_on_first_rank, starts=not arguments.check)
+    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
+    if too_much := memory_problem(config):
+        if not arguments.check:
+            raise ConfigError([too_much], "job")
+        say_on_first_rank(f"note: {too_much}")  # it may be asked elsewhere than where the job is to run
     if arguments.check:
         told = f"{nothing_found}; {outlook(config)}"
         if limit is not None:
             told = f"{told}\n  {fit_line(config, limit)}"
         say_on_first_rank(told)
         return
-    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
     if not has_gpu():
         keep_freed_memory()
     from megamix.train.job import run_job  # and torch, which takes seconds

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,6 +36,39 @@ _LARGEST_BEFORE_2_35 = 2**25  # that older glibc keeps; told more it would fall 
 def num_cores() -> int:
     """Return cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def of_groups(root: Path, *names: str) -> Iterator[Path]:
+    """Yield the files of these names in every control group around this process. A container may see its own group as
+    the topmost one, and not the path to it.
+    """
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        own = root / "sys/fs/cgroup" / controllers / path[1:]
+        yield from (group / name for group in (own, *own.parents) for name in names if (group / name).is_file())
+
+
+def numbers_of(file: Path) -> dict[str, int]:
+    """Return the numbers of a file whose lines are a name and one."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
+
+
+def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
+    """Return the bytes that each of so many ranks of this machine may take, and what allows no more."""
+    limits = [(1024.0 * numbers_of(root / "proc/meminfo")["MemTotal:"] / ranks, "this machine's memory")]
+    for file in of_groups(root, "memory.max", "memory.limit_in_bytes"):
+        limits.append((float(file.read_text().replace("max", "inf")) / ranks, f"what {file} allows"))
+    if (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        limits.append((float(soft), "what ulimit -v allows"))
+    return min(limits)
+
+
+def kernel_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory in the control groups around this process, each once
+    for each group.
+    """
+    events = of_groups(root, "memory.events", "memory.oom_control")
+    return sum(numbers_of(file).get("oom_kill", 0) for file in (*events, root / "proc/vmstat"))
 
 
 def has_gpu() -> bool:

@@ -10,14 +10,14 @@ import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megamix.doctor.finding import Finding, expected, found, not_here
 from megamix.durable import unwritable
-from megamix.machine import num_cores
+from megamix.machine import num_cores, numbers_of, of_groups
 
 _MIB, _GIB = 2**20, 2**30
 # By a control group's limit, of version 2 and of version 1: its use, and what of that its memory.stat counts for files.
@@ -155,20 +155,10 @@ def judge_compiler(problem: str) -> Finding:
     return found("compiler", problem or "works", bool(problem))
 
 
-def _of_groups(root: Path, *names: str) -> Iterator[Path]:
-    """Yield the files of these names in every control group around this process. A container may see its own group as
-    the topmost one, and not the path to it.
-    """
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        own = root / "sys/fs/cgroup" / controllers / path[1:]
-        yield from (group / name for group in (own, *own.parents) for name in names if (group / name).is_file())
-
-
 def probe_quota(root: Path = Path("/")) -> float:
     """Return the cores' worth of time that this process may use; inf where there is no limit."""
     quotas = [float("inf")]
-    for file in _of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
+    for file in of_groups(root, "cpu.max", "cpu.cfs_quota_us"):
         limit, *period = file.read_text().split()
         if limit not in ("max", "-1"):
             quotas.append(int(limit) / int(*period or file.with_name("cpu.cfs_period_us").read_text().split()))
@@ -177,7 +167,7 @@ def probe_quota(root: Path = Path("/")) -> float:
 
 def probe_processes(soft: int, root: Path = Path("/")) -> int:
     """Return how many a user's limit `soft` and the control groups allow; -1: as many as there may be."""
-    limits = [str(soft), *(file.read_text().strip() for file in _of_groups(root, "pids.max"))]
+    limits = [str(soft), *(file.read_text().strip() for file in of_groups(root, "pids.max"))]
     return min((int(limit) for limit in limits if limit not in ("max", "-1")), default=-1)
 
 
@@ -185,16 +175,12 @@ def probe_memory(root: Path = Path("/")) -> float:
     """Return the bytes that programs may still take, of this machine and of every control group around this process.
     Pages of files that nobody uses just now are given back on demand.
     """
-    left = [1024.0 * _numbers(root / "proc/meminfo")["MemAvailable:"]]
-    for limit in _of_groups(root, *_GROUP_MEMORY):
+    left = [1024.0 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
+    for limit in of_groups(root, *_GROUP_MEMORY):
         used, cached = _GROUP_MEMORY[limit.name]
         most, now = (float(file.read_text().replace("max", "inf")) for file in (limit, limit.with_name(used)))
-        left.append(most - now + _numbers(limit.with_name("memory.stat")).get(cached, 0))
+        left.append(most - now + numbers_of(limit.with_name("memory.stat")).get(cached, 0))
     return min(left)
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def judge_memory(left: float, ranks: int) -> Finding:

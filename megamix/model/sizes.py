@@ -1,12 +1,15 @@
-"""What follows from a ModelConfig, and the operations that devices compute at most."""
+"""What follows from a ModelConfig, and the operations that devices compute at most. Imports no torch by itself."""
+
+from __future__ import annotations
 
 import math
 import re
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megamix.config import ModelConfig, default_ffn_hidden_size
+
+if TYPE_CHECKING:
+    import torch
 
 
 def head_dim(config: ModelConfig) -> int:
@@ -39,6 +42,14 @@ def branch_end_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(2 * config.num_layers if config.scaled_init else 1)
 
 
+def fewest_params(config: ModelConfig) -> int:
+    """Return the parameters of matrices and of tables of tokens: nearly all, and never more than there are."""
+    heads = config.num_heads + num_kv_heads(config)  # of queries and outputs, of keys and values
+    widths = 2 * head_dim(config) * heads + (3 if config.activation == "swiglu" else 2) * ffn_hidden_size(config)
+    tables = config.vocab_size * (1 if config.tie_embeddings else 2)
+    return config.hidden_size * (config.num_layers * widths + tables)
+
+
 def effective(config: ModelConfig) -> dict[str, Any]:
     """Return the section's values, those that are not set replaced by what they come to."""
     filled = {size.__name__: size(config) for size in (head_dim, num_kv_heads, ffn_hidden_size, qkv_bias, mlp_bias)}
@@ -58,6 +69,8 @@ DENSE_PEAKS = (
 
 def dense_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak operations per second of products in `dtype`, or None where no published figure is known here."""
+    import torch
+
     if dtype not in (torch.float16, torch.bfloat16):
         return None
     return next((peak for pattern, peak in DENSE_PEAKS if re.fullmatch(pattern, device_name)), None)

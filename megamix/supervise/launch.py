@@ -15,18 +15,21 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megamix.supervise.console import drop_unwritten, open_streams
+from megamix.machine import has_gpu, kernel_kills, memory_for_each
+from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.processes import children_of
-from megamix.supervise.status import NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
+from megamix.supervise.status import NO_MEMORY, NOTED, SHUTDOWN_VARIABLE, LeaveRequest, PreemptedError, noted_signals
 
 PREEMPTED = PreemptedError().exit_status
-# Wrong input, gave up, asked to leave: a rank that ends so has said why, and torchrun's line behind it is no news.
-_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, PREEMPTED))
+# Wrong input, gave up, no memory, asked to leave: a rank that ends so has said why, and torchrun's line behind it is no
+# news.
+_SAID = tuple(f"failed (exitcode: {status})" for status in (2, 3, NO_MEMORY, PREEMPTED))
 # torchrun's own 30 s after a signal may be less than a save takes. Who sent the signal ends this process whenever its
 # own patience is over, and the ranks end a hang by themselves.
 SHUTDOWN_S = 3600
@@ -41,6 +44,7 @@ def launch(arguments: list[str]) -> int:
     that was asked to leave, if its ranks died of being asked or had no time.
     """
     # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
+    kills = kernel_kills()
     request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
     with _passed_on(request):
         # Below the handlers: importing takes seconds.
@@ -55,9 +59,27 @@ def launch(arguments: list[str]) -> int:
             torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
         except ChildFailedError as error:
             status: int = error.get_first_failure()[1].exitcode
+            if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
+                say("megamix: the kernel has killed a rank, for there was no memory left", sys.stderr)
+                status = NO_MEMORY
+            if status == NO_MEMORY:
+                _tell_plan(arguments)
             # A rank that dies of the request itself was still starting: nothing is lost.
             return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
     return 0
+
+
+def _tell_plan(arguments: list[str]) -> None:
+    """Say what each rank was to hold, and what to change: by `megamix plan`, for as much memory as a rank has here."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes
+
+    args = get_args_parser().parse_args(arguments)
+    ranks = determine_local_world_size(args.nproc_per_node)
+    world = f"--world={ranks * parse_min_max_nnodes(args.nnodes)[1]}"
+    of_cpu = ["--device=cpu", f"--memory={int(memory_for_each(ranks)[0]) >> 20}MiB"]
+    if [args.training_script, *args.training_script_args[:1]] == ["megamix", "train"]:
+        plan = ["megamix", "plan", *args.training_script_args[1:], world, *([] if has_gpu() else of_cpu)]
+        subprocess.run([sys.executable, "-m", *plan], stdout=sys.stderr, check=False)
 
 
 @contextmanager

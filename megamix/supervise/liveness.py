@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field, TypeAdapter
 from torch.distributed import Store  # type: ignore[attr-defined]  # not in __all__
@@ -80,7 +80,7 @@ class Judgement(NamedTuple):
 
     text: str
     missing: list[int]  # ranks that are dead or stopped
-    exit_status: Literal[1, 2] = 1  # of all ranks
+    exit_status: Annotated[int, Field(ge=1, le=4)] = 1  # of all ranks
 
     @staticmethod
     def read(value: bytes, size: int) -> Judgement | None:

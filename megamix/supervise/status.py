@@ -34,6 +34,9 @@ EXIT_STATUS: dict[State, int] = {"finished": 0, "failed": 1, "gave_up": 3, "pree
 WRONG_INPUT: Literal[2] = 2  # also of a run that had begun, whose state is then `failed`
 
 
+NO_MEMORY: Literal[4] = 4  # likewise
+
+
 class EndedEarlyError(Exception):
     """The run ended in good order, on all ranks alike, before all its updates; the message says why."""
 
@@ -60,6 +63,14 @@ class WrongDataError(EndedEarlyError):
     @property
     def exit_status(self) -> int:
         return WRONG_INPUT  # started again it would meet the same
+
+
+class NoMemoryError(EndedEarlyError):
+    """A rank ran out of memory."""
+
+    @property
+    def exit_status(self) -> int:
+        return NO_MEMORY  # by which the launcher knows
 
 
 class NoAnswerError(EndedEarlyError):

@@ -32,11 +32,34 @@ from megamix.durable import create_anew
 from megamix.supervise.console import drop_unwritten, say
 from megamix.supervise.liveness import Judgement, Position, RollCall, Sign, names
 from megamix.supervise.processes import Siblings
-from megamix.supervise.status import PARENT_DIED, WRONG_INPUT, EndedEarlyError, LeaveRequest, RunStatus, WrongDataError
+from megamix.supervise.status import (
+    NO_MEMORY,
+    PARENT_DIED,
+    WRONG_INPUT,
+    EndedEarlyError,
+    LeaveRequest,
+    NoMemoryError,
+    RunStatus,
+    WrongDataError,
+)
 
 _SHOWN = 8  # ranks of which a verdict has the last places
 _GRACE_S = 2.0  # for what takes a moment, if all is well
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
+
+
+_OF_ONE_RANK: dict[int, type[EndedEarlyError]] = {WRONG_INPUT: WrongDataError, NO_MEMORY: NoMemoryError}
+
+
+def early_end(error: BaseException) -> EndedEarlyError | None:
+    """Return how an error that one rank has met ends them all, if that has a status of its own; in a line."""
+    if isinstance(error, DataError | WrongDataError):
+        return WrongDataError(str(error))
+    words = str(error).partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+    signs = ("tried to allocate", "out of memory", "bad_alloc", "annot allocate memory")
+    if isinstance(error, MemoryError) or (isinstance(error, Exception) and any(sign in words for sign in signs)):
+        return NoMemoryError(words if "out of memory" in words else f"ran out of memory: {words}")
+    return None
 
 
 class Watchdog:
@@ -205,7 +228,8 @@ class Watchdog:
         """Say to the others, and in a note to the error, whether it is this rank's own or another one's."""
         with contextlib.suppress(RuntimeError):
             # torch's errors are RuntimeErrors: a peer that died breaks the connection before the system calls it dead.
-            missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) else []
+            early = early_end(error)
+            missing = self._wait_for_missing(roll) if isinstance(error, RuntimeError) and early is None else []
             position = self._position()
             where = f"in {position.doing}, attempt {position.attempt}"
             if self._stood_s() > self._timeout_s:  # the collective's own time limit was faster than ours
@@ -213,13 +237,13 @@ class Watchdog:
             elif missing:
                 lines = [f"{names(missing)} died; rank {roll.rank} was {where}", *_last_places(missing, roll.signs())]
                 verdict = Judgement("\n".join(lines), missing)
-            elif isinstance(error, DataError):
-                verdict = Judgement(f"rank {roll.rank}, attempt {position.attempt}: {error}", [], WRONG_INPUT)
+            elif early is not None:
+                verdict = Judgement(f"rank {roll.rank}, attempt {position.attempt}: {early}", [], early.exit_status)
             else:
                 verdict = Judgement(f"rank {roll.rank} failed {where}: {type(error).__name__}: {error}", [])
             own, verdict = verdict.fit(), roll.decide(verdict)
-            if verdict.exit_status == WRONG_INPUT:
-                raise WrongDataError(verdict.text) from error
+            if verdict.exit_status in _OF_ONE_RANK:
+                raise _OF_ONE_RANK[verdict.exit_status](verdict.text) from error
             if verdict == own:
                 say(f"megamix train: {verdict.text}", sys.stderr)
             # In front: what the collective says of itself is the consequence, and may name another cause.
@@ -244,7 +268,7 @@ class Watchdog:
             _end_missing(verdict, roll)
             if roll.rank == _speaker(verdict, roll):
                 self._status.write("failed", verdict.text, verdict.exit_status)
-            if verdict.exit_status == WRONG_INPUT and roll.rank == 0:  # as the command line would
+            if verdict.exit_status in _OF_ONE_RANK and roll.rank == 0:  # as the command line would
                 say(f"megamix train: {verdict.text}", sys.stderr)
             drop_unwritten()
             tell_collectives(self._collectives)

@@ -18,7 +18,6 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
-from megamix.data.steady_file import DataError
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_buffers import storage_bytes
@@ -33,12 +32,13 @@ from megamix.supervise.status import (
     EndedEarlyError,
     LeaveRequest,
     NoAnswerError,
+    NoMemoryError,
     RunStatus,
     StuckError,
     WrongDataError,
     signals_noted,
 )
-from megamix.supervise.watchdog import Watchdog
+from megamix.supervise.watchdog import Watchdog, early_end
 from megamix.train import run_folder
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.train.build_data import check_unchanged, training_source, validation_source
@@ -182,7 +182,7 @@ def _join(config: Config, stack: ExitStack) -> Job:
 
 
 def _part(kind: object, error: BaseException | None, trace: object) -> None:
-    of_some = isinstance(error, NoAnswerError | WrongDataError)  # ranks, or of one
+    of_some = isinstance(error, NoAnswerError | NoMemoryError | WrongDataError)  # ranks, or of one
     leave_ranks(alike=error is None or (not of_some and isinstance(error, EndedEarlyError | ConfigError)))
 
 
@@ -204,10 +204,10 @@ def _supervised(job: Job) -> Iterator[None]:
                 raise
             job.together.first(partial(job.status.end, None))
     except BaseException as error:
-        wrong = WrongDataError(str(error)) if isinstance(error, DataError | WrongDataError) else None
+        wrong = early_end(error)
         if world.rank == 0 and (wrong or not isinstance(error, EndedEarlyError)):
             job.status.end(wrong or error)
-        if wrong:  # a DataError is of this rank alone: where there are others, the watchdog has told them
+        if wrong:  # it is of this rank alone: where there are others, the watchdog has told them
             raise wrong from error
         raise
 

@@ -50,7 +50,30 @@ def test_the_first_failure_decides_the_status(monkeypatch, exit_code: int, statu
     assert launch(["--standalone", "job"]) == status
 
 
-@pytest.mark.parametrize(("exit_code", "lines"), [(75, 0), (2, 0), (3, 0), (1, 1), (-9, 1)])
+@pytest.mark.parametrize(("exit_code", "killed"), [(4, False), (-9, True), (1, False)])
+def test_a_rank_out_of_memory_or_killed_for_it_ends_with_the_plan(
+    monkeypatch, capsys, exit_code: int, killed: bool
+) -> None:
+    def fail(arguments: list[str]) -> None:
+        codes = {0: 1, 1: exit_code}  # the survivor ends by the verdict
+        failures = {rank: ProcessFailure(rank, rank, code, error_file="") for rank, code in codes.items()}
+        failures[0].timestamp, failures[1].timestamp = 2, 1
+        raise ChildFailedError("megamix", failures)
+
+    counts, plans = iter([7, 8 if killed else 7]), list[list[str]]()
+    monkeypatch.setattr(rendezvous, "torchrun", fail)
+    monkeypatch.setattr("megamix.supervise.launch.kernel_kills", lambda: next(counts))
+    monkeypatch.setattr("megamix.supervise.launch.memory_for_each", lambda ranks: (2.0**31 / ranks, "ulimit"))
+    monkeypatch.setattr(subprocess, "run", lambda command, **settings: plans.append(command))
+    job = ["job.toml", "training.steps=3"]
+    many = ["--nnodes=3", "--node-rank=1", "--nproc-per-node=2", "--master-addr=node0"]
+    assert launch([*many, "-m", "megamix", "train", *job]) == (1 if exit_code == 1 else 4)
+    assert ("the kernel has killed a rank" in capsys.readouterr().err) == killed
+    plan = [sys.executable, "-m", "megamix", "plan", *job, "--world=6", "--device=cpu", "--memory=1024MiB"]
+    assert plans == ([] if exit_code == 1 else [plan])
+
+
+@pytest.mark.parametrize(("exit_code", "lines"), [(75, 0), (2, 0), (3, 0), (4, 0), (1, 1), (-9, 1)])
 def test_torchrun_adds_no_line_to_what_a_rank_has_said_of_its_end(monkeypatch, caplog, exit_code, lines) -> None:
     line = "failed (exitcode: %s) local_rank: %s (pid: %s) of binary: %s"
     monkeypatch.setattr(rendezvous, "torchrun", lambda arguments: api.logger.error(line, exit_code, 0, 1, "python"))

@@ -61,6 +61,11 @@ def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
         dist.broadcast(torch.zeros(3), src=1 - victim)
 
 
+def _without_memory(folder: Path, victim: int, rank: int, number: int) -> None:
+    if _mark(folder, victim, rank, number):
+        torch.empty(2**60)  # an error of torch's, which a dead peer's are, too
+
+
 def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
     """The rest of its checkpoint takes longer than the time limit, no chunk does."""
     write = Files.write
@@ -76,7 +81,7 @@ def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
 # Each kind of fault, and with all counts each on each rank.
 CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
 CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
-SLOW = (_writes_slowly, 1)
+SLOW, NO_MEMORY = (_writes_slowly, 1), (_without_memory, 1)
 VERDICTS = {  # on (victim, other)
     _killed: "rank {} died; rank {} was in",
     _stopped: "no sign of life from rank {}\n",
@@ -125,7 +130,7 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
         fault, victim = case
         return _start(base / f"{fault.__name__}{victim}{name}", base / "data", fault, victim, timeout_s)
 
-    cases = [*CASES, SLOW]
+    cases = [*CASES, SLOW, NO_MEMORY]
     if FULL:
         return {case: _ended(start(case)) for case in cases}
     started = {case: start(case) for case in cases}
@@ -133,7 +138,7 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
     for case, ranks in started.items():
         ranks.join(DEADLINE_S)
         struck = (ranks.folder / "fault").exists()
-        fair = struck and (case == SLOW or _verdict(*case) in _ended(ranks).status["reason"])
+        fair = struck and (case in (SLOW, NO_MEMORY) or _verdict(*case) in _ended(ranks).status["reason"])
         results[case] = _ended(ranks if fair else start(case, "again", 4 * TIMEOUT_S))
     return results
 
@@ -185,6 +190,15 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
     assert took is not None
     assert float(took[1]) > 1.2 * TIMEOUT_S
     assert (end.statuses, end.status["state"]) == ([0, 0], "finished"), end.ranks.said(0)
+
+
+def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> None:
+    end = ended[NO_MEMORY]
+    assert end.statuses == [4, 4]
+    assert end.status["reason"].startswith(f"rank 1, attempt {FAULT_AT}: ran out of memory: ")
+    assert [end.ranks.said(rank).count("ran out of memory") for rank in range(2)] == [1, 0]
+    assert "Traceback" not in end.ranks.said(1)
+    assert "_without_memory" in (end.folder / "run/stacks_rank1.txt").read_text()
 
 
 def test_a_stopped_process_does_not_run() -> None:

@@ -1,0 +1,56 @@
+"""What a rank holds at least, by arithmetic on the configuration, and whether this machine has that, for each start.
+Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megamix.config import Config, ModelConfig
+from megamix.machine import has_gpu, memory_for_each
+from megamix.model import sizes
+
+_GIB = 2**30
+_STATES = {"adamw": 2, "nag": 1, "muon": 1}  # of each parameter, at least; of a plugin's optimizer none are counted
+
+
+def least_held(config: Config, world_size: int) -> dict[str, float]:
+    """Return the bytes that a rank holds between steps, by category as in `MemoryPlan.held`: never more than there are,
+    and of ranks that hold unlike the mean.
+    """
+    section, optimizer = config.parallelism, config.optimizer
+    if isinstance(config.model, ModelConfig):
+        params = sizes.fewest_params(config.model)
+    else:
+        from megamix.model.family import parameter_count
+
+        params = parameter_count(config.model)
+    part, owned = params / (section.tp_size * section.pp_size), params / world_size
+    half = 4 if config.precision.dtype == "fp32" else 2
+    state = 2 if getattr(getattr(optimizer, optimizer.name), "state_dtype", "fp32") == "bf16" else 4
+    return {
+        "half parameters": 0 if section.shard == "parameters" else part * half,
+        "half gradients": part * (4 if config.precision.grad_dtype == "fp32" else half) * (section.shard == "states"),
+        "FP32 masters": owned * 4,
+        "optimizer states": owned * state * _STATES.get(optimizer.name, 0),
+    }
+
+
+def memory_problem(config: Config) -> str | None:
+    """Return why the ranks that this environment would start here cannot hold the job; None if they may."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    held = least_held(config, world_size)
+    need = sum(held.values())
+    limit, what = memory_for_each(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))))
+    if need > min(limit, _GIB) and has_gpu():
+        import torch
+
+        limit, what = float(torch.cuda.get_device_properties(0).total_memory), "its GPU"
+    if need <= limit:
+        return None
+    table = ", ".join(f"{name} {size / _GIB:,.2f} GiB" for name, size in held.items() if size)
+    return (
+        f"memory: a rank holds {need / _GIB:,.2f} GiB or more between steps ({table}), and of {what} it has "
+        f"{limit / _GIB:,.2f} GiB; start more ranks, set parallelism.shard, tp_size or pp_size, or make the model "
+        f"smaller: megamix plan CONFIG --world {world_size} says what each comes to"
+    )
