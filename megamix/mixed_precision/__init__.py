@@ -21,6 +21,7 @@ passing_params  the same, with memory while a unit computes; who reads it elsewh
 master_shard   the FP32 truth: each rank's share of masters and optimizer states; full weights out of it and into it
 
 The stages, in the order in which the data flows:
+foreign_params  parameters that a loss reads and the module does not have
 half_grads     gradients of backward, summed over micro-batches in flat buffers
 grad_reduce    reduce-scatter to the owners while backward runs
 grad_stats     one read: sum of squares and max abs; one agreement of all ranks

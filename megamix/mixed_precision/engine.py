@@ -18,6 +18,7 @@ from megamix.comm.topology import Topology
 from megamix.mixed_precision import settings
 from megamix.mixed_precision.examination import look, new_examination, watch
 from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_sums, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
@@ -134,6 +135,9 @@ class ShardedEngine:
         this one is, though fewer than `grad_accum_steps` came; ranks may differ, unless each is gathered or reduced.
         """
         settings.check_loss(loss, weight)
+        examined = self.under_way.examination is not None and self.under_way.micro_batches == 0
+        if examined or self.half_grads.passes == 0:
+            warn_of_foreign_params(loss, self.half_params.params.values())
         last = last or self.under_way.micro_batches == self.grad_accum_steps - 1
         completes = self.half_grads.names if last or self.grad_reduce.takes_each else ()
         with self.accumulate(last=last), self.backward_pass(self.under_way.micro_batches, completes, loss):
@@ -145,22 +149,23 @@ class ShardedEngine:
         `backward_pass`. With the last one, what is left of the sums over the ranks begins. `backward` does all of this
         for one; a pipeline's schedule runs all of a step at once. `last`: the step ends with these, however few came.
         """
-        self.half_params.check()
-        self.under_way.require_room(micro_batches)
-        if self.under_way.micro_batches == 0:
-            self.under_way.begin(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
-        try:
-            yield
-        except BaseException as error:
-            settings.explain_stale_loss(error)
+        with self.under_way.alone("engine.backward"):
+            self.half_params.check()
+            self.under_way.require_room(micro_batches)
+            if self.under_way.micro_batches == 0:
+                self.under_way.begin(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))
+            try:
+                yield
+            except BaseException as error:
+                settings.explain_stale_loss(error)
+                self.moving_buffers.note()
+                self._forget_step()
+                raise
             self.moving_buffers.note()
-            self._forget_step()
-            raise
-        self.moving_buffers.note()
-        ends = self.under_way.add(micro_batches, last)
-        if ends or self.grad_reduce.takes_each:
-            self.half_grads.fill_missing()
-            self.grad_reduce.end_micro_batch(ends)
+            ends = self.under_way.add(micro_batches, last)
+            if ends or self.grad_reduce.takes_each:
+                self.half_grads.fill_missing()
+                self.grad_reduce.end_micro_batch(ends)
 
     def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
         """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
@@ -212,29 +217,31 @@ class ShardedEngine:
 
         If any gradient on any rank is not finite, nothing changes anywhere but the loss scale and `skipped_steps`.
         """
-        grad_shards, by_piece, stats = self._sum_and_agree("step()")
-        with self.grad_reduce.used():
-            with self.clock.span("update"):
-                cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
-                if examination is not None:
-                    cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self.matrix_update.of_run)
-                # The scale that backward used: the next step's may differ from it by the growth factor.
-                divisor = self.under_way.scale_used.double() * stats.weight_sum
-                grad_norm = stats.sum_of_squares.sqrt() / divisor
-                multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
-                coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
-                scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
-            for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
-                self.param_gather.updated(bucket)
-        self.applied_updates += ~stats.found_inf
-        self.skipped_steps += stats.found_inf
-        self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
-        self.half_params.note_written()
-        self.moving_buffers.put_back(stats.found_inf)
-        return StepResult(
-            (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
-            self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, stats.recorded, examination,
-        )  # fmt: skip
+        with self.under_way.alone("step()"):
+            grad_shards, by_piece, stats = self._sum_and_agree("step()")
+            with self.grad_reduce.used():
+                with self.clock.span("update"):
+                    cuts, examination, self.under_way.examination = self._cuts, self.under_way.examination, None
+                    if examination is not None:
+                        cuts = watch(examination, self.piece_stats.by_bucket, grad_shards, self.matrix_update.of_run)
+                    # The scale that backward used: the next step's may differ from it by the growth factor.
+                    divisor = self.under_way.scale_used.double() * stats.weight_sum
+                    grad_norm = stats.sum_of_squares.sqrt() / divisor
+                    multiplier = (clip_coefficient(grad_norm, self.clip_grad) / divisor).float()
+                    coefficients = self.optimizer.coefficients((update := self.applied_updates + 1).double())
+                    scalars = StepScalars(multiplier, stats.found_inf, stats.lr, update.float(), coefficients)
+                for bucket in self.matrix_update.in_turn(self.param_gather.order_of_need, cuts, grad_shards, scalars):
+                    self.param_gather.updated(bucket)
+            self.applied_updates += ~stats.found_inf
+            self.skipped_steps += stats.found_inf
+            self.loss_scale.update_(stats.found_inf, stats.max_abs, self.under_way.scale_used)
+            self.half_params.note_written()
+            self.moving_buffers.put_back(stats.found_inf)
+            return StepResult(
+                (stats.loss_sum / stats.weight_sum).float(), stats.found_inf, grad_norm.float(), stats.max_abs.float(),
+                self.under_way.scale_used.clone(), scalars.lr, stats.stop_requested, by_piece, stats.recorded,
+                examination,
+            )  # fmt: skip
 
     def probe_loss_scale(self) -> None:
         """Let the loss scale take note of these gradients and forget them, in place of the first `step()`.

@@ -62,7 +62,7 @@ class HalfGrads:
             buffers.free(index)  # before the next one comes
         self.expect_step()
         self._warned: set[str] = set()
-        self.inside_backward, self._passes = False, 0
+        self.inside_backward, self.passes = False, 0
         self._completes: Collection[str] = ()
         self._on_full: Callable[[int], None] = lambda bucket: None
         self._look: Callable[[str, Tensor], None] | None = None
@@ -90,7 +90,7 @@ class HalfGrads:
         In an examined step `look(parameter, gradient)` sees each gradient before it is added to any other.
         """
         self.inside_backward, self._on_full, self._completes, self._look = True, on_full, completes, look
-        self._passes += 1
+        self.passes += 1
         try:
             yield
         finally:
@@ -98,7 +98,7 @@ class HalfGrads:
 
     def came(self, name: str) -> bool:
         """Return whether a parameter's gradient has come in this backward pass."""
-        return self._grads[name].last_pass == self._passes
+        return self._grads[name].last_pass == self.passes
 
     def take(self, names: Iterable[str]) -> None:
         """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
@@ -128,7 +128,11 @@ class HalfGrads:
         if self is None:
             return
         place, grad, param.grad = self._grads[name], param.grad, None
-        assert grad is not None
+        if grad is None:
+            raise RuntimeError(
+                f"a hook on parameter {name} has set its .grad to None before the engine took it: remove the hook, or "
+                "register it after the engine is built"
+            )
         if not self.inside_backward:
             raise RuntimeError(
                 f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
@@ -153,7 +157,7 @@ class HalfGrads:
             if place.gap.numel():  # the last step's sum may lie there
                 place.gap.zero_()
             place.touched = True
-        place.last_pass = self._passes
+        place.last_pass = self.passes
         if name in self._completes and not place.ready:
             place.ready = True
             self._missing[place.bucket] -= 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -99,11 +101,25 @@ class StepUnderWay:
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.recorded_rows: dict[tuple[str, Reduce], Tensor] = {}
         self.counts = counts
+        self._busy = threading.Lock()
         self.claim()
 
     def claim(self) -> None:
         """Let `megamix.record` mean this step from now on."""
         StepUnderWay.latest = weakref.ref(self)
+
+    @contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """Let nobody else go on with the step inside. Raises: RuntimeError if somebody is going on with it."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                f"{call} is called while a backward or step of the same engine is under way, in another thread or "
+                "around a hook: call one after the other"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def recorded(self) -> Recorded:
         table = torch.vstack([self.loss_sum.new_empty(0, 2), *self.recorded_rows.values()])

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megamix.mixed_precision.foreign_params import LEAF
+
 
 class Forwards(Protocol):
     """Who is told of forwards. `unit`: as the hook was given it."""
@@ -98,16 +100,13 @@ def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, object], loss: Tenso
                 if read not in readers:
                     todo.append(read)
                 readers.setdefault(read, []).append(node)
-    for leaf in [node for node in readers if node.name() == _LEAF and node.variable in unit_of]:
+    for leaf in [node for node in readers if node.name() == LEAF and node.variable in unit_of]:
         todo = [leaf]
         while todo:
             for node in readers.get(todo.pop(), ()):
                 _tell(gather, unit_of[leaf.variable], node)
                 if len(node.next_functions) == 1:  # it may give a view, which the next one reads
                     todo.append(node)
-
-
-_LEAF = "torch::autograd::AccumulateGrad"
 
 
 def _tell(gather: Gather, unit: object, node: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import get_args
@@ -495,3 +496,78 @@ def test_a_probe_of_the_loss_scale_writes_nothing_and_takes_no_graph_away() -> N
     engine.probe_loss_scale()
     engine.backward(loss)
     engine.step()
+
+
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_a_parameter_outside_the_module_is_told_by_shape_and_by_what_reads_it(caplog, shard: Shard) -> None:
+    model = make_model(tied=False)
+    model.blocks[0].requires_grad_(False)
+    scale, table = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(29, 4))
+    leaf = torch.ones((), requires_grad=True)  # as an input whose gradient somebody wants
+    tokens = make_batch(0, 0, 0)
+
+    def loss() -> Tensor:
+        x = nn.functional.embedding(tokens, table).mean(-1)
+        return ((x * scale) * leaf).mean() + loss_of(model, tokens)
+
+    engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+    with caplog.at_level(logging.WARNING, logger="megamix"):
+        for step in range(4):
+            if step == 2:
+                engine.examine_next_step()
+            engine.backward(loss())
+            engine.step()
+    told = [record.getMessage() for record in caplog.records if "not in the engine's module" in record.getMessage()]
+    assert len(told) == 2
+    for message in told:
+        assert "shape (3, 1), read by MulBackward0" in message
+        assert "shape (29, 4), read by EmbeddingBackward0" in message
+        assert message.count("shape") == 2
+
+
+def test_the_modules_own_parameters_are_told_of_nobody(caplog) -> None:
+    with caplog.at_level(logging.WARNING, logger="megamix"):
+        for recompute in (False, True):
+            _step(_engine(make_model(recompute=recompute)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_a_second_thread_in_backward_or_step_is_refused(shard: Shard) -> None:
+    def norms(second: bool) -> list[float]:
+        model, inside, go = make_model(), threading.Event(), threading.Event()
+        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+        loss, found = loss_of(model, make_batch(0, 0, 0)), list[float]()
+
+        def wait(grad: Tensor) -> None:
+            inside.set()
+            go.wait(60)
+
+        def train() -> None:
+            engine.backward(loss)
+            found.append(float(engine.step().grad_norm))
+
+        if second:
+            model.blocks[1].up.weight.register_hook(wait)
+        thread = threading.Thread(target=train)
+        thread.start()
+        if second:
+            assert inside.wait(60)
+            other = nn.Parameter(torch.ones(())).sum()
+            for name, call in (("engine.backward", lambda: engine.backward(other)), (r"step\(\)", engine.step)):
+                with pytest.raises(RuntimeError, match=f"{name} is called while a backward .* is under way"):
+                    call()
+            go.set()
+        thread.join()
+        engine.backward(loss_of(model, make_batch(1, 0, 0)))
+        return [*found, float(engine.step().grad_norm)]
+
+    assert norms(second=True) == norms(second=False)
+
+
+def test_a_hook_that_takes_a_gradient_away_is_named() -> None:
+    model = make_model()
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    engine = _engine(model)
+    with pytest.raises(RuntimeError, match=r"a hook on parameter blocks.1.up.weight has set its .grad to None.*"):
+        _step(engine)
