@@ -50,6 +50,7 @@ def _set(param: str, state: str, values: dict[int, float]) -> Callable[[ShardedE
         (part,) = (part for part in owned_parts(engine) if (part.param, part.state) == (param, state))
         for index, value in values.items():
             part.tensor[index] = value
+        engine.publish_masters()
 
     return change
 
