@@ -113,7 +113,7 @@ class AskedStep:
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
         kept = factors, self._times(name, off), others, self._added(name, off - want)
         kind = next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
-        return kind or self._orthogonal(name, off)
+        return kind or self._rounded(want, off) or self._orthogonal(name, off)
 
     def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
         """Say which rank computes another loss than one process where the others do not, "" if none is apart. `losses`:
@@ -138,6 +138,7 @@ class AskedStep:
         whole = sum(map(sum, parts))
         kinds = [(text, whole * factor) for factor, text in self.meanings()]
         kinds += [("a mean of micro-batches' means", sum(losses) / len(losses))]
+        kinds += [("a mean of ranks' means", sum(map(float.__truediv__, map(sum, parts), shares)) / len(parts))]
         kinds += [(f"rank {rank}'s own", sum(mine) / shares[rank]) for rank, mine in enumerate(parts)]
         last = [mine[-1] / share[-1] for mine, share in zip(parts, self.shares, strict=True)]
         kinds += [("that of the last micro-batch alone", sum(map(float.__mul__, last, shares))),
@@ -219,7 +220,7 @@ class AskedStep:
             if numbers > 2:
                 text = f"micro-batch {number} alone is reduced over the ranks"
                 yield text, rest + torch.stack(own).sum(0) - own[number]
-        if len({share for mine in self.shares for share in mine}) > 1:
+        if len({share for mine in self.shares for share in mine}) > 1 or len({*map(len, self.parts)}) > 1:
             means = [[part[name] / share for part, share in zip(*both, strict=True)]
                      for both in zip(self.parts, self.shares, strict=True)]  # fmt: skip
             text = "a mean of micro-batches' means, though their numbers of targets differ"
@@ -264,6 +265,9 @@ class AskedStep:
     def _places(self, name: str, found: Tensor) -> Candidates:
         """The right numbers in wrong places."""
         whole = self.whole[name]
+        for other, grad in self.whole.items():
+            if other != name and grad.shape == whole.shape:
+                yield f"that of {other}", grad
         if whole.dim() == 2 and (whole.size(0) > 1 and whole.size(1) > 1):
             yield "transposed", whole.t().reshape(whole.shape)
         if whole.dim() > 1 and whole.size(0) > 1:
@@ -305,6 +309,14 @@ class AskedStep:
     def _times(self, name: str, found: Tensor) -> Candidates:
         factor = factor_of(found, self.whole[name])
         yield f"{factor / self.coefficient:.4g} times the right one", factor * self.whole[name]
+
+    def _rounded(self, want: Tensor, found: Tensor) -> str:
+        """Say if every element is a number of a half dtype, and no further away than that rounds."""
+        for dtype, text in HALVES.items():
+            near = float((found - want).abs().max()) <= 4 * UNIT[dtype] * float(want.abs().max())
+            if near and torch.equal(found, found.to(dtype).double()):
+                return f"rounded to {text}, as by what sends it or adds it up"
+        return ""
 
     def _orthogonal(self, name: str, found: Tensor) -> str:
         """Say if each micro-batch's gradient was made orthogonal, as Muon does with its usual numbers. No bound would

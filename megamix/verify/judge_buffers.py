@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,13 +34,17 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
             got, want = _real(got), _real(want)
             others = {other: _real(one) for other, one in plain.items() if other != name}
 
-            def explain(got: Tensor = got, want: Tensor = want, others: Tensors = others) -> str:
-                bound = 64 * U32 * float(want.abs().max())
-                return _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
-
-            verdict.equal(-1, "initial buffer", where, got, want, explain)
+            verdict.equal(-1, "initial buffer", where, got, want, partial(explain_values, got, want, others))
         for name in buffers.keys() - plain:
             verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
+
+
+def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> str:
+    """Say what kind of mistake values look like that were set before the first step; "" for no known one. `others`:
+    values with other names; all FP64.
+    """
+    bound = 64 * U32 * float(want.abs().max())
+    return _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
 
 
 def _lost(got: Tensor, want: Tensor) -> str:
@@ -56,6 +61,10 @@ def _other_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> It
     for name, other in others.items():
         if other.shape == want.shape:
             yield f"that of {name}", other
+    if want.dim() == 2 and want.size(0) == want.size(1):
+        yield "the right one transposed", want.t()
+        yield "the right one turned by one column", want.roll(1, 1)
+    yield "the right one inverted, as a mask of the other meaning", 1 - want
     factor = factor_of(got, want)
     yield f"{factor:.4g} times the right one", factor * want
     if (want > 0).all() and (got > 0).all():
@@ -85,27 +94,48 @@ def check_buffers(verdict: Verdict, number: int, asked: AskedStep, before: SeenS
 
     wanted = moved_by(mine, shares) if after.buffers else {}
     rounded = moved_by(mine, shares, native=True) if after.buffers else {}
+    counted = _counted(wanted, before.buffers, after.buffers)
     for name in filter(after.buffers.__contains__, wanted):
         want, was, got = wanted[name], _real(before.buffers[name]), _real(after.buffers[name])
-        if not any(after.updates) and torch.equal(got, was):
+        moved = _apart(got, was)
+        if not any(after.updates) and not moved.any():
             continue
-        if torch.equal(want, was):
+        if not _apart(want, was).any():
             if not any(after.updates):
-                off = float((got - was).abs().max())
+                off = float(moved.max())
                 verdict.note(number, "buffer after a skipped step", name, off, 0.0, "moved by a step that is none")
-            elif lost := _lost(got, was) if got.numel() > 1 and not torch.equal(got, was) else "":
+            elif lost := _lost(got, was) if got.numel() > 1 and moved.any() else "":
                 verdict.note(number, "buffer", name, math.inf, 0.0, f"forward does not move it, and it is {lost}")
-            elif not torch.equal(got, was):
+            elif moved.any():
                 verdict.leave("buffer", name, "not compared: your step moves it, the plain model's forward does not")
             continue
-        bound = NOISE * float((rounded[name] - want).abs().max()) + 64 * U32 * float(want.abs().max())
+        largest = float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        bound = NOISE * float(_apart(rounded[name], want).max()) + 64 * U32 * largest
 
         def explain(name: str = name, was: Tensor = was, got: Tensor = got, bound: float = bound) -> str:
             twice = moved_by([one for batch in mine for one in (batch, batch)], [*shares, *shares])
             kinds = [("never moved", was), ("moved twice by each micro-batch: its forward runs again", twice[name])]
+            if not counted:
+                factor = factor_of(got - was, moves := wanted[name] - was)
+                kinds.append((f"moved {factor:.4g} times as far: another momentum", was + factor * moves))
             for rank in range(1, len(asked.by_rank)):
                 text = f"moved by the samples of rank {rank}"
                 kinds.append((text, moved_by(asked.by_rank[rank], asked.shares[rank])[name]))
-            return nearest(got, wanted[name], bound, iter(kinds))
+            return nearest(got, wanted[name], bound, iter(kinds)) or counted
 
-        verdict.note(number, "buffer", name, float((got - want).abs().max()), bound, explain)
+        verdict.note(number, "buffer", name, float(_apart(got, want).max()), bound, explain)
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Return how far elements are apart: not at all where both are NaN or the same infinity, as before a first look."""
+    return (one - other).abs().masked_fill(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True), 0.0)
+
+
+def _counted(wanted: Tensors, before: Tensors, after: Tensors) -> str:
+    """Return what a buffer that counts forwards says of those of a step, "" if they are as many as micro-batches."""
+    for name in (name for name, of in after.items() if name in wanted and not (of.dim() or of.is_floating_point())):
+        went, goes = (float(_real(of) - _real(before[name])) for of in (after[name], wanted[name]))
+        if went != goes:
+            compared = "more" if went > goes else "fewer"
+            return f"moved by {compared} forwards than micro-batches: {name} went up by {went:g}, not by {goes:g}"
+    return ""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, factor_of
-from megamix.verify.judge_buffers import check_buffers, check_first_buffers
+from megamix.verify.judge_buffers import check_buffers, check_first_buffers, explain_values
 from megamix.verify.norm_kinds import explain_clipping, explain_norm
 from megamix.verify.plain_optimizer import PlainUpdates
 from megamix.verify.reference import MicroBatches, Reference, Step, finite, moved
@@ -78,7 +78,10 @@ class _Judge:
             if name not in self.frozen and kept != self.trainer.truth:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
                 verdict.note(-1, "dtype", name, math.inf, 0.0, what)
-            verdict.equal(-1, "initial weight", name, first.weights[name], self.initial[name].to(kept))
+            got, want = first.weights[name], self.initial[name].to(kept)
+            others = {other: one.double() for other, one in self.initial.items() if other != name}
+            explain = partial(explain_values, got.double(), want.double(), others)
+            verdict.equal(-1, "initial weight", name, got, want, explain)
         self._copies(verdict, -1, seen)
         check_first_buffers(verdict, self.first_buffers, seen)
         return first
@@ -200,6 +203,8 @@ class _Judge:
         text = "the optimizer took no step"
         if after.loss_scale == 1.0:
             text += "; if a GradScaler skipped it, set self.scaler to it in setup"
+        if number and not any(before.updates):
+            text += "; or gradients, not set to zero behind the last one, which was skipped, keep its overflow"
         verdict.note(number, "skipped step", "one process, which has no overflow", float(not overflows), 0.0, text)
         for name, weight in before.weights.items():
             verdict.equal(number, "weight after a skipped step", name, after.weights[name], weight)

@@ -26,6 +26,11 @@ def explain_norm(asked: AskedStep, used: float, grads: Tensors, name: str = "", 
     kinds = {"of the gradient with the loss scale in it": norm * asked.loss_scale} if asked.loss_scale != 1 else {}
     kinds |= {"its own": math.sqrt(squares[name])} if name and len(squares) > 1 else {}
     kinds |= {f"that of {text} alone": math.sqrt(square) for text, square in sums.items()}
+    kinds |= {
+        "its square, of which no root was taken": norm**2,
+        "the last step's": norm_of((asked.earlier or asked).whole),
+    }
+    kinds |= {"the largest element, a norm of order infinity": max(float(grad.abs().max()) for grad in grads.values())}
     for times in sorted(numbers - {1}):
         for by, text in (times, f"{times}"), (math.sqrt(times), f"the root of {times}"):
             text += ", the ranks or micro-batches"
@@ -46,7 +51,7 @@ def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -
     whole, factor = asked.whole[name], factor_of(found, asked.whole[name])
     if not asked.clip:
         return ""
-    if factor <= 0 or float((found - factor * whole).abs().max()) > bound:
+    if factor <= 0 or float((found - factor * whole).abs().max()) > bound * max(1.0, factor):
         norms = torch.tensor(_shard_norms(asked, asked.whole), dtype=torch.float64)
         coefficients = (asked.clip / (norms + 1e-6)).clamp(max=1.0)
         near = len(norms) and float((found - coefficients[_owner(asked, name)] * whole).abs().max()) <= bound
@@ -54,8 +59,10 @@ def explain_clipping(asked: AskedStep, name: str, found: Tensor, bound: float) -
     if factor >= 1.001:  # clipping makes nothing larger: it hides how large the gradient was before
         norm = norm_of(asked.whole)
         texts = [text for times, text in asked.meanings() if times > factor]
-        if abs(factor * norm / asked.clip - 1) > 1e-3 or not texts:
+        if abs(factor * norm / asked.clip - 1) > 1e-3:
             return ""
+        if not texts:
+            return f"brought to {asked.clip:g}, though the right norm is {norm:.4g}: nothing had to be clipped"
         return f"clipped to {asked.clip:g}, though the right norm is {norm:.4g}; before that {', or '.join(texts)}"
     if abs(factor - 1) < 1e-3:
         return "not clipped"

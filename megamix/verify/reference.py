@@ -69,7 +69,8 @@ class Reference:
 
     def exact_step(self, weights: Mapping[str, Tensor], batches: MicroBatches, shares: Sequence[float]) -> Step:
         """Take the step with these weights in FP64. `shares`: what each micro-batch's mean counts in the loss."""
-        wide = {name: weight.double() for name, weight in weights.items()}
+        # Complex buffers stay as they are, as in the exact model: FP64 has no place for their imaginary parts.
+        wide = {name: weight if weight.is_complex() else weight.double() for name, weight in weights.items()}
         return _step(self.exact, self.exact_loss, wide, batches, shares, 1.0)
 
     def grads_by_part(

@@ -121,7 +121,9 @@ class AskedUpdate:
         yield "updated twice with one number", self.updated(grad, once)
         for text, lr in self.lrs.items():
             yield f"updated with {text}, {lr:.4g}, not {self.lr:.4g}", self.updated(grad, lr=lr)
-        for text, decay in {"no weight decay": 0.0, "weight decay twice": 2 * self.weight_decay, **self.decays}.items():
+        decays = {"no weight decay": 0.0, "weight decay twice": 2 * self.weight_decay, **self.decays}
+        decays |= {"weight decay not multiplied by the lr": self.weight_decay / self.lr} if self.lr else {}
+        for text, decay in decays.items():
             yield f"{text}, {decay:.4g}, not {self.weight_decay:.4g}", self.updated(grad, weight_decay=decay)
         decayed = grad + self.weight_decay * before[MASTER].double()
         yield "weight decay added to the gradient, not to the weights", self.updated(decayed, weight_decay=0.0)
