@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megamix.config import ConfigError
 from megamix.machine import has_gpu, kernel_kills, memory_for_each
 from megamix.supervise.console import drop_unwritten, open_streams, say
 from megamix.supervise.processes import children_of
@@ -41,10 +42,10 @@ def launch(arguments: list[str]) -> int:
     """Start the ranks and wait.
 
     Returns 0, the exit status of the first rank that failed (1 for a signal that nobody asked for), or that of a run
-    that was asked to leave, if its ranks died of being asked or had no time.
+    that was asked to leave, if its ranks died of being asked or had no time; 2 where machines cannot meet.
     """
-    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
     kills = kernel_kills()
+    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
     request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
     with _passed_on(request):
         # Below the handlers: importing takes seconds.
@@ -57,6 +58,9 @@ def launch(arguments: list[str]) -> int:
         )
         try:
             torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
+        except ConfigError as error:
+            say(f"megamix: {error.problems[0]}", sys.stderr)
+            return 2
         except ChildFailedError as error:
             status: int = error.get_first_failure()[1].exitcode
             if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 
+from megamix.config import ConfigError
 from megamix.machine import tell_torch
 
 
@@ -43,6 +45,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 BACKEND = "loopback"  # torchrun --rdzv-backend=loopback
 
+NAME_S = 20.0  # in which machine 0's name must have an address
 _LOOPBACK = "127.0.0.1"
 _ANY_PORT = "localhost:0"  # the endpoint that --standalone has
 # Without them Gloo and NCCL listen on the interface that the machine's name resolves to. NCCL takes a name without "="
@@ -85,8 +88,35 @@ def torchrun(arguments: list[str]) -> None:
     nothing_said = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (nothing_said and parse_min_max_nnodes(args.nnodes)[1] == 1):
         args.standalone, args.rdzv_backend, args.rdzv_endpoint = False, BACKEND, _ANY_PORT
+    elif args.rdzv_backend == "static":
+        _require_meeting(args.master_addr, int(args.master_port or 29500), listens=args.node_rank == 0)
     tell_torch(determine_local_world_size(args.nproc_per_node))  # torchrun's own choice is one thread
     record(run)(args)
+
+
+def _require_meeting(host: str, port: int, *, listens: bool) -> None:
+    """Wait until machine 0's name has an address, for that may be starting; there, see whether its port is free.
+
+    Raises: ConfigError.
+    """
+    end_s = time.monotonic() + NAME_S
+    while why := _refusal(lambda: socket.getaddrinfo(host, port)):
+        if time.monotonic() > end_s:
+            told = f"MASTER_ADDR: got {host}, for port {port}, which has no address here within {NAME_S:g} s ({why})"
+            raise ConfigError([f"{told}; write machine 0's name or address as all know it (getent hosts {host})"])
+        time.sleep(NAME_S / 20)
+    if listens and (why := _refusal(lambda: socket.create_server(("", port)).close())):
+        told = f"MASTER_PORT: got {port}, at which nobody can listen on this machine, {host} ({why})"
+        raise ConfigError([f"{told}; end who does (ss -ltnp sport = :{port}), or write another port on all machines"])
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    """Why the system does not do it; "" if it does."""
+    try:
+        call()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+    return ""
 
 
 def loopback_store() -> TCPStore:

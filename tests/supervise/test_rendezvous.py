@@ -1,10 +1,11 @@
 """Ranks of one machine meet in a store that only it reaches: the launcher's choice, torchrun by hand; ranks of
-`verify` and of tests on loopback.
+`verify` and of tests on loopback. Of many machines a port in use and a name without an address are told at once.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,8 @@ import torch.distributed.run
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from megamix.machine import num_cores
+from megamix.supervise import rendezvous
+from megamix.supervise.launch import launch
 from megamix.supervise.rendezvous import BACKEND, create_handler, keep_to_loopback, torchrun
 from tests.network import listening
 
@@ -96,7 +99,7 @@ MANY = ["--nnodes=2", "--node-rank=1", "--master-addr=node0", "--master-port=471
         ([], BACKEND),
         (["--standalone"], BACKEND),
         (["--nnodes=1:1", "--standalone"], BACKEND),
-        (MANY, "static"),
+        ([*MANY[:2], "--master-addr=127.0.0.1", MANY[3]], "static"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"], "c10d"),  # who asks for it gets it
     ],
 )
@@ -106,6 +109,42 @@ def test_the_launcher_s_ranks_of_one_machine_meet_there(monkeypatch, options: li
     torchrun([*options, "job", "--standalone"])
     (args,) = seen
     assert (args.rdzv_backend, args.standalone, args.training_script_args) == (backend, False, ["--standalone"])
+
+
+def test_a_port_in_use_is_named_and_nothing_else(monkeypatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        head = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        command = [sys.executable, "-m", "megamix.supervise.launch", *head, "job.py"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(
+            f"megamix: MASTER_PORT: got {port}, which another program of this machine has (Address al"
+        )
+        seen: list[Any] = []
+        monkeypatch.setattr(torch.distributed.run, "run", seen.append)
+        torchrun([*head[:1], "--node-rank=1", *head[2:], "job.py"])  # another machine listens there
+        assert len(seen) == 1
+
+
+def test_a_head_node_without_an_address_is_named_within_the_limit(monkeypatch, capsys) -> None:
+    asked: list[str] = []
+
+    def not_known(host: str, *arguments: Any) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(rendezvous, "NAME_S", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", not_known)
+    monkeypatch.setattr(torch.distributed.run, "run", lambda args: pytest.fail("it has an address"))
+    assert launch([*MANY, "job.py"]) == 2
+    assert asked[0] == "node0"
+    (line,) = capsys.readouterr().err.splitlines()
+    told = (
+        "MASTER_ADDR: got node0, for port 4711, which has no address here within 0.01 s (Name or service not known); "
+    )
+    assert line.startswith(f"megamix: {told}write machine 0's name or address")
 
 
 @pytest.mark.parametrize(("given", "want"), [(None, max(1, num_cores() // 2)), ("7", 7)])
