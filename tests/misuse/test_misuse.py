@@ -1,0 +1,67 @@
+"""Each of 113 ways to misuse the library is right, as a plain loop of torch's, or refused in words, on one rank and on
+two, with each setting of shard; none trains something else in silence
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.misuse.cases import CASES
+from tests.misuse.training import Case, train, train_plainly
+
+SHARDS = ("states", "gradients", "parameters")
+
+
+def _differs(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+    """Say which weight is another one.
+
+    Bound: FP32 gradients that are summed over two ranks in another order, 4 steps of a rate of 0.1 and a momentum of
+    0.9: some roundings of the largest gradient, whose update is at most 1.
+    """
+    if got.keys() != want.keys():
+        return f"names differ: {sorted(got.keys() ^ want.keys())}"
+    off = {name: float((got[name].float() - want[name].float()).abs().max()) for name in want if want[name].numel()}
+    worst = max(off, key=lambda name: off[name])
+    return f"{worst} is off by {off[worst]:.3g}" if not off[worst] <= 2e-5 else ""
+
+
+def _judge(case: Case, shard: str) -> str:
+    """Return what is wrong with the outcome of a case; "" if nothing is."""
+    try:
+        weights = train(case, shard)
+    except Exception as error:
+        text = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+        if case.says is None:
+            return f"was refused: {text}"
+        says = f"{case.says}|which has no memory" if shard == "parameters" else case.says
+        return "" if re.search(says, text) else f"was refused in other words: {text}"
+    if case.says is not None:
+        return "nothing was said"
+    plain = train_plainly(case, dist.get_world_size())
+    return _differs(weights, {name.replace("_orig_mod.", ""): weight for name, weight in plain.items()})
+
+
+def _judge_all(shard: str, names: list[str]) -> dict[str, str]:
+    logging.getLogger("megamix").setLevel(logging.ERROR)
+    chosen = [case for case in CASES if case.name in names and shard in case.shards]
+    return {case.name: _judge(case, shard) for case in chosen}
+
+
+def test_there_are_110_cases_with_a_name_each() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 110
+
+
+@pytest.mark.uncounted
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_case_is_right_or_refused(run_ranks: Any, world_size: int, shard: str) -> None:
+    names = [case.name for case in CASES]
+    for rank, outcomes in enumerate(run_ranks(_judge_all, world_size, shard, names)):
+        wrong = {name: outcome for name, outcome in outcomes.items() if outcome}
+        assert wrong == {}, f"on rank {rank}"
