@@ -60,7 +60,7 @@ def masked(row: str) -> str:
 
 def rows_of(page: str) -> list[str]:
     """Return the rows of the page's table."""
-    return page.partition(HEADER)[2].partition("\n\n")[0].splitlines(keepends=True)
+    return [f"{row}\n" for row in page.partition(HEADER)[2].partition("\n\n")[0].splitlines()]
 
 
 def with_table(page: str, found: Mapping[str, Verdict]) -> str:
