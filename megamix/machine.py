@@ -102,8 +102,8 @@ def native_halves() -> frozenset[torch.dtype]:
     """
     import torch
 
-    chosen = os.environ.get(CPU_HALVES)
-    ways = {None: half_units(), "native": frozenset({torch.float16, torch.bfloat16}), "wide": frozenset[torch.dtype]()}
+    chosen = os.environ.get(CPU_HALVES, "")
+    ways = {"": half_units(), "native": frozenset({torch.float16, torch.bfloat16}), "wide": frozenset[torch.dtype]()}
     if chosen not in ways:
         raise ValueError(
             f'{CPU_HALVES}: got {chosen!r}, must be "native" or "wide"; unset it for what this CPU computes faster'
