@@ -5,7 +5,7 @@ if it explains the numbers within the bound that the right ones have.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.verify.reference import MicroBatches, Reference, Step
-from megamix.verify.verdict import UNIT, Tensors, norm_of
+from megamix.verify.verdict import UNIT, Tensors
 
 Candidates = Iterator[tuple[str, Tensor]]
 HALVES = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -47,12 +47,6 @@ def factor_of(found: Tensor, right: Tensor) -> float:
     """Return what `right` must be multiplied by to come nearest to `found`, in the sum of squares."""
     found, right = found.double(), right.double()
     return float((found * right).sum() / right.square().sum().clamp(min=1e-300))
-
-
-def clipped(grads: Tensors, clip: float) -> Tensors:
-    """Return them as `clip_grad_norm_` leaves them."""
-    coefficient = min(1.0, clip / (norm_of(grads) + 1e-6))
-    return {name: grad * coefficient for name, grad in grads.items()}
 
 
 @dataclass(frozen=True)
@@ -105,29 +99,29 @@ class AskedStep:
         """Say what kind of mistake the gradient of `name` looks like, among those `found`; "" for no known one."""
         want, off = self.whole[name] * self.coefficient, found[name]
         factors = ((text, want * factor) for factor, text in self.meanings())
-        kinds = chain(
-            self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off),
-            self._clips(name, off),
-        )  # fmt: skip
+        kinds = chain(self._owned(name), self._sums(name), self._steps(name), self._uses(name), self._places(name, off))
         # A wrong gradient is clipped by a norm of its own.
         others = ((text, grad * (factor_of(off, grad) if self.clip else 1.0)) for text, grad in kinds)
-        kept = factors, self._times(name, off), others, self._added(name, off - want)
+        kept = factors, self._clips(name, off), self._times(name, off), others, self._added(name, off - want)
         kind = next(filter(None, (nearest(off, want, bound, candidates) for candidates in kept)), "")
         return kind or self._rounded(want, off) or self._orthogonal(name, off)
 
     def rank_apart(self, losses: Sequence[Sequence[float]], exact: Sequence[float], bound: float) -> str:
-        """Say which rank computes another loss than one process where the others do not, "" if none is apart. `losses`:
-        of each rank's micro-batches; `exact`: of all in FP64.
+        """Say which ranks compute another loss than one process where others do not; "" for all or none of them.
+        `losses`: of each rank's micro-batches; `exact`: of all in FP64.
         """
         left = iter(exact)
         own = [[next(left) for _ in mine] for mine in self.by_rank]
         if [*map(len, losses)] != [*map(len, own)]:
             return ""
-        pairs = [[*zip(*both, strict=True)] for both in zip(losses, own, strict=True)]
-        wrong = {rank: max(mine, key=lambda pair: abs(pair[0] - pair[1])) for rank, mine in enumerate(pairs)}
-        wrong = {rank: pair for rank, pair in wrong.items() if not abs(pair[0] - pair[1]) <= bound}
-        told = (f"rank {rank} has a loss of {one:.6g}, one process {other:.6g}" for rank, (one, other) in wrong.items())
-        return f"another forward on some ranks alone: {', '.join(told)}" if 0 < len(wrong) < len(own) else ""
+        off = [
+            max(abs(one - other) for one, other in zip(*both, strict=True)) for both in zip(losses, own, strict=True)
+        ]
+        wrong = [rank for rank, error in enumerate(off) if not error <= bound]
+        alone = 0 < len(wrong) < len(own)
+        return (
+            f"another forward on rank {', '.join(map(str, wrong))} alone: losses elsewhere are right" if alone else ""
+        )
 
     def explain_loss(self, told: Sequence[float], losses: Sequence[float], bound: float) -> str:
         """Say what kind of mistake the loss looks like. `told`: by each rank; `losses`: of each micro-batch in FP64."""
@@ -279,32 +273,31 @@ class AskedStep:
     def _clips(self, name: str, found: Tensor) -> Candidates:
         value = float(found.abs().max())
         yield f"clipped by value, to {value:.4g}", self.whole[name].clamp(-value, value)
-        for text, grads in self._other_clips.items():
-            yield text, grads[name]
+        if self.clip and len({len(mine) for mine in self.parts}) == 1:
+            at = [*self.whole].index(name)
+            for text, parts in self._other_clips.items():
+                yield text, parts[at].view_as(self.whole[name])
 
     @cached_property
-    def _other_clips(self) -> dict[str, Tensors]:
-        """What clipping by the right norm gives at a wrong time."""
-        if not self.clip:
-            return {}
-        ranks = len(self.parts)
+    def _other_clips(self) -> dict[str, Sequence[Tensor]]:
+        """All gradients, flattened, as clipping by the right norm at a wrong time leaves them."""
+        sizes = [grad.numel() for grad in self.whole.values()]
+        flat = [[torch.cat([part[name].flatten() for name in self.whole]) for part in mine] for mine in self.parts]
+        own = torch.stack([torch.stack(mine) for mine in flat]) * len(flat)  # (ranks, micro-batches, elements)
 
-        def in_turn(parts: Iterable[Tensors]) -> Tensors:
-            total = dict[str, Tensor]()
+        def in_turn(parts: Tensor) -> Tensor:
+            total = torch.zeros_like(parts[0])
             for part in parts:
-                total = clipped({name: grad + total.get(name, 0.0) for name, grad in part.items()}, self.clip)
+                total = total + part
+                total = total * min(1.0, self.clip / (float(total.norm()) + 1e-6))
             return total
 
-        def mean(of_ranks: Sequence[Tensors]) -> Tensors:
-            return {name: torch.stack([grads[name] for grads in of_ranks]).mean(0) for name in self.whole}
-
-        own = [[{name: grad * ranks for name, grad in part.items()} for part in mine] for mine in self.parts]
-        whole = [{name: self._sum(name, rank) * ranks for name in self.whole} for rank in range(ranks)]
-        return {
-            "clipped in every micro-batch, not once in a step": in_turn(map(mean, zip(*own, strict=False))),
-            "clipped in every micro-batch of each rank, then averaged": mean([*map(in_turn, own)]),
-            "clipped on each rank, then averaged": mean([clipped(grads, self.clip) for grads in whole]),
+        kinds = {
+            "clipped in every micro-batch, not once in a step": in_turn(own.mean(0)),
+            "clipped in every micro-batch of each rank, then averaged": torch.stack([*map(in_turn, own)]).mean(0),
+            "clipped on each rank, then averaged": torch.stack([*map(in_turn, own.sum(1, keepdim=True))]).mean(0),
         }
+        return {text: torch.split(grads, sizes) for text, grads in kinds.items()}
 
     def _times(self, name: str, found: Tensor) -> Candidates:
         factor = factor_of(found, self.whole[name])

@@ -137,11 +137,9 @@ class _Judged:
         self.found_inf = bool(self.of["found_inf"])
         weight = sum(batch.weight for mine in by_rank for batch in mine)
         self.divisor = self.of["loss_scale"] * weight
-        grads, order = after.of(GRADIENT), [name for name, _ in reference.native.named_parameters()]
         # As backward comes to them: what is wrong in one makes those behind it wrong.
-        self.grads = {
-            name: grads[name].double() / self.divisor for name in sorted(grads, key=order.index, reverse=True)
-        }
+        names, grads = [name for name, _ in reference.native.named_parameters()][::-1], after.of(GRADIENT)
+        self.grads = {name: grads[name].double() / self.divisor for name in sorted(grads, key=names.index)}
         weights = {name: master.to(self.dtype) for name, master in before.of(MASTER).items()}
         each = 1 / weight
         tp_size = config.parallelism.tp_size

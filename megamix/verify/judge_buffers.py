@@ -19,6 +19,7 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
     """Check every rank's buffers before the first step by those of the plain model, `plain`, in the dtype that the rank
     keeps. Later steps go on from the trainer's own.
     """
+    others = {name: _real(buffer) for name, buffer in plain.items()}
     for rank, buffers in enumerate(one.buffers for one in seen):
         for name, plain_buffer in plain.items():
             where, got = f"{name} on rank {rank}", buffers.get(name)
@@ -32,19 +33,18 @@ def check_first_buffers(verdict: Verdict, plain: Tensors, seen: Sequence[SeenSte
                 text = f"rounded to {HALVES.get(got.dtype, got.dtype)}, as it is kept, and compared so"
                 verdict.leave("initial buffer", where, text)
             got, want = _real(got), _real(want)
-            others = {other: _real(one) for other, one in plain.items() if other != name}
-
             verdict.equal(-1, "initial buffer", where, got, want, partial(explain_values, got, want, others))
         for name in buffers.keys() - plain:
             verdict.leave("initial buffer", name, "not compared: the plain model has none of this name")
 
 
 def explain_values(got: Tensor, want: Tensor, others: Mapping[str, Tensor]) -> str:
-    """Say what kind of mistake values look like that were set before the first step; "" for no known one. `others`:
-    values with other names; all FP64.
+    """Say what kind of mistake values look like that were set before the first step, or how many are others. `others`:
+    values with other names; `got` and `want` FP64.
     """
-    bound = 64 * U32 * float(want.abs().max())
-    return _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
+    bound = 64 * U32 * float(want.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    kind = _lost(got, want) or nearest(got, want, bound, _other_values(got, want, others))
+    return kind or f"other values in {float((got != want).double().mean()):.0%} of its elements"
 
 
 def _lost(got: Tensor, want: Tensor) -> str:

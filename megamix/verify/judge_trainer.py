@@ -78,10 +78,8 @@ class _Judge:
             if name not in self.frozen and kept != self.trainer.truth:
                 what = f"no FP32 master: the optimizer keeps it in {HALVES.get(kept, kept)}"
                 verdict.note(-1, "dtype", name, math.inf, 0.0, what)
-            got, want = first.weights[name], self.initial[name].to(kept)
-            others = {other: one.double() for other, one in self.initial.items() if other != name}
-            explain = partial(explain_values, got.double(), want.double(), others)
-            verdict.equal(-1, "initial weight", name, got, want, explain)
+            got, want = first.weights[name].double(), self.initial[name].to(kept).double()
+            verdict.equal(-1, "initial weight", name, got, want, partial(explain_values, got, want, self.initial))
         self._copies(verdict, -1, seen)
         check_first_buffers(verdict, self.first_buffers, seen)
         return first

@@ -71,8 +71,10 @@ class Verdict:
         self, attempt: int, check: str, where: str, got: Tensor, want: Tensor, explain: Callable[[], str] | str = ""
     ) -> None:
         """Compare bit for bit, in FP32."""
-        same = equal_bits(got.float(), want.float())
-        gap = 0.0 if same else float((got.double() - want.double()).abs().max())
+        gap = 0.0
+        if not equal_bits(got.float(), want.float()):
+            apart = torch.where(got == want, 0.0, got.double() - want.double())  # equal infinities are not apart
+            gap = float(apart.abs().max())
         self.note(attempt, check, where, gap, 0.0, explain)
 
     def leave(self, what: str, name: str, told: str) -> None:

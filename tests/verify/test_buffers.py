@@ -35,6 +35,7 @@ def _seen(buffers: dict[str, Tensor]) -> SeenStep:
         (torch.zeros(8), "nothing but zeros"),
         (torch.full((8,), torch.nan), "memory that nobody has filled, as to_empty() leaves it"),
         (TABLE.sin(), "that of sines"),
+        (TABLE.flip(0), "other values in 100% of its elements"),
         (TABLE[:4], "of shape (8,) in the plain model, and here of shape (4,)"),
         (None, "of shape (8,) in the plain model, and here there is none"),
         (torch.polar(torch.ones(8), TABLE), None),

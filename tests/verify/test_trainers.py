@@ -57,6 +57,18 @@ def test_a_planted_bug_is_named_by_its_kind(run_ranks, name: str, check: str, ki
     assert kind in first.looks_like
 
 
+def test_initial_weights_of_another_parameter_are_told_as_such() -> None:
+    said = {}
+    for name in ("RowsMoved", "OthersValues"):
+        where = f"{TRAINERS}:{name}"
+        first = judge_trainer(load_trainer(where), [_watch(load_trainer(where), 1, bisect=False)]).differences[0]
+        said[first.check, first.where] = first.looks_like
+    assert said == {
+        ("initial weight", "0.weight"): "other values in 100% of its elements",
+        ("initial weight", "4.weight"): "that of 3.weight",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

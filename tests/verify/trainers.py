@@ -98,6 +98,29 @@ class OtherNames(Plain):
         return super().loss(model["inner"] if isinstance(model, nn.ModuleDict) else model, batch)
 
 
+class RowsMoved(Plain):
+    """A table's rows are turned by one."""
+
+    def wrap(self, model):
+        with torch.no_grad():
+            model[0].weight.copy_(model[0].weight.roll(1, 0))
+        return model
+
+
+class OthersValues(Plain):
+    """One layer begins with another one's values."""
+
+    def model(self):
+        net = super().model()
+        net[3] = nn.Linear(64, 64)
+        net.insert(4, nn.Linear(64, 64))
+        return net
+
+    def wrap(self, model):
+        model[4].load_state_dict(model[3].state_dict())
+        return model
+
+
 class Padded(Plain):
     """Its vocabulary is padded to a multiple of 64."""
 
