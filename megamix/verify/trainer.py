@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -205,21 +205,31 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters by the plain model's names, in its order."""
+    """Yield the parameters by the plain model's names, in its order: what ranks divide and an optimizer holds, also
+    where FSDP2 has put gathered ones in their place.
+    """
+    pairs = ((getattr(one, "_unsharded_param", None), one.sharded_param) for one, _ in fsdp_params(module))
+    divided = {gathered: sharded for gathered, sharded in pairs if gathered is not None}
     for name, param in module.named_parameters():
-        yield plain_name(name), param
+        yield plain_name(name), divided.get(param, param)
+
+
+def fsdp_params(module: nn.Module) -> Iterator[tuple[Any, MixedPrecisionPolicy]]:
+    """Yield what FSDP2 knows of each parameter that it divides, and the policy."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
+            for fsdp_param in group.fsdp_params:
+                yield fsdp_param, group.mp_policy
 
 
 def computes_in(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """Return in which dtypes each parameter computes, and sums its gradient: its own, unless FSDP2's policy says so."""
     dtypes = {name: (param.dtype, param.dtype) for name, param in named_parameters(module)}
     names = {param: name for name, param in named_parameters(module)}
-    for part in module.modules():
-        if isinstance(part, FSDPModule) and (group := part._get_fsdp_state()._fsdp_param_group) is not None:
-            for fsdp_param in group.fsdp_params:
-                param = fsdp_param.sharded_param
-                compute = group.mp_policy.param_dtype or param.dtype
-                dtypes[names[param]] = compute, group.mp_policy.reduce_dtype or compute
+    for fsdp_param, policy in fsdp_params(module):
+        param = fsdp_param.sharded_param
+        compute = policy.param_dtype or param.dtype
+        dtypes[names[param]] = compute, policy.reduce_dtype or compute
     return dtypes
 
 

@@ -27,7 +27,15 @@ def _verify(run_ranks, name: str, ranks: int) -> Verdict:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "skipped"),
-    [("Fsdp", 2, 0), ("InFabric", 2, 0), ("Zero", 2, 0), ("Scaled", 2, 1), ("TwoOptimizers", 2, 0), ("Factored", 2, 0)]
+    [
+        ("Fsdp", 2, 0),
+        ("FsdpEvaluates", 2, 0),
+        ("InFabric", 2, 0),
+        ("Zero", 2, 0),
+        ("Scaled", 2, 1),
+        ("TwoOptimizers", 2, 0),
+        ("Factored", 2, 0),
+    ]
     + ([("Plain", 1, 0), ("Ddp", 2, 0), ("Scheduled", 2, 0)] if FULL else []),  # test_right.py has their like
 )
 def test_a_right_training_passes(run_ranks, name: str, ranks: int, skipped: int) -> None:

@@ -129,6 +129,16 @@ class Padded(Plain):
         return model
 
 
+class FsdpEvaluates(Fsdp):
+    """It evaluates at a step's end, and FSDP2 leaves the root's parameters whole, in BF16, until the next backward."""
+
+    def step(self, batches):
+        told = super().step(batches)
+        with torch.no_grad():
+            self.loss(self.module, batches[0])
+        return told
+
+
 class Zero(Ddp):
     def setup(self, model):
         self.module = self.wrap(model)
