@@ -242,21 +242,44 @@ def side_store(world: Axis) -> Store:
     return PrefixStore(f"megamix/job {job}", store)
 
 
+class NotMetError(RuntimeError):
+    """Ranks that were started and have not come; `late` are their numbers."""
+
+    def __init__(self, late: Sequence[int], timeout_s: float):
+        self.late = late
+        which = ", ".join(map(str, late[:8])) + " and more" * (len(late) > 8)
+        super().__init__(
+            f"no sign within {timeout_s:g} s of rank {which}: an import, a plugin's say, may hang, or a file"
+        )
+
+
 def meet_ranks(device: torch.device, timeout_s: float) -> None:
     """Meet the ranks that torchrun started (NCCL on GPUs, Gloo on CPUs); alone, stay alone. `Topology.connect` then
     gives the world its axes: not here, since ranks that disagree on them would make other groups, and wait for ever.
 
     Units: `timeout_s` bounds every collective: a peer that died or hangs is an error after it, never a silent wait.
+    Raises: NotMetError if one does not come.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    limit = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]  # not in __all__
+    store.set(f"megamix/came {rank}", "")
+    if store.add("megamix/have come", 1) == size:
+        store.set("megamix/all have come", "")
+    try:
+        store.wait(["megamix/all have come"], limit)
+    except RuntimeError:
+        raise NotMetError(
+            [n for n in range(size) if not store.check([f"megamix/rank {n} has come"])], timeout_s
+        ) from None
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
+        store=store, rank=rank, world_size=size, timeout=limit,
         device_id=device if device.type == "cuda" else None,
-    )
+    )  # fmt: skip
 
 
 def leave_ranks(*, alike: bool) -> None:

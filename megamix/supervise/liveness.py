@@ -55,6 +55,7 @@ class Sign(NamedTuple):
     host: _Words
     pid: Annotated[int, Field(gt=1, le=2**22)]  # the system's largest; 0 and below would be a group, or all there are
     start: _Words
+    waits: bool = False  # for another rank
 
     @staticmethod
     def read(value: bytes) -> Sign | None:
@@ -111,9 +112,9 @@ class RollCall:
         self._beat = 0
         self._me = (socket.gethostname(), os.getpid(), process_start(os.getpid()))
 
-    def beat(self, position: Position, idle_s: float) -> None:
+    def beat(self, position: Position, idle_s: float, *, waits: bool = False) -> None:
         self._beat += 1
-        self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *position, *self._me]))
+        self._store.set(f"rank {self.rank}", json.dumps([self._beat, idle_s, *position, *self._me, waits]))
 
     def signs(self) -> dict[int, Sign]:
         """By rank; without those that have given none so far."""

@@ -43,6 +43,7 @@ from megamix.supervise.status import (
     WrongDataError,
 )
 
+_WAITING_PLACES = ("/torch/distributed/", "/torch/cuda/", "/megamix/comm/")
 _SHOWN = 8  # ranks of which a verdict has the last places
 _GRACE_S = 2.0  # for what takes a moment, if all is well
 _LAST_RESORT_S = 1.5  # after the time limit faulthandler's own thread ends a process whose threads are all stuck
@@ -199,7 +200,7 @@ class Watchdog:
         return None
 
     def _beat(self, roll: RollCall) -> None:
-        roll.beat(self._position(), time.monotonic() - self._moved_s)
+        roll.beat(self._position(), time.monotonic() - self._moved_s, waits=_main_thread_waits())
 
     def _stood_s(self) -> float:
         return time.monotonic() - self._since_s
@@ -213,8 +214,11 @@ class Watchdog:
     def _judge(self, missing: list[int], roll: RollCall) -> Judgement:
         """Who is to blame for this rank's standing still."""
         signs = roll.signs()
-        fewest = min((sign.spans for sign in signs.values()), default=0)
-        behind = [rank for rank, sign in signs.items() if sign.spans == fewest]
+        # Stages of a pipeline have other spans each. Where all wait, or none is seen to, as on a GPU, the spans tell.
+        behind = [rank for rank, sign in signs.items() if not sign.waits]
+        if len(behind) in (0, len(signs)):
+            fewest = min((sign.spans for sign in signs.values()), default=0)
+            behind = [rank for rank, sign in signs.items() if sign.spans == fewest]
         if missing:
             what = f"no sign of life from {names(missing)}"
         elif len(behind) < len(signs):
@@ -274,6 +278,12 @@ class Watchdog:
             tell_collectives(self._collectives)
         finally:
             os._exit(verdict.exit_status)
+
+
+def _main_thread_waits() -> bool:
+    """Whether it stands in what communicates, so that another rank is to come."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING_PLACES)
 
 
 class _Suspicion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megamix.checkpoint.together import Together
 from megamix.comm.collectives import make_collectives
-from megamix.comm.topology import Topology, leave_ranks, local_device, meet_ranks, side_store
+from megamix.comm.topology import NotMetError, Topology, leave_ranks, local_device, meet_ranks, side_store
 from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.diagnosis.overflows import GaveUpError
@@ -166,7 +167,13 @@ def _join(config: Config, stack: ExitStack) -> Job:
     device, section = local_device(), config.parallelism
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
-    meet_ranks(device, limit_s)
+    try:
+        meet_ranks(device, limit_s)
+    except NotMetError as error:
+        rank = int(os.environ["RANK"])
+        if 0 in error.late and {*range(rank)} <= {*error.late}:  # else the first one says it
+            say(f"megamix train: {error}", sys.stderr)
+        raise NoAnswerError(str(error)) from None
     stack.push(_part)
     data = known_data(config)
     topology = Topology.connect(pp_size=section.pp_size, tp_size=section.tp_size, timeout_s=limit_s)

@@ -258,6 +258,7 @@ def test_ranks_join_by_torchruns_environment(monkeypatch) -> None:
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **kwargs: calls.append((backend, kwargs["timeout"]))
     )
+    monkeypatch.setattr(dist, "rendezvous", lambda method, timeout: iter([(dist.HashStore(), 0, 1)]))
     meet_ranks(torch.device("cpu"), timeout_s=7.0)
     ((backend, timeout),) = calls
     assert (backend, timeout.total_seconds()) == ("gloo", 7.0)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megamix.checkpoint.folder import Files
+from megamix.parallel.stages import Stage
 from megamix.ranks import DEADLINE_S
 from megamix.supervise import watchdog
 from megamix.supervise.liveness import Position, RollCall, Sign
@@ -61,6 +62,12 @@ def _elsewhere(folder: Path, victim: int, rank: int, number: int) -> None:
         dist.broadcast(torch.zeros(3), src=1 - victim)
 
 
+def _hangs_in_a_stage(folder: Path, victim: int, rank: int, number: int) -> None:
+    """In the forward of its first chunk, which the other stage waits for."""
+    if _mark(folder, victim, rank, number):
+        Stage.forward = lambda *args, **kwargs: time.sleep(60)  # type: ignore[method-assign]  # likewise
+
+
 def _without_memory(folder: Path, victim: int, rank: int, number: int) -> None:
     if _mark(folder, victim, rank, number):
         torch.empty(2**60)  # an error of torch's, which a dead peer's are, too
@@ -82,11 +89,13 @@ def _writes_slowly(folder: Path, victim: int, rank: int, number: int) -> None:
 CASES = [(fault, victim) for victim in (0, 1) for fault in (_killed, _stopped, _asleep, _elsewhere)]
 CASES = CASES if FULL else [(_killed, 0), (_killed, 1), (_stopped, 1), (_asleep, 0), (_elsewhere, 1)]
 SLOW, NO_MEMORY = (_writes_slowly, 1), (_without_memory, 1)
+IN_A_STAGE = [(_hangs_in_a_stage, 0), (_hangs_in_a_stage, 1)]
 VERDICTS = {  # on (victim, other)
     _killed: "rank {} died; rank {} was in",
     _stopped: "no sign of life from rank {}\n",
     _asleep: "rank {} fell behind\n",
     _elsewhere: "rank {} fell behind\n",
+    _hangs_in_a_stage: "rank {} fell behind\n",
 }
 
 
@@ -104,7 +113,7 @@ def _start(folder: Path, data: Path, fault: Callable[..., None], victim: int, ti
         folder,
         data={"train": str(data / "train"), "valid": None},
         training={"steps": FAULT_AT + 2 if fault is _writes_slowly else 100_000, "eval_interval": 0},
-        parallelism={"timeout_s": timeout_s},
+        parallelism={"timeout_s": timeout_s, "pp_size": 2 if fault is _hangs_in_a_stage else 1},
         metrics={"tensorboard": False},
     )
     return FreshRanks(config, 2, partial(fault, folder, victim))
@@ -130,7 +139,7 @@ def ended(tmp_path_factory) -> dict[tuple[Callable[..., None], int], Ended]:
         fault, victim = case
         return _start(base / f"{fault.__name__}{victim}{name}", base / "data", fault, victim, timeout_s)
 
-    cases = [*CASES, SLOW, NO_MEMORY]
+    cases = [*CASES, SLOW, NO_MEMORY, *IN_A_STAGE]
     if FULL:
         return {case: _ended(start(case)) for case in cases}
     started = {case: start(case) for case in cases}
@@ -190,6 +199,13 @@ def test_a_rank_that_writes_its_checkpoint_slowly_is_waited_for(ended) -> None:
     assert took is not None
     assert float(took[1]) > 1.2 * TIMEOUT_S
     assert (end.statuses, end.status["state"]) == ([0, 0], "finished"), end.ranks.said(0)
+
+
+@pytest.mark.parametrize(("fault", "victim"), IN_A_STAGE)
+def test_a_stage_that_hangs_is_named_and_not_one_that_waits_for_it(
+    ended, fault: Callable[..., None], victim: int
+) -> None:
+    assert _verdict(fault, victim) in ended[fault, victim].status["reason"]
 
 
 def test_a_rank_without_memory_ends_all_with_the_status_that_says_so(ended) -> None:

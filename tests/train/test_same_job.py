@@ -459,3 +459,20 @@ def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -
     assert ended.stderr.count(said) == 1
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_hangs_in_a_plugin_s_import_is_named_by_one_that_waits(tmp_path, data) -> None:
+    hangs = 'import os, time\nif os.environ["RANK"] == "0":\n    time.sleep(600)\n'
+    (tmp_path / "hanging_plugin.py").write_text(hangs)
+    text = config_to_toml(_job(tmp_path, data, {"parallelism": {"timeout_s": 2.0}}))
+    (tmp_path / "job.toml").write_text(text.replace("plugins = []", 'plugins = ["hanging_plugin"]'))
+    launch = ["-m", "megamix.supervise.launch", "--standalone", "--nproc-per-node=2", "-m", "megamix", "train"]
+    ended = subprocess.run(
+        [sys.executable, *launch, str(tmp_path / "job.toml")],
+        cwd=tmp_path, env=with_settings(OMP_NUM_THREADS=1, PYTHONPATH=ROOT), capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stderr
+    said = "no sign within 3 s of rank 0: an import may hang, a plugin's say, or a file"
+    assert ended.stderr.count(said) == 1
+    assert "Traceback" not in ended.stderr
