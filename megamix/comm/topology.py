@@ -249,7 +249,7 @@ class NotMetError(RuntimeError):
         self.late = late
         which = ", ".join(map(str, late[:8])) + " and more" * (len(late) > 8)
         super().__init__(
-            f"no sign within {timeout_s:g} s of rank {which}: an import, a plugin's say, may hang, or a file"
+            f"no sign within {timeout_s:g} s of rank {which}: an import may hang, a plugin's say, or a file"
         )
 
 
@@ -272,9 +272,8 @@ def meet_ranks(device: torch.device, timeout_s: float) -> None:
     try:
         store.wait(["megamix/all have come"], limit)
     except RuntimeError:
-        raise NotMetError(
-            [n for n in range(size) if not store.check([f"megamix/rank {n} has come"])], timeout_s
-        ) from None
+        late = [number for number in range(size) if not store.check([f"megamix/came {number}"])]
+        raise NotMetError(late, timeout_s) from None
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store, rank=rank, world_size=size, timeout=limit,

@@ -456,7 +456,7 @@ def test_under_torchrun_the_exit_status_is_that_of_wrong_input(tmp_path, data) -
     )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     said = "training.seed: 1234 on rank 0; 7 on rank 1; start all with one configuration"
-    assert ended.stderr.count(said) == 1
+    assert ended.stderr.count(said) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
     assert not (tmp_path / "run").exists()
 
@@ -474,5 +474,5 @@ def test_a_rank_that_hangs_in_a_plugin_s_import_is_named_by_one_that_waits(tmp_p
     )  # fmt: skip
     assert ended.returncode == 1, ended.stderr
     said = "no sign within 3 s of rank 0: an import may hang, a plugin's say, or a file"
-    assert ended.stderr.count(said) == 1
+    assert ended.stderr.count(said) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
