@@ -130,7 +130,7 @@ def require_plugins(names: Iterable[str]) -> None:
     if missing := ",".join(name for name in names if name not in sys.modules):
         raise PluginError(
             f"plugins: {missing} named by what was saved, which imports nothing by itself; write --plugins {missing} "
-            "if you trust that code, or plugins on top of your configuration"
+            "right behind the verb if you trust that code, or plugins on top of your configuration"
         )
 
 

@@ -364,7 +364,9 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
         said = capsys.readouterr().err
         assert "hostile" not in sys.modules, words
         if words[0] != "train" or words[1] != str(hostile.parent / "own.toml"):
-            assert (status, "--plugins hostile if you trust that code" in said) == (2, True), words
+            assert (status, "--plugins hostile right behind the verb if you trust that code" in said) == (2, True), (
+                words
+            )
     assert (hostile / "checkpoints" / CHECKPOINT.name).is_dir()  # none was set aside as damaged
     for words in (["generate", str(hostile)], ["config", str(hostile / "config.toml"), "--show"]):
         assert main([*words, "--plugins", "hostile"]) == 2

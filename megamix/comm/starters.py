@@ -60,8 +60,15 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
                 f"{', '.join(unset)}: not set, and {starter.name} does not tell it; set it for every rank: LOCAL_RANK "
                 "counts the ranks of a machine, MASTER_ADDR is rank 0's machine, MASTER_PORT a free port there"
             )
-        with noting("this rank was to meet the others at {MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)):
-            meet_ranks(local_device(), timeout_s)
+        place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        try:
+            with noting(f"this rank was to meet the others at {place}"):
+                meet_ranks(local_device(), timeout_s)
+        except dist.DistNetworkError as error:
+            raise OSError(
+                f"MASTER_ADDR and MASTER_PORT are {place}, where ranks cannot meet: {error}; if another program has "
+                "that port, set a free one for every rank, and rank 0's machine by a name that all of them can look up"
+            ) from None
     return local_device()
 
 

@@ -207,3 +207,15 @@ def test_what_is_missing_to_meet_is_named(variables: dict[str, str], message: st
 )
 def test_the_first_host_of_slurm_s_list(hosts: str, want: str) -> None:
     assert first_host(hosts) == want
+
+
+def test_a_port_in_use_is_said_with_what_to_do(told) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(other.getsockname()[1])}
+        told.update(_torchrun(0) | place)
+        with pytest.raises(
+            OSError, match=f"are 127.0.0.1:{place['MASTER_PORT']}, where .*; if another program has that"
+        ):
+            megamix.start_ranks(timeout_s=5)
