@@ -21,9 +21,9 @@ class _Place:
     seen: tuple[Tensor, int] | None = None  # as the step's last forward left it: tensor and version
 
     def now(self) -> Tensor | None:
-        """Return the buffer, unless there is none or torch does not count its versions."""
+        """Return the buffer; None where none is whose values and versions can be told."""
         buffer = self.buffers.get(self.name)
-        return None if buffer is None or buffer.is_inference() else buffer
+        return None if buffer is None or buffer.is_inference() or buffer.layout != torch.strided else buffer
 
     def is_as_seen(self) -> bool:
         now = self.now()
@@ -80,7 +80,7 @@ class MovingBuffers:
                 continue
             written, place.seen = not place.is_as_seen(), (now, now._version)
             if not self._learned and place.copy is not None:
-                place.moves = written or not torch.equal(place.copy, now)
+                place.moves = written or not torch.equal(_bits(place.copy), _bits(now))
                 place.copy = place.copy if place.moves else None
             elif written and not place.moves:
                 for other in self._places:
@@ -100,3 +100,7 @@ class MovingBuffers:
 
 def _alike(copy: Tensor, now: Tensor) -> bool:
     return (copy.shape, copy.dtype, copy.device) == (now.shape, now.dtype, now.device)
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    return buffer.contiguous().view(-1).view(torch.uint8)

@@ -90,8 +90,8 @@ class UnseenWrites:
         if number:
             raise RuntimeError(
                 f"parameter {self._names[len(self._names) - number]} was written past the engine, through .data, a "
-                "NumPy view or torch._foreach_ calls: the half copy was not the cast of its FP32 master, and an update "
-                "overwrites it. To change weights call engine.load_weights(state_dict); "
+                "NumPy view or torch._foreach_ calls, or its memory is damaged: the half copy was not the cast of its "
+                "FP32 master, and an update overwrites it. To change weights call engine.load_weights(state_dict); "
                 "engine.publish_masters() undoes such a write"
             )
 

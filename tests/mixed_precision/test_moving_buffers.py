@@ -210,3 +210,24 @@ def test_statistics_of_compiled_blocks_are_put_back() -> None:
     assert _equal(before, _buffers(engine)) == [*before]
     _step(engine, 1)
     assert _equal(before, _buffers(engine)) == []
+
+
+def test_buffers_of_any_kind_are_left_alone_if_nothing_moves_them() -> None:
+    kinds = {
+        "eighth": torch.ones(3).to(torch.float8_e4m3fn),
+        "complex": torch.ones(3, dtype=torch.complex64),
+        "expanded": torch.ones(1).expand(4, 3),
+        "sparse": torch.eye(3).to_sparse(),
+        "unknown": torch.full((2, 2), float("nan")),
+        "flag": torch.tensor(True),
+        "empty": torch.zeros(0),
+    }
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1))
+    for name, buffer in kinds.items():
+        model[0].register_buffer(name, buffer, persistent=False)
+    engine = ShardedEngine(model, AdamW(lr=0.01), FP16, compile_update=False)
+    for step, overflows in enumerate([True, False, True]):
+        _step(engine, step, overflows)
+    assert not [name for name, buffer in kinds.items() if getattr(model[0], name) is not buffer]
+    held = [place.name for place in engine.moving_buffers._places if place.copy is not None]
+    assert held == ["running_mean", "running_var", "num_batches_tracked"]
