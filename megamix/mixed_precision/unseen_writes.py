@@ -29,7 +29,7 @@ class UnseenWrites:
         self, half_shards: Sequence[Tensor], masters: Sequence[Tensor], pieces: Sequence[Sequence[Piece]],
         param_names: Sequence[str], under_way: StepUnderWay,
     ):  # fmt: skip
-        """Of each bucket this rank's part in half, its masters, and the `pieces` of parameters in them.
+        """Take of each bucket this rank's part in half, its masters, and the pieces of parameters in them.
 
         `param_names`: of the whole model.
         """

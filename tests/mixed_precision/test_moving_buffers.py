@@ -65,7 +65,7 @@ def _forward(engine: ShardedEngine, step: int, times: float = 1.0) -> Tensor:
 
 
 def _step(engine: ShardedEngine, step: int, overflows: bool = False) -> None:
-    """On one rank alone, if it overflows."""
+    """Overflow, if at all, on one rank alone."""
     alone = not dist.is_initialized() or dist.get_rank() == 1
     for _ in range(engine.grad_accum_steps):
         engine.backward(_forward(engine, step) * (float("inf") if overflows and alone else 1.0))
@@ -81,7 +81,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def _kept_over_overflows(shard: Shard, recompute: bool, micro_batches: int) -> list[bool]:
-    """Whether each step moved what it should: an overflow in the first one, too."""
+    """Return whether each step moved what it should: an overflow in the first one, too."""
     engine = _engine(shard, recompute, grad_accum_steps=micro_batches)
     told = []
     for step, overflows in enumerate([True, False, True, False]):

@@ -108,7 +108,7 @@ def test_weights_are_not_given_away_after_a_write(read, steps_later: int, tmp_pa
 
 
 def _found_in(shard: Shard, written_in: int, examined: bool) -> int | None:
-    """The step that refuses what a hook writes in the forward of another, the first being 0."""
+    """Return the step that refuses what a hook writes in the forward of another, the first being 0."""
     engine = _engine(shard)
     param, under_way = engine.module.get_parameter(NAME), [0]
 
@@ -150,7 +150,7 @@ def test_a_write_inside_whole_parameters_is_refused_as_the_block_ends() -> None:
 
 
 def _one_rank_writes(shard: Shard) -> list[str]:
-    """What each call of a rank raises, if the last rank alone writes what it owns a share of."""
+    """Return what each call of a rank raises, if the last rank alone writes what it owns a share of."""
     engine, told = _engine(shard), list[str]()
 
     def call(function: Callable[[], object]) -> None:
