@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megamix.config import PrecisionConfig
-from megamix.mixed_precision.culprits import Origins, ParamPeak, gather_origins, gather_peaks, headroom
+from megamix.mixed_precision.culprits import Origins, ParamPeak, broken_masters, gather_origins, gather_peaks, headroom
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.examination import layers_of
 from megamix.mixed_precision.step import Examination
@@ -185,7 +185,10 @@ class OverflowHistory:
         for title, body in sections.items():
             if body:
                 lines += [f"{title}:", *(f"  {line}" for line in body)]
-        lines.append("the weights of the last update are saved; nothing that overflowed is in them")
+        if broken := broken_masters(self._engine):  # before any overflow of these
+            lines.append(f"weights that are not finite: {', '.join(broken[:_MOST_LINES])} ({len(broken)} parameters)")
+        else:
+            lines.append("the weights of the last update are saved; nothing that overflowed is in them")
         raise GaveUpError("\n".join(lines))
 
     def _reason_to_stop(self, found_inf: bool) -> str | None:

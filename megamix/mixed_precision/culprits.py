@@ -41,6 +41,13 @@ class ParamPeak(NamedTuple):
         return None if math.isfinite(self.sum_of_squares) else "too large to square"
 
 
+def broken_masters(engine: ShardedEngine) -> list[str]:
+    """Return the parameters whose masters hold inf or NaN on any rank. Every rank must call it: one small gather."""
+    own = {owned.spec.name for owned in engine.owned_ranges() if not owned.tensors["master"].isfinite().all()}
+    found = gather_json(engine.collectives, sorted(own), engine.device)
+    return sorted({name for names in found for name in names})
+
+
 def headroom(max_abs: float) -> float:
     """Octaves between the largest element and the end of FP16, log2(65504 / max_abs), in whatever dtype it is.
 

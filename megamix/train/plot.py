@@ -21,6 +21,7 @@ from megamix.train.run_folder import METRICS
 
 _DPI = 120
 _MOST_TICKS = 10
+_ZERO_SHARES = precision_tag("zero_share", "")  # the first of LayerPrecision's; a layer's name follows
 
 _FEW_COLUMNS = 5
 
@@ -231,7 +232,7 @@ def read_history(folder: Path) -> RunHistory:
         loss_scale=Series([], []) if unscaled else _series(rows, TAGS["loss_scale"]),
         overflows=_series([row for row in rows if is_overflow(row)], TAGS["loss_scale"]),
         transfers=_transfers(rows),
-        precision=_precision([row for row in rows if any(tag.startswith("precision/") for tag in row)]),
+        precision=_precision([row for row in rows if any(tag.startswith(_ZERO_SHARES) for tag in row)]),
     )
 
 
@@ -265,8 +266,7 @@ def _precision(rows: Sequence[dict[str, Any]]) -> dict[str, HeatMap]:
     if not rows:
         return {}
     names = [field.name for field in fields(LayerPrecision) if field.name != "exponents"]
-    prefix = precision_tag(names[0], "")
-    layers = [tag.removeprefix(prefix) for tag in rows[0] if tag.startswith(prefix)]
+    layers = [tag.removeprefix(_ZERO_SHARES) for tag in rows[0] if tag.startswith(_ZERO_SHARES)]
     steps = [row["step"] for row in rows]
     return {
         name: HeatMap(

@@ -8,6 +8,8 @@ import json
 import math
 import random
 import re
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megamix.checkpoint.folder import checkpoints
 from megamix.config import Config
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.supervise.console import COLUMNS
 from megamix.train import trainer
 from megamix.train.batch_plan import Attempt, BatchPlan
+from tests.checkpoint.seal import edit
 from tests.conftest import FULL
 from tests.train.jobs import Record, run_on_ranks, run_recorded, tiny_job, write_data
 
@@ -151,6 +155,23 @@ def test_a_run_that_overflows_on_and_on_gives_up_with_its_weights_saved(tmp_path
     weights = load_file(tmp_path / "run/weights.safetensors")
     want = _run(_job(tmp_path / "short", data, {"loss_scale": {"init_scale": 2.0**8}} | precision, steps=7))[1]
     assert all(torch.equal(weights[name], want[name]) for name in want)
+
+
+def test_a_run_whose_weights_are_not_finite_does_not_say_that_they_are(tmp_path, data) -> None:
+    precision = {"loss_scale": {"init_scale": 2.0**8}, "max_overflows_in_a_row": 3}
+    run_recorded(_job(tmp_path, data, precision, steps=2))
+    (saved,) = checkpoints(tmp_path / "run/checkpoints")
+    content = bytearray((saved / "rank_00000.safetensors").read_bytes())
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    place = start + next(it["data_offsets"][0] for key, it in header.items() if key.startswith("norm.weight|master|"))
+    content[place : place + 4] = struct.pack("<f", math.nan)
+    (saved / "rank_00000.safetensors").write_bytes(content)
+    edit(saved, lambda fields: fields["files"][0].update(crc32=zlib.crc32(content)))
+    with pytest.raises(GaveUpError) as caught:
+        run_recorded(_job(tmp_path, data, precision, steps=4))
+    assert "nothing that overflowed is in them" not in str(caught.value)
+    assert "weights that are not finite: norm.weight" in str(caught.value)
 
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 4))

@@ -75,6 +75,18 @@ def test_every_row_finds_its_place(run: Path) -> None:
     assert math.isnan(headroom[1][1])
 
 
+def test_a_foreign_name_that_looks_like_one_of_ours_is_left_out(run: Path, capsys) -> None:
+    for row in ('{"step": 1, "precision/mine": 1.0}', '{"step": 30, "precision/mine/embedding": 1.0}'):
+        with (run / "metrics.jsonl").open("r+") as file:
+            rest = file.read()
+            file.seek(0)
+            file.write(f"{row}\n{rest}")
+    assert read_history(run).precision["headroom"].layers == ["embedding", "blocks.0"]
+    assert main(["plot", str(run)]) == 0
+    (run / "metrics.jsonl").write_text('{"step": 1, "precision/mine": 1.0}\n{"step": 2, "train/loss": 7.0}\n')
+    assert main(["plot", str(run)]) == 0, capsys.readouterr().err
+
+
 def test_what_is_drawn_is_what_was_read(run: Path) -> None:
     history = read_history(run)
     drawn = figures("mine", history)
