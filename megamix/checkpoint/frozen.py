@@ -4,6 +4,7 @@ once for all of its checkpoints.
 
 import hashlib
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megamix.checkpoint.folder import MANIFEST, checkpoints, set_aside
+from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.snapshot import digest, frozen_digests, frozen_params
 from megamix.checkpoint.together import Together
 from megamix.checkpoint.verify import Checkpoint
@@ -27,15 +30,30 @@ def _values_of(folder: Path, digests: Mapping[str, str]) -> Path:
 
 
 def save_frozen(folder: Path, engine: ShardedEngine) -> None:
-    """Write the values of the engine's frozen parameters, unless the folder has these. Raises: OSError."""
+    """Write the values of the engine's frozen parameters, unless the folder has these, and remove what belongs to no
+    checkpoint any more. Raises: OSError, ValueError.
+    """
     values = _values_of(folder, frozen_digests(engine))
     if not values.exists():
         folder.mkdir(exist_ok=True)
         with folder_aside(values.parent) as begun:
             params = frozen_params(engine).items()
-            save_file({name: param.detach().cpu().clone() for name, param in params}, begun / values.name)
+            save_file(
+                {name: param.detach().cpu().clone(memory_format=torch.contiguous_format) for name, param in params},
+                begun / values.name,
+            )
             with open(begun / values.name, "rb", buffering=0) as file:
                 sync_file(file)
+        _remove_unneeded(folder)
+
+
+def _remove_unneeded(folder: Path) -> None:
+    manifests = [read_manifest(path / MANIFEST) for path in (*checkpoints(folder), *set_aside(folder))]
+    needed = {_values_of(folder, one.frozen).parent for one in manifests if one.frozen is not None}
+    kept = sorted(folder.glob("frozen_*"), key=lambda path: path.stat().st_mtime)
+    for path in kept[:-2]:  # the newest is this save's, the one before it may be of a save that is still being written
+        if path not in needed:
+            shutil.rmtree(path)
 
 
 def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together, *, takes: bool) -> None:

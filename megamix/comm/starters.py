@@ -85,7 +85,8 @@ def refuse_alone() -> None:
 
 def _started_by() -> _Starter | None:
     """Return who has told this process its rank: in torchrun's words, or who has told most of it."""
-    found = [one for one in (_TORCHRUN, *_STARTERS) if os.environ.keys() >= {one.rank, one.world_size}]
+    told = os.environ.get
+    found = [one for one in (_TORCHRUN, *_STARTERS) if told(one.rank) and told(one.world_size)]
     whole = [one for one in found if os.environ.keys() >= {one.local_rank, one.local_world_size}]
     return next(iter(found if _TORCHRUN in found else [*whole, *found]), None)
 

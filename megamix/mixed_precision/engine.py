@@ -278,10 +278,11 @@ class ShardedEngine:
         """
         self._require_between_steps("whole_parameters()")
         with self.param_gather.whole():
-            yield
-            if not self.half_params.copies():  # what was written inside goes with the memory
-                self.unseen_writes.look(range(len(self.layout.buckets)))
-                self.unseen_writes.refuse(self.collectives)
+            try:
+                yield
+            finally:
+                if not self.half_params.copies():  # what was written inside goes with the memory
+                    self.unseen_writes.look(range(len(self.layout.buckets)))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""

@@ -287,9 +287,9 @@ class HalfParams:
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []
         # By bucket: name, parameter, and what must still be true of it for the engine's writes to reach the module: how
-        # far its address is from the buffer's, and its version but for the times that the engine has moved all of them.
-        self._installed: list[list[tuple[str, nn.Parameter, int, int]]] = []
-        self._trained, self._writes = list[nn.Parameter](), 0
+        # far its address is from the buffer's, and its version.
+        self._installed: list[list[tuple[str, nn.Parameter, int]]] = []
+        self._versions: list[list[int]] = []
         self._guard = ModuleGuard(model)
         # Called with a bucket whose memory goes after somebody could write there.
         self.before_free: Callable[[int], object] = lambda bucket: None
@@ -317,12 +317,13 @@ class HalfParams:
         self.flat.append(flat)
         self.shards.append(among.own_part(flat))
         self._installed.append([])
+        self._versions.append([])
         for slot in self.layout.buckets[bucket].slots:
             param = self.params[slot.spec.name]
             param.data = flat[slot.start : slot.end].view(slot.spec.shape)
             place = param.data_ptr() - flat.data_ptr()
-            self._installed[-1].append((slot.spec.name, param, place, param._version))
-            self._trained.append(param)
+            self._installed[-1].append((slot.spec.name, param, place))
+            self._versions[-1].append(param._version)
 
     def copies(self) -> list[Tensor]:
         """Return what every rank keeps between steps: of each bucket half (padded_numel,), or nothing of any."""
@@ -344,24 +345,25 @@ class HalfParams:
         """
         with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
             self._guard.check()
-            for flat, installed in zip(self.flat, self._installed, strict=True):
-                self._check(flat.data_ptr(), installed)
+            for flat, installed, versions in zip(self.flat, self._installed, self._versions, strict=True):
+                self._check(flat.data_ptr(), installed, versions)
 
     def note_written(self) -> None:
         """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version(self._trained)
-        self._writes += 1
+            torch.autograd.graph.increment_version([param for own in self._installed for _, param, _ in own])
+            # Read, not counted: parameters that were made of one tensor's views share one counter.
+            self._versions = [[param._version for _, param, _ in own] for own in self._installed]
 
-    def _check(self, buffer: int, installed: Iterable[tuple[str, nn.Parameter, int, int]]) -> None:
-        writes = self._writes
-        for name, param, place, version in installed:
+    @staticmethod
+    def _check(buffer: int, installed: Sequence[tuple[str, nn.Parameter, int]], versions: Sequence[int]) -> None:
+        for (name, param, place), version in zip(installed, versions, strict=True):
             if param.data_ptr() - buffer != place:
                 broken = (
                     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
                     "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
                 )
-            elif param._version != version + writes:
+            elif param._version != version:
                 broken = (
                     "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
                     "and not its FP32 master. To change weights call engine.load_weights(state_dict)"

@@ -225,10 +225,13 @@ def load_weights(
     if problems := misfit_names(given, shapes, may_have=elsewhere):
         raise ValueError("load_weights() needs exactly the module's entries: " + "; ".join(problems))
     dtypes = {name: tensor.dtype for name, tensor in own.items() if isinstance(tensor, nn.Parameter)}
-    dtypes |= {name: half_params.dtype for entry in params for name in (entry.name, *entry.aliases)}  # on all ranks
-    for name, dtype in dtypes.items():
-        if dtype.is_floating_point and name in weights and weights[name].numel():
-            largest, limit = float(weights[name].detach().float().abs().max()), torch.finfo(dtype).max
+    of_all_ranks = {name: half_params.dtype for entry in params for name in (entry.name, *entry.aliases)}
+    for name, dtype in (dtypes | of_all_ranks).items():
+        if dtype.is_floating_point and name in weights:
+            values, limit = weights[name].detach().float(), torch.finfo(dtype).max
+            if name not in of_all_ranks:
+                values = values[~values.isinf()]  # what is frozen may have them, as a mask
+            largest = float(values.abs().max()) if values.numel() else 0.0
             if not largest <= limit:  # NaN neither
                 raise ValueError(
                     f"load_weights() takes finite values: {name} has {largest:.6g}, and {dtype} holds up to {limit:.5g}"

@@ -43,6 +43,7 @@ class UnseenWrites:
         ]
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
+        self._looked = False  # since `found` was zero
         self._steps = 0  # since somebody wrote masters and half parameters
 
     @property
@@ -54,6 +55,7 @@ class UnseenWrites:
     def look(self, buckets: Iterable[int]) -> None:
         """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
         for bucket in buckets:
+            self._looked = True
             half, master = self._half_shards[bucket], self._masters[bucket]
             size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
@@ -63,36 +65,43 @@ class UnseenWrites:
 
     def tell(self, by_rank: Tensor) -> None:
         """End the step under way: let the host learn what its agreement says. Shapes: by_rank FP64 (ranks,)."""
-        if self.due:
-            self._slots[self._steps % _LAG].write(by_rank.amax())
-            self.found.zero_()
+        self._slots[self._steps % _LAG].write(by_rank.amax())
+        self._clear()
         self._steps += 1
 
     def refuse_told(self) -> None:
         """Raises: RuntimeError naming what was found `_LAG` steps ago."""
-        self._refuse(self._slots[self._steps % _LAG].take())
+        if number := self._slots[self._steps % _LAG].take():
+            self.forget()  # what the other step has found is the same write
+            self._refuse(number)
 
     def refuse(self, among: Collectives | None) -> None:
         """Raises: RuntimeError naming what was found so far, `among` all ranks or on this one. Reads the device."""
         row = self.found.view(1)
-        numbers = [int((row if among is None else among.table(row)).max()), *(slot.take() for slot in self._slots)]
-        self.found.zero_()
-        self._refuse(max(numbers))
+        number = max(int((row if among is None else among.table(row)).max()), *(slot.read() for slot in self._slots))
+        if number and among is not None:  # a rank alone leaves to the next step what all are to be told there
+            self.forget()
+        self._refuse(number)
 
     def forget(self) -> None:
         """Begin anew: all half parameters were made the casts of masters that somebody wrote."""
-        self.found.zero_()
+        self._clear()
         self._steps = 0
         for slot in self._slots:
             slot.take()
+
+    def _clear(self) -> None:
+        if self._looked:
+            self.found.zero_()
+            self._looked = False
 
     def _refuse(self, number: int) -> None:
         if number:
             raise RuntimeError(
                 f"parameter {self._names[len(self._names) - number]} was written past the engine, through .data, a "
-                "NumPy view or torch._foreach_ calls, or its memory is damaged: the half copy was not the cast of its "
-                "FP32 master, and an update overwrites it. To change weights call engine.load_weights(state_dict); "
-                "engine.publish_masters() undoes such a write"
+                "NumPy view or torch._foreach_ calls, or its masters were and publish_masters() did not follow: the "
+                "half copy is not the cast of its FP32 master, and an update overwrites it. To change weights call "
+                "engine.load_weights(state_dict); engine.publish_masters() makes the half copy that of its master"
             )
 
 
@@ -124,11 +133,16 @@ class HostSlot:
         if self._arrived is not None:
             self._arrived.record()
 
-    def take(self) -> int:
-        """Return what was written since the last call, else 0."""
+    def read(self) -> int:
+        """Return what was written since the last `take`, else 0."""
         if not self._written:
             return 0
-        self._written = False
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._number)
+
+    def take(self) -> int:
+        """Return it for the last time."""
+        number = self.read()
+        self._written = False
+        return number

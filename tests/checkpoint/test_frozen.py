@@ -166,3 +166,27 @@ def test_all_ranks_refuse_and_load_alike(run_ranks, tmp_path: Path) -> None:
     assert first == second
     assert "index, embedding.weight differ" in first[0]
     assert first[1:] == ["{}", str(float(_table(_engine()).double().sum()))]
+
+
+def test_a_teacher_that_moves_past_torch_s_counters_is_saved_as_it_is(tmp_path: Path) -> None:
+    engine = _engine()
+    saving = Checkpoints(engine, tmp_path, frozen=True)
+    for number in range(5):
+        engine.module.embedding.weight.data.mul_(0.5)
+        saving.save({"number": number})
+    assert len([*tmp_path.glob("frozen_*")]) == 2  # of the checkpoints that are kept
+    other = _engine(seed=1)
+    assert Checkpoints(other, tmp_path, frozen=True).load() == {"number": 4}
+    assert torch.equal(_table(other), _table(engine))
+
+
+def test_a_transposed_mask_with_infinities_is_saved_and_loaded(tmp_path: Path) -> None:
+    def with_mask(model: TinyModel) -> None:
+        mask = torch.zeros(3, 4).fill_diagonal_(-torch.inf)
+        model.register_parameter("mask", nn.Parameter(mask.t(), requires_grad=False))
+
+    engine, other = _engine(change=with_mask), _engine(seed=1, change=with_mask)
+    engine.load_weights(engine.full_weights())
+    Checkpoints(engine, tmp_path, frozen=True).save({})
+    assert Checkpoints(other, tmp_path, frozen=True).load() == {}
+    assert torch.equal(other.module.mask, engine.module.mask)
