@@ -101,7 +101,8 @@ class UnseenWrites:
                 f"parameter {self._names[len(self._names) - number]} was written past the engine, through .data, a "
                 "NumPy view or torch._foreach_ calls, or its masters were and publish_masters() did not follow: the "
                 "half copy is not the cast of its FP32 master, and an update overwrites it. To change weights call "
-                "engine.load_weights(state_dict); engine.publish_masters() makes the half copy that of its master"
+                "engine.load_weights(state_dict); engine.publish_masters() makes the half copy that of its master. If "
+                "nobody wrote, memory is damaged"
             )
 
 
