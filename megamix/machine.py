@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,9 +57,11 @@ def numbers_of(file: Path) -> dict[str, int]:
 
 def memory_for_each(ranks: int, root: Path = Path("/")) -> tuple[float, str]:
     """Return the bytes that each of so many ranks of this machine may take, and what allows no more."""
-    limits = [(1024.0 * numbers_of(root / "proc/meminfo")["MemTotal:"] / ranks, "this machine's memory")]
-    for file in of_groups(root, "memory.max", "memory.limit_in_bytes"):
-        limits.append((float(file.read_text().replace("max", "inf")) / ranks, f"what {file} allows"))
+    limits = [(math.inf, "this machine, which does not tell its memory")]
+    with suppress(OSError):  # a sandbox may hide these
+        limits.append((1024.0 * numbers_of(root / "proc/meminfo")["MemTotal:"] / ranks, "this machine's memory"))
+        for file in of_groups(root, "memory.max", "memory.limit_in_bytes"):
+            limits.append((float(file.read_text().replace("max", "inf")) / ranks, f"what {file} allows"))
     if (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
         limits.append((float(soft), "what ulimit -v allows"))
     return min(limits)
@@ -67,8 +71,11 @@ def kernel_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for memory in the control groups around this process, each once
     for each group.
     """
-    events = of_groups(root, "memory.events", "memory.oom_control")
-    return sum(numbers_of(file).get("oom_kill", 0) for file in (*events, root / "proc/vmstat"))
+    kills = 0
+    with suppress(OSError):
+        for file in (root / "proc/vmstat", *of_groups(root, "memory.events", "memory.oom_control")):
+            kills += numbers_of(file).get("oom_kill", 0)
+    return kills
 
 
 def has_gpu() -> bool:

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 _Named = TypeVar("_Named")
 
-# What torch.compile, activation checkpointing and FSDP put into the path of what they wrap.
+# Parts that torch.compile, activation checkpointing and FSDP put into the path of what they wrap.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 

@@ -174,8 +174,8 @@ class ForwardBackward(Engine):
 
 
 class _HalfForward(nn.Module):
-    """What autocast does, where a CPU has no arithmetic in halves: forward takes a half copy of the FP32 weights, and
-    the model's own operations compute wide.
+    """Does what autocast does, where a CPU has no arithmetic in halves: forward takes a half copy of the FP32 weights,
+    and the model's own operations compute wide.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,8 +31,8 @@ def _values_of(folder: Path, digests: Mapping[str, str]) -> Path:
 
 
 def save_frozen(folder: Path, engine: ShardedEngine) -> None:
-    """Write the values of the engine's frozen parameters, unless the folder has these, and remove what belongs to no
-    checkpoint any more. Raises: OSError, ValueError.
+    """Write the values of the engine's frozen parameters, unless the folder has these; then remove those that belong to
+    no checkpoint any more. Raises: OSError.
     """
     values = _values_of(folder, frozen_digests(engine))
     if not values.exists():
@@ -48,8 +49,10 @@ def save_frozen(folder: Path, engine: ShardedEngine) -> None:
 
 
 def _remove_unneeded(folder: Path) -> None:
-    manifests = [read_manifest(path / MANIFEST) for path in (*checkpoints(folder), *set_aside(folder))]
-    needed = {_values_of(folder, one.frozen).parent for one in manifests if one.frozen is not None}
+    needed = set[Path]()
+    for path in (*checkpoints(folder), *set_aside(folder)):
+        with suppress(ValueError, OSError):  # no load takes what cannot be read
+            needed.add(_values_of(folder, read_manifest(path / MANIFEST).frozen or {}).parent)
     kept = sorted(folder.glob("frozen_*"), key=lambda path: path.stat().st_mtime)
     for path in kept[:-2]:  # the newest is this save's, the one before it may be of a save that is still being written
         if path not in needed:

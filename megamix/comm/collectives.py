@@ -250,7 +250,7 @@ class ShapesAlone(Collectives):
 
 
 class Unconnected(Collectives):
-    """Of several ranks that no process group connects, as where placements alone are asked for: no call is answered."""
+    """Refuses every call: its ranks have no process group, as where placements alone are asked for."""
 
     def _refuse(self, *given: object, **settings: object) -> Any:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What torchrun, srun and mpirun tell the processes that they start, and how these become ranks by it."""
+"""Make ranks of the processes that torchrun, srun or mpirun start, by what these tell them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megamix.comm.topology import local_device, meet_ranks
 
 
 class _Starter(NamedTuple):
-    """Who starts ranks, by the variables in which it tells each of them."""
+    """Names the variables in which one starter tells each rank its place."""
 
     name: str
     rank: str
@@ -49,7 +49,8 @@ def start_ranks(timeout_s: float = 600.0) -> torch.device:
     What srun or mpirun says is put into RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; of
     these the last two hold as they are where they are set, and all where RANK and WORLD_SIZE are.
     Units: `timeout_s` bounds every collective.
-    Raises: ValueError naming the variables that are missing; torch's RuntimeError if the ranks do not meet.
+    Raises: ValueError naming the variables that are missing; OSError where nobody can meet at that address and port;
+    NotMetError naming ranks that do not come.
     """
     starter = _started_by()
     if starter is not None and _size(starter) > 1 and not dist.is_initialized():

@@ -275,6 +275,7 @@ class ShardedEngine:
     def whole_parameters(self) -> Iterator[None]:
         """Let the module's parameters be read in any way inside; every rank must enter and leave. Those of
         `Sharding(shard="parameters")` have no memory otherwise. A forward inside gathers nothing: a rank may go alone.
+        What is written inside is refused by the `step()` two steps later, or when weights are given or saved before.
         """
         self._require_between_steps("whole_parameters()")
         with self.param_gather.whole():

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +39,31 @@ def single_device(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
+class _Span(NamedTuple):
+    """The memory of a tensor: addresses of its first byte and behind its last one."""
+
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
 def refuse_shared_elements(model: nn.Module) -> None:
     """Raises: ValueError naming two tensors of the model that share elements, of which at least one is trained. What is
     expanded has no values of its own.
     """
-    spans = list[tuple[int, int, str, Tensor]]()
+    spans = list[_Span]()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.numel() and tensor.layout == torch.strided and 0 not in tensor.stride():
             reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            spans.append((start, start + (reach + 1) * tensor.itemsize, name, tensor))
-    near = spans[:0]  # those that reach the next one
-    for span in sorted(spans, key=itemgetter(0)):
-        near = [other for other in near if other[1] > span[0]]
+            spans.append(_Span(start, start + (reach + 1) * tensor.itemsize, name, tensor))
+    near = list[_Span]()  # those that reach the next one
+    for span in sorted(spans, key=attrgetter("start")):
+        near = [other for other in near if other.end > span.start]
         for other in near:
-            if (other[3].requires_grad or span[3].requires_grad) and _share_elements(other, span):
-                both = " and ".join(sorted((plain_name(other[2]), plain_name(span[2]))))
+            if (other.tensor.requires_grad or span.tensor.requires_grad) and _share_elements(other, span):
+                both = " and ".join(sorted((plain_name(other.name), plain_name(span.name))))
                 raise ValueError(
                     f"{both} share elements, and the engine would train them apart: make them one Parameter: "
                     "module.weight = other.weight; or let them be two: nn.Parameter(other.weight.detach().clone())"
@@ -62,13 +71,13 @@ def refuse_shared_elements(model: nn.Module) -> None:
         near.append(span)
 
 
-def _share_elements(first: tuple[int, int, str, Tensor], second: tuple[int, int, str, Tensor]) -> bool:
-    """`second` begins where `first` does or behind it. Slices of one matrix may lie between each other."""
-    (start, end, _, one), (behind, behind_end, _, other) = first, second
-    apart, rest = divmod(behind - start, one.itemsize)
+def _share_elements(first: _Span, second: _Span) -> bool:
+    """Return whether they do: slices of one matrix may lie between each other. `second` begins not before `first`."""
+    one, other = first.tensor, second.tensor
+    apart, rest = divmod(second.start - first.start, one.itemsize)
     if rest or one.itemsize != other.itemsize:
         return True
-    taken = torch.zeros((max(end, behind_end) - start) // one.itemsize, dtype=torch.bool)
+    taken = torch.zeros((max(first.end, second.end) - first.start) // one.itemsize, dtype=torch.bool)
     taken.as_strided(one.shape, one.stride()).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), apart).any())
 
@@ -286,8 +295,8 @@ class HalfParams:
         self.params: dict[str, nn.Parameter] = by_plain_name(model.named_parameters())
         self.flat: list[Tensor] = []
         self.shards: list[Tensor] = []
-        # By bucket: name, parameter, and what must still be true of it for the engine's writes to reach the module: how
-        # far its address is from the buffer's, and its version.
+        # By bucket: name, parameter, and how far its address is from the buffer's; beside it its version, as the engine
+        # has left it. Both must still be true for the engine's writes to reach the module.
         self._installed: list[list[tuple[str, nn.Parameter, int]]] = []
         self._versions: list[list[int]] = []
         self._guard = ModuleGuard(model)

@@ -116,9 +116,8 @@ def full_weights(
         for slot in bucket.slots:
             value = _whole(flat[slot.start : slot.end], slot.spec, tp).to("cpu", copy=True)
             trained |= dict.fromkeys((slot.spec.name, *slot.spec.aliases), value)
-    own = by_plain_name(
-        model.state_dict(keep_vars=True).items()
-    )  # else the values of those that are not there would be asked for
+    # keep_vars: else the values of those that are not there would be asked for
+    own = by_plain_name(model.state_dict(keep_vars=True).items())
     weights = {
         name: trained[name] if name in trained else tensor.detach().to("cpu", copy=True) for name, tensor in own.items()
     }

@@ -16,7 +16,7 @@ from megamix.mixed_precision.foreign_params import LEAF
 
 
 class Forwards(Protocol):
-    """Who is told of forwards. `unit`: as the hook was given it."""
+    """Learns of forwards. `unit`: as the hook was given it."""
 
     def before_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
 
@@ -24,7 +24,7 @@ class Forwards(Protocol):
 
 
 class Gather(Forwards, Protocol):
-    """Who is told of backwards, too."""
+    """Learns of backwards, too."""
 
     def before_backward(self, unit: Any) -> None: ...
 

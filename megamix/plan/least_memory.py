@@ -1,5 +1,5 @@
-"""What a rank holds at least, by arithmetic on the configuration, and whether this machine has that, for each start.
-Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
+"""Count what a rank holds at least, by arithmetic on the configuration, and whether this machine has that, for each
+start. Imports torch only for a job that holds much, or whose family is a plugin's. `megamix plan` counts exactly.
 """
 
 from __future__ import annotations

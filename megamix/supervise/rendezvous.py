@@ -111,7 +111,7 @@ def _require_meeting(host: str, port: int, *, listens: bool) -> None:
 
 
 def _refusal(call: Callable[[], object]) -> str:
-    """Why the system does not do it; "" if it does."""
+    """Return why the system does not do it; "" if it does."""
     try:
         call()
     except OSError as error:

@@ -281,7 +281,7 @@ class Watchdog:
 
 
 def _main_thread_waits() -> bool:
-    """Whether it stands in what communicates, so that another rank is to come."""
+    """Return whether it stands in what communicates, so that another rank is to come."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and any(place in frame.f_code.co_filename for place in _WAITING_PLACES)
 

@@ -1,4 +1,4 @@
-"""Which code a process runs: versions, and hashes of the sources of the package and of plugins. No torch here."""
+"""Tell which code a process runs: versions, and hashes of the sources of the package and of plugins. No torch here."""
 
 from __future__ import annotations
 

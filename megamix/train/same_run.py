@@ -77,7 +77,7 @@ def _manifest_of(path: Path, config: Config, now: RunRecord) -> Manifest:
 
 
 def _other_code(manifest: Manifest, config: Config, now: RunRecord) -> bool:
-    """Whether the code of now may refuse what was saved. Of a plugin, what it imports may have changed as well."""
+    """Return whether the code of now may refuse what was saved; what a plugin imports may have changed as well."""
     return manifest.run.code != now.code or bool(config.plugins)
 
 

@@ -143,7 +143,7 @@ class _Judge:
                 native, used = self.reference.finite_step(weights, *asked.flat, scale)
                 text = "a step that had to be skipped was applied, or has another loss scale than it tells"
                 verdict.note(number, "overflow", "one process", float(used < scale / 2), 0.0, text)
-            unit = max(self.unit, *(UNIT[weights[name].dtype] for name in self.initial))
+            unit = max(self.unit, *(UNIT.get(weights[name].dtype, U32) for name in self.initial))
             note_noise(verdict, number, native.grads, exact.grads, unit)
             norm = norm_of(exact.grads)
             # Of all elements at once: that of one number, such as the norm, may be zero by chance.

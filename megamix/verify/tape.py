@@ -15,7 +15,7 @@ from megamix import names
 INPUT, OUTPUT, OUTPUT_GRADIENT, INPUT_GRADIENT = "input", "output", "output gradient", "input gradient"
 Tape = dict[tuple[str, str], Tensor]  # by module and what it is, in the order in which they came
 
-# What DistributedDataParallel and Lightning Fabric put in front of names; the engine knows no module that they wrap.
+# Put in front of names by DistributedDataParallel and Lightning Fabric; the engine knows no module that they wrap.
 _LOOPS = {"module", "_forward_module"}
 
 

@@ -1,6 +1,6 @@
 """A write to a half parameter that moves no version counter, as through `.data`, is refused by the parameter's name on
-every rank in the same call: in the first two steps, each 64th and examined ones two steps later, at once before weights
-are given or saved and behind `whole_parameters()`. What the engine itself writes is never taken for one.
+every rank in the same call: in the first two steps, each 64th, examined ones and inside `whole_parameters()` two steps
+later; at once before weights are given or saved. What the engine itself writes is never taken for one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Ranks of one machine meet in a store that only it reaches: the launcher's choice, torchrun by hand; ranks of
-`verify` and of tests on loopback. Of many machines a port in use and a name without an address are told at once.
+`verify` and of tests on loopback. Of many machines a port in use is told at once, a name without
+an address after 20 s.
 """
 
 from __future__ import annotations
