@@ -213,6 +213,7 @@ def test_checks_run_in_order_and_judge_coverage(sandbox: Sandbox) -> None:
         "coverage run -m pytest -n 2 --dist worksteal",
         "coverage combine --quiet",
         "coverage report --fail-under=95",
+        "pytest -n 2 --dist worksteal -m also_wide",  # and the files that have some
     ]
     assert set(sandbox.lines("full")) == {"FULL=1"}
 
@@ -242,7 +243,7 @@ def test_megamix_python_without_tools_says_what_is_left_out(sandbox: Sandbox) ->
     chosen = sandbox.program("chosen")
     done = sandbox.run("test.sh", MEGAMIX_PYTHON=str(chosen))
     assert done.returncode == 0, done.stderr
-    assert sandbox.lines() == ["chosen -m pytest"]
+    assert sandbox.lines() == ["chosen -m pytest", "chosen -m pytest -m also_wide"]
     for name in ("ruff", "mypy", "xdist", "coverage"):
         assert f"{name} is left out: {chosen} has none" in done.stderr
 

@@ -279,6 +279,7 @@ class ShardedEngine:
         """
         self._require_between_steps("whole_parameters()")
         with self.param_gather.whole():
+            self.unseen_writes.asked = not self.half_params.copies()
             try:
                 yield
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -63,12 +64,18 @@ def refuse_transforms(name: str) -> None:
 
 
 class OfModule:
-    """The hook of a module. It holds the gathers weakly, as ParamGather's; in a copy or a pickle it does nothing."""
+    """The hook of a module. It holds the gathers weakly, as ParamGather's; in a copy or a pickle it does nothing.
 
-    def __init__(self, gather: Forwards | None = None, method: str = "", unit: object = None):
+    may_import: the compiler, which takes seconds, so as never to be traced. If it may not, what is loaded counts.
+    """
+
+    def __init__(
+        self, gather: Forwards | None = None, method: str = "", unit: object = None, *, may_import: bool = True
+    ):  # fmt: skip
         self._gather = (lambda: None) if gather is None else weakref.ref(gather)
         self._method, self._unit = method, unit
-        if gather is not None:  # never traced, as in ParamGather
+        self._run = _run
+        if gather is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
             self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:

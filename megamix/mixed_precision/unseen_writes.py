@@ -44,6 +44,7 @@ class UnseenWrites:
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
         self._looked = False  # since `found` was zero
+        self.asked = False  # for what the next step's agreement says, by what all ranks have called
         self._steps = 0  # since somebody wrote masters and half parameters
 
     @property
@@ -65,7 +66,9 @@ class UnseenWrites:
 
     def tell(self, by_rank: Tensor) -> None:
         """End the step under way: let the host learn what its agreement says. Shapes: by_rank FP64 (ranks,)."""
-        self._slots[self._steps % _LAG].write(by_rank.amax())
+        if self.due or self.asked:
+            self._slots[self._steps % _LAG].write(by_rank.amax())
+            self.asked = False
         self._clear()
         self._steps += 1
 
