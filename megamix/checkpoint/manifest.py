@@ -165,7 +165,7 @@ class Manifest(Record):
     layout: LayoutRecord
     states: tuple[StateSet, ...]  # the sets that there are: "master" and the optimizer's, or "buffer" alone
     params: tuple[ParamRecord, ...]
-    # Of parameters that were not trained: dtype and SHA-256 of the values, by name; None: saved before it was kept.
+    # Frozen parameters': dtype and SHA-256 of the values, by name; None: saved before it was kept.
     frozen: dict[_PlainName, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
     files: tuple[FileRecord, ...] = ()
 

@@ -32,7 +32,7 @@ class Checkpoint:
     refusal: str = ""  # why the code of now does not take what it says, if it does not
 
 
-# What its reader knows of it: raises ValueError where no saver of that kind can have written what the manifest says,
+# A reader's own check: raises ValueError where no saver of that kind can have written what the manifest says,
 # and ConfigError where one can have, whose code was another.
 Check = Callable[[Manifest], None]
 

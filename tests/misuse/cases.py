@@ -1,4 +1,4 @@
-"""What people do to a training engine, a line a case; `training.Case` says what the columns mean."""
+"""List what people do to a training engine, a line a case; `training.Case` says what the columns mean."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 @dataclass
 class Scene:
-    """What a case may touch. In the plain loop `engine` is None."""
+    """Holds all that a case may touch. In the plain loop `engine` is None."""
 
     model: Any
     engine: Any = None
