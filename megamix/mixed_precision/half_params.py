@@ -115,7 +115,7 @@ def describe_params(
         spec = ParamSpec.whole(name, shape, group, tuple(aliases))
         spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape))
         specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
-    if sharding.shard != "states":
+    if sharding.shard == "parameters":
         specs = _with_units(specs, model, sharding.units)
     return specs, list(groups), list(axes)
 

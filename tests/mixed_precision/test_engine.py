@@ -245,6 +245,15 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
     assert torch.equal(run(fail=True), run(fail=False))
 
 
+def test_units_share_buckets_unless_their_parameters_come_and_go() -> None:
+    def buckets(shard: Shard) -> int:
+        model = make_model()
+        return len(_engine(model, sharding=Sharding([*model.blocks], shard=shard)).buckets)
+
+    assert buckets("gradients") == buckets("states") == 1
+    assert buckets("parameters") == len(make_model().blocks) + 2  # before and behind them
+
+
 @pytest.mark.parametrize("shard", get_args(Shard))
 def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> None:
     def run(fail: bool) -> list[Tensor]:
