@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import make_collectives
+from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.starters import refuse_alone
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import settings
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.examination import look, new_examination, watch
-from megamix.mixed_precision.flat_layout import build_layout
+from megamix.mixed_precision.flat_layout import FlatLayout, Piece, build_layout
 from megamix.mixed_precision.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
 from megamix.mixed_precision.grad_reduce import GradReduce, connect_axes, make_sums, require_equal_buckets
 from megamix.mixed_precision.grad_stats import GradStats, PieceStats, agree, clip_coefficient
 from megamix.mixed_precision.half_grads import HalfGrads, refuse_second_engine
 from megamix.mixed_precision.half_params import (
+    Entry,
     describe_params,
     describe_whole,
     refuse_shared_elements,
@@ -38,6 +40,20 @@ from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.step import StepResult, StepUnderWay, lr_of, put_lr_table
 from megamix.mixed_precision.unit_gather import LIVES
 from megamix.mixed_precision.unseen_writes import UnseenWrites
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What an engine was built for."""
+
+    precision: Precision
+    sharding: Sharding
+    layout: FlatLayout
+    params: list[Entry]  # of the whole model, in registration order, and its buffers
+    buffers: list[Entry]
+    param_names: list[str]
+    pieces: list[Piece]  # the parts of parameters that this rank owns, as `StepResult.by_piece` has them
+    update_path: str  # "compiled", or "library": torch's own kernels
 
 
 class ShardedEngine:
@@ -62,6 +78,7 @@ class ShardedEngine:
     ):  # fmt: skip
         precision = Precision() if precision is None else precision
         sharding = Sharding() if sharding is None else sharding  # by `or` an empty list would not be refused
+        self.precision, self.sharding = precision, sharding
         settings.check_arguments(model, optimizer, precision, sharding, clip_grad, grad_accum_steps)
         if sharding.topology is None:
             refuse_alone()
@@ -113,6 +130,54 @@ class ShardedEngine:
         self._lr_table = put_lr_table(optimizer.lr_table(), device)
         # Fill it with a positive number on any rank: from the next step() on that is every rank's `stop_requested`.
         self.stop_request = torch.zeros((), dtype=torch.float64, device=device)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Return what this rank trains and owns, bucket by bucket, to look at."""
+        shard, half, of_step = self.master_shard, self.half_params, self.grad_reduce.grad_shards
+        return [
+            Bucket(
+                plan=plan, owners=self.bucket_collectives[k], spans=shard.runs[k],
+                pieces=self.piece_stats.by_bucket[k],
+                named_params={slot.spec.name: half.params[slot.spec.name] for slot in plan.slots}, params=half.flat[k],
+                param_shard=half.shards[k], grads=self.half_grads.flat[k], grad_sum=of_step[k],
+                master=shard.master[k], states=shard.states[k],
+            )
+            for k, plan in enumerate(self.layout.buckets)
+        ]  # fmt: skip
+
+    @property
+    def progress(self) -> StepUnderWay:
+        return self.under_way
+
+    @property
+    def world(self) -> Collectives:
+        """Return what all ranks of the model do together."""
+        return self.collectives
+
+    @property
+    def plan(self) -> EnginePlan:
+        return EnginePlan(
+            self.precision, self.sharding, self.layout, self.params, self.buffers, self.param_names,
+            self.piece_stats.pieces, self.update_path,
+        )  # fmt: skip
+
+    @contextmanager
+    def micro_batches(self, count: int) -> Iterator[None]:
+        """Take `count` of the step's micro-batches, forwards and backwards, inside, as a pipeline's schedule runs them:
+        their losses through `progress.scaled`, their gradients within `backward_pass`.
+        """
+        with self.accumulate(count):
+            self.moving_buffers.begin()  # no forward of the whole module does
+            yield
+
+    def collect(self, names: Iterable[str]) -> None:
+        """Take the gradients that a pass has put into `param.grad` of these without firing the ready hooks."""
+        self.half_grads.take(names)
+
+    def check_module(self) -> None:
+        """Raise RuntimeError if the module's parameters are no longer as the engine has left them."""
+        self.half_params.check()
 
     def __getattr__(self, name: str) -> Any:
         raise settings.attribute_error(name)
