@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import Bucket as BucketPlan
-from megamix.mixed_precision.flat_layout import Piece, Run
+from megamix.mixed_precision.flat_layout import BucketPlan, Piece, Run
 from megamix.mixed_precision.optimizers import States
 
 

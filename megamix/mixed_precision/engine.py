@@ -99,7 +99,8 @@ class ShardedEngine:
         by_axis = connect_axes(axes, precision, device, sharding.collectives)
         among = self.bucket_collectives = [by_axis[bucket.axis] for bucket in layout.buckets]  # of each, its owners
         self.clock, self.loss_scale = Clock(device), precision.loss_scale or StaticLossScale()
-        self._fingerprint = settings.state_fingerprint(layout, groups, precision.dtype, self.loss_scale.rule)
+        states = [group.states for group in groups]
+        self._fingerprint = settings.fingerprint(layout, states, precision.dtype, self.loss_scale.rule)
         chosen = (precision.dtype, grad_dtype, precision.reduce_dtype, clip_grad, grad_accum_steps, compile_update)
         others = (self.loss_scale.settings(), sharding.shard, sharding.accumulate)
         settings.require_equal(world, device, optimizer, chosen, others)

@@ -97,7 +97,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketPlan:
     """A flat buffer's plan: parameters of one group stand together, each on a row border; the end is padded for the
     ranks that own a shard each.
     """
@@ -155,7 +155,7 @@ class FlatLayout:
     the data-parallel ones are last.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketPlan, ...]
 
     @property
     def padded_numel(self) -> int:
@@ -241,7 +241,7 @@ def build_layout(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_s
 
 def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int, *, uncut: bool) -> FlatLayout:
     """`uncut`: each matrix lies in one shard, and so do norms and biases, which fill the gaps."""
-    buckets: list[Bucket] = []
+    buckets: list[BucketPlan] = []
     for axis, num_shards in enumerate(axis_sizes):
         for pack in (True, False) if uncut else (False,):
             held: list[ParamSpec] = []
@@ -256,14 +256,14 @@ def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int
                 buckets.append(_bucket(held, num_shards, pack=pack))
     places = {spec.name: place for place, spec in enumerate(reversed(specs))}
 
-    def turn(bucket: Bucket) -> int:  # of those that are last, the order in which they stand here is kept
+    def turn(bucket: BucketPlan) -> int:  # of those that are last, the order in which they stand here is kept
         shared = bucket.num_shards > axis_sizes[0]
         return len(specs) if shared else max(places[slot.spec.name] for slot in bucket.slots)
 
     return FlatLayout(tuple(sorted(buckets, key=turn)))
 
 
-def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> Bucket:
+def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPlan:
     slots: list[Slot] = []
     runs: list[Run] = []
     parts = _packed(specs, num_shards) if pack else [specs]
@@ -281,7 +281,7 @@ def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> Bucket:
     # so.
     padded_numel = _round_up(len(parts) * size, ROW * num_shards)
     runs[-1] = Run(runs[-1].group, runs[-1].start, padded_numel)
-    return Bucket(tuple(slots), tuple(runs), padded_numel, num_shards)
+    return BucketPlan(tuple(slots), tuple(runs), padded_numel, num_shards)
 
 
 def _packed(specs: Sequence[ParamSpec], num_shards: int) -> list[list[ParamSpec]]:

@@ -16,7 +16,7 @@ from megamix.comm.collectives import Collectives, MakeCollectives, Pending
 from megamix.comm.topology import Axis, num_on_machine
 from megamix.mixed_precision import settings
 from megamix.mixed_precision.flat_buffers import FlatBuffers
-from megamix.mixed_precision.flat_layout import Bucket, FlatLayout
+from megamix.mixed_precision.flat_layout import BucketPlan, FlatLayout
 from megamix.mixed_precision.settings import Precision, Sharding
 
 log = logging.getLogger("megamix")
@@ -44,7 +44,7 @@ def connect_axes(
     return [make(axis, device) for axis in axes]
 
 
-def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, buckets: Sequence[Bucket]) -> None:
+def require_equal_buckets(by_axis: Sequence[Collectives], device: torch.device, buckets: Sequence[BucketPlan]) -> None:
     """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""
     for number, own in enumerate(by_axis):
         settings.require_equal(own, device, [bucket for bucket in buckets if bucket.axis == number])

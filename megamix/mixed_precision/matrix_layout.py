@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megamix import tuned
-from megamix.mixed_precision.flat_layout import Bucket, FlatLayout, ParamSpec
+from megamix.mixed_precision.flat_layout import BucketPlan, FlatLayout, ParamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def is_cut(spec: ParamSpec) -> bool:
     return not is_inside
 
 
-def matrices_of(bucket: Bucket) -> list[Matrix]:
+def matrices_of(bucket: BucketPlan) -> list[Matrix]:
     """Return the matrices of a bucket, in the order of its parameters: those of a block, if they are whole there."""
     found = []
     for spec in (slot.spec for slot in bucket.slots if slot.spec.matrices):
@@ -80,7 +80,7 @@ def matrices_of(bucket: Bucket) -> list[Matrix]:
     return found
 
 
-def pieces_of(bucket: Bucket, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
+def pieces_of(bucket: BucketPlan, matrices: Sequence[Matrix], place: Place) -> Iterator[MatrixPiece]:
     """Yield what the rank at a place owns of each matrix, if anything."""
     pieces = {piece.spec.name: piece for piece in bucket.shard_pieces(place.shard)}
     for number, matrix in enumerate(matrices):

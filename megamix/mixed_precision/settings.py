@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from megamix.comm.collectives import Collectives, MakeCollectives, make_collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.mixed_precision.loss_scale import LossScale
-from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
+from megamix.mixed_precision.optimizers import Optimizer
 
 # What travels to an owner, and what the owner keeps of the sum: half and its sum in half, half and its sum in FP32, or
 # FP32 and its sum in FP32.
@@ -265,16 +265,6 @@ def explain_stale_loss(error: BaseException) -> None:
 def fingerprint(*values: object) -> str:
     """Return the SHA-256 of what the values print."""
     return hashlib.sha256(repr(values).encode()).hexdigest()
-
-
-def state_fingerprint(layout: object, groups: Sequence[UpdateGroup], *others: object) -> str:
-    """Return the fingerprint that is saved in a state, in the first ones' words: ParamSpec.axis was `owners`, and all
-    parameters had the same FP32 states.
-    """
-    kinds = [group.states for group in groups]
-    alike = len({*kinds}) == 1 and all(dtype == torch.float32 for _, dtype in kinds[0])
-    states = tuple(name for name, _ in kinds[0]) if alike else kinds
-    return hashlib.sha256(repr((layout, states, *others)).replace("axis=", "owners=").encode()).hexdigest()
 
 
 def require_equal(collectives: Collectives, device: torch.device, *values: object) -> None:

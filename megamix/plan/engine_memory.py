@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from megamix import tuned
-from megamix.mixed_precision.flat_layout import ROW, Bucket, FlatLayout
+from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout
 from megamix.mixed_precision.optimizers import UpdateGroup
 from megamix.mixed_precision.settings import Precision, Sharding
 
@@ -130,7 +130,7 @@ def engine_memory(
     )
 
 
-def _largest_by_owners(buckets: Sequence[Bucket]) -> int:
+def _largest_by_owners(buckets: Sequence[BucketPlan]) -> int:
     """Return the elements of the largest bucket of each set of owners that exchanges anything, added up."""
     largest: dict[int, int] = {}
     for bucket in buckets:
