@@ -16,6 +16,7 @@ Where things lie:
 flat_layout    where parameters lie: buckets, optimizer runs, padding (arithmetic only)
 matrix_layout  where whole matrices lie, and which rank computes with each (arithmetic only)
 flat_buffers   memory of flat buffers, kept, or coming and going
+bucket         what the engine shows of a bucket
 half_params    the half-precision working copy, of which the module's Parameters are views
 passing_params  the same, with memory while a unit computes; who reads it elsewhere is told
 master_shard   the FP32 truth: each rank's share of masters and optimizer states; full weights out of it and into it
