@@ -82,8 +82,9 @@ def engine_cast(dtype: torch.dtype, compile_update: bool) -> Rounding:
         model = torch.nn.Linear(len(bits), 1, bias=False)
         precision = Precision(dtype, loss_scale=StaticLossScale())
         engine = ShardedEngine(model, AdamW(lr=0.0), precision, compile_update=compile_update)
-        engine.master_shard.master[0][: len(bits)].copy_(_as_fp32(bits))  # NaN too, which load_weights() refuses
-        engine.half_params.flat[0].zero_()  # so that all that is found there afterwards is the update's
+        (bucket,) = engine.buckets
+        bucket.master[: len(bits)].copy_(_as_fp32(bits))  # NaN too, which load_weights() refuses
+        bucket.params.zero_()  # so that all that is found there afterwards is the update's
         engine.backward(torch.inf * engine(torch.ones(1, len(bits), dtype=dtype)).float().sum())
         engine.step()
         return _bits(model.weight.detach()[0])

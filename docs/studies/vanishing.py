@@ -96,10 +96,10 @@ class Watch:
     def read_weights(self, engine: ShardedEngine) -> None:
         """After backward and before step: the gradient buffers hold what backward left, here on the only rank."""
         by_layer: dict[str, Tensor] = {}
-        for flat, bucket in zip(engine.half_grads.flat, engine.layout.buckets, strict=True):
-            for slot in bucket.slots:
+        for bucket in engine.buckets:
+            for slot in bucket.plan.slots:
                 layer = layer_of(slot.spec.name)
-                by_layer[layer] = by_layer.get(layer, 0) + octaves(flat[slot.start : slot.end])
+                by_layer[layer] = by_layer.get(layer, 0) + octaves(bucket.grads[slot.start : slot.end])
         for layer, counts in by_layer.items():
             self.weights.setdefault(layer, []).append(counts)
 

@@ -139,17 +139,16 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         one, master, decays = facts[owned.spec.name], states.pop(MASTER), bool(group.weight_decay)
         one.count(by_chance=getattr(engine.optimizer, "takes_chances", False))
         updates.append(Update(one, master, states, applied, lr, betas, decays))
-    shards = zip(engine.layout.buckets, engine.half_grads.flat, engine.grad_reduce.grad_shards, strict=True)
-    for number, (bucket, sent, summed) in enumerate(shards):
-        alone = engine.bucket_collectives[number].axis.size == 1
-        for one in (facts[slot.spec.name] for slot in bucket.slots):
+    for bucket in engine.buckets:
+        wire = NOWHERE if bucket.owners.axis.size == 1 else dtype_name(bucket.grads.dtype)
+        total = dtype_name(bucket.grad_sum.dtype)
+        for one in (facts[name] for name in bucket.named_params):
             one.count(held=1)
-            wire, total = NOWHERE if alone else dtype_name(sent.dtype), dtype_name(summed.dtype)
             one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
     gradients, directions = dict[str, Tensor](), dict[str, Tensor]()
 
     def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.numel):
+        for piece in (one for one in engine.buckets[bucket].pieces if one.numel):
             if what == GRADIENT:
                 gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
             elif not piece.spec.matrices:

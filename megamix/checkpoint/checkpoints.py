@@ -59,7 +59,7 @@ class Checkpoints:
         Raises: ValueError naming all that does not fit the engine, before anything is changed; DamagedCheckpoint if
         there are checkpoints and none is good.
         """
-        self._engine.under_way.require_empty("Checkpoints.load()", "right after step()")
+        self._engine.progress.require_empty("Checkpoints.load()", "right after step()")
         self.wait()
         self._together.what = _BY_ALL.format("load")
         begun = self._together.first(lambda: bool(checkpoints(self._folder)))
@@ -81,7 +81,7 @@ class Checkpoints:
         not the same on every rank; or if nothing was loaded, and the folder has a checkpoint of more updates.
         Raises: OSError on every rank if this save fails, or one that was under way; the older checkpoints stay.
         """
-        self._engine.under_way.require_empty("Checkpoints.save()", "right after step()")
+        self._engine.progress.require_empty("Checkpoints.save()", "right after step()")
         self.wait()
         self._together.what = _BY_ALL.format("save")
         if not self._goes_on:

@@ -44,7 +44,7 @@ class ParamPeak(NamedTuple):
 def broken_masters(engine: ShardedEngine) -> list[str]:
     """Return the parameters whose masters hold inf or NaN on any rank. Every rank must call it: one small gather."""
     own = {owned.spec.name for owned in engine.owned_ranges() if not owned.tensors["master"].isfinite().all()}
-    found = gather_json(engine.collectives, sorted(own), engine.device)
+    found = gather_json(engine.world, sorted(own), engine.device)
     return sorted({name for names in found for name in names})
 
 
@@ -61,9 +61,9 @@ def gather_peaks(engine: ShardedEngine, by_piece: Tensor) -> list[ParamPeak]:
 
     Shapes: by_piece FP64 (2, pieces), a step's `StepResult.by_piece`, on the host or the device.
     """
-    mine = peaks_by_param(by_piece.cpu(), engine.piece_stats.pieces, engine.param_names)
-    table = engine.collectives.table(mine.flatten().to(engine.device))
-    return merge_peaks(table.cpu().view(-1, *mine.shape), engine.param_names)
+    mine = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
+    table = engine.world.table(mine.flatten().to(engine.device))
+    return merge_peaks(table.cpu().view(-1, *mine.shape), engine.plan.param_names)
 
 
 def peaks_by_param(by_piece: Tensor, pieces: Sequence[Piece], param_names: Sequence[str]) -> Tensor:
@@ -100,8 +100,8 @@ def gather_origins(engine: ShardedEngine, examination: Examination) -> Origins:
     """Return rank and micro-batch of every fault in an examined step. Every rank must call it: one or two small
     collectives.
     """
-    mine = origins_of(examination.local.cpu(), engine.param_names, engine.collectives.axis.rank)
-    by_rank = gather_json(engine.collectives, mine, engine.device)
+    mine = origins_of(examination.local.cpu(), engine.plan.param_names, engine.world.axis.rank)
+    by_rank = gather_json(engine.world, mine, engine.device)
     found = [Origin(*origin) for of_rank, _ in by_rank for origin in of_rank]
     return Origins(found, sum(left_out for _, left_out in by_rank))
 

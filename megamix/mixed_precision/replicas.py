@@ -9,13 +9,15 @@ What has no second copy cannot be checked: the digits of a master that its cast 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import ItemsView, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megamix import tuned
+from megamix.comm.collectives import Collectives
 from megamix.comm.host import gather_json
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.settings import fingerprint
@@ -39,11 +41,11 @@ def check_replicas(engine: ShardedEngine, counters: Mapping[str, Numbers] | None
     its owners, one of two such numbers from every rank, one read of the device.
     Raises: DamagedMemory on all ranks alike, after a closer look at every element.
     """
-    engine.half_params.check()
+    engine.check_module()
     engine.wait()
-    agree = torch.stack([_copies_agree(engine, buckets) for buckets in _buckets_by_axis(engine)]).all()
+    agree = torch.stack([_copies_agree(engine, *shared) for shared in _buckets_by_owners(engine)]).all()
     row = torch.stack([agree.long(), _state_hash(engine, counters or {})])
-    by_rank = engine.collectives.table(row).tolist()
+    by_rank = engine.world.table(row).tolist()
     problems = []
     if wrong := [rank for rank, (ok, _) in enumerate(by_rank) if not ok]:
         problems.append(_describe(engine, wrong))
@@ -71,22 +73,22 @@ def _state_hash(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> Tenso
     return shard_hashes(words, 1, torch.int64)[0]
 
 
-def _buckets_by_axis(engine: ShardedEngine) -> list[list[int]]:
+def _buckets_by_owners(engine: ShardedEngine) -> ItemsView[Collectives, list[Bucket]]:
     """The buckets of the same owners together, in the same order on all of these."""
-    found: dict[int, list[int]] = {}
-    for index, bucket in enumerate(engine.layout.buckets):
-        found.setdefault(bucket.axis, []).append(index)
-    return list(found.values())
+    found: dict[Collectives, list[Bucket]] = {}
+    for bucket in engine.buckets:
+        found.setdefault(bucket.owners, []).append(bucket)
+    return found.items()
 
 
-def _copies_agree(engine: ShardedEngine, buckets: list[int]) -> Tensor:
+def _copies_agree(engine: ShardedEngine, owners: Collectives, buckets: list[Bucket]) -> Tensor:
     """Whether this rank's half parameters are the casts of their owners' masters: bool (). All owners must call it."""
-    if not (kept := engine.half_params.copies()):
+    if engine.plan.sharding.shard == "parameters":  # no copy is kept
         return torch.ones((), dtype=torch.bool, device=engine.device)
-    among, dtype = engine.bucket_collectives[buckets[0]], engine.half_params.dtype
-    copies = [shard_hashes(kept[index], among.axis.size, dtype) for index in buckets]
-    own = torch.cat([shard_hashes(engine.master_shard.master[index], 1, dtype) for index in buckets])
-    return (torch.stack(copies) == among.table(own).T).all()
+    dtype = engine.plan.precision.dtype
+    copies = [shard_hashes(bucket.params, owners.axis.size, dtype) for bucket in buckets]
+    own = torch.cat([shard_hashes(bucket.master, 1, dtype) for bucket in buckets])
+    return (torch.stack(copies) == owners.table(own).T).all()
 
 
 def shard_hashes(flat: Tensor, shards: int, dtype: torch.dtype) -> Tensor:
@@ -119,30 +121,30 @@ def _odd_keys(count: int, device: torch.device) -> Tensor:
 
 def _describe(engine: ShardedEngine, ranks: list[int]) -> str:
     """Which parameters differ, on the ranks whose hashes do. Every rank must call it."""
-    found = [line for buckets in _buckets_by_axis(engine) for line in _differences(engine, buckets)]
+    dtype = engine.plan.precision.dtype
+    found = [line for shared in _buckets_by_owners(engine) for line in _differences(dtype, *shared)]
     # A rank knows only of what it owns a share of, and the first one speaks.
-    by_rank = gather_json(engine.collectives, found[:_SHOWN], engine.device)
+    by_rank = gather_json(engine.world, found[:_SHOWN], engine.device)
     lines = list(dict.fromkeys(line for told in by_rank for line in told))
     shown = "; ".join(lines[:_SHOWN]) or "no element differs at a second look"
     return f"rank {', '.join(map(str, ranks))} differ{'s' if len(ranks) == 1 else ''} from the masters; {shown}"
 
 
-def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
+def _differences(dtype: torch.dtype, owners: Collectives, buckets: list[Bucket]) -> list[str]:
     """A phrase for each wrong copy or master of these buckets. Their owners must all call it."""
-    among, dtype = engine.bucket_collectives[buckets[0]], engine.half_params.dtype
-    size, bits = among.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
+    size, bits = owners.axis.size, torch.int32 if dtype.itemsize == 4 else torch.int16
     pieces, differs = [], []
-    for index in buckets:
-        master = engine.master_shard.gather(index).to(dtype).view(bits).view(size, -1)
-        unequal = master != engine.half_params.copies()[index].view(bits).view(size, -1)
+    for bucket in buckets:
+        master = owners.gather(bucket.master).to(dtype).view(bits).view(size, -1)
+        unequal = master != bucket.params.view(bits).view(size, -1)
         for owner in range(size):
-            for piece in engine.layout.buckets[index].shard_pieces(owner):
+            for piece in bucket.plan.shard_pieces(owner):
                 pieces.append((owner, piece.spec.name))
                 differs.append(unequal[owner, piece.start : piece.end].any())
-    by_rank = among.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
-    numbers, found = among.axis.ranks, []
-    for index, (owner, name) in enumerate(pieces):
-        wrong = [rank for rank in range(size) if by_rank[rank][index]]
+    by_rank = owners.table(torch.stack(differs).to(torch.uint8)).bool().tolist()
+    numbers, found = owners.axis.ranks, []
+    for place, (owner, name) in enumerate(pieces):
+        wrong = [rank for rank in range(size) if by_rank[rank][place]]
         if len(wrong) == size:  # alone, an owner cannot tell which of its two copies it is
             which = f"the master of {name}" if size > 1 else f"{name} (half parameter or master)"
             found.append(f"rank {numbers[owner]}: {which}")
@@ -154,7 +156,7 @@ def _differences(engine: ShardedEngine, buckets: list[int]) -> list[str]:
 def _disagreements(engine: ShardedEngine, counters: Mapping[str, Numbers]) -> list[str]:
     """A phrase for each counter and state that is not equal on all ranks. Every rank must call it."""
     own = {name: state.tolist() for name, state in _state(engine).items()} | dict(counters)
-    by_rank = gather_json(engine.collectives, own, engine.device)
+    by_rank = gather_json(engine.world, own, engine.device)
     return [line for name in own if (line := _disagreement(name, [values[name] for values in by_rank]))]
 
 

@@ -67,8 +67,7 @@ class Pipeline(Passes):
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> None:
         batches, seeds = zip(*micro_batches, strict=True)
-        with self.engine.clock.span("forward_backward"), self.engine.accumulate(len(batches)):
-            self.engine.moving_buffers.begin()  # no forward of the whole module does
+        with self.engine.clock.span("forward_backward"), self.engine.micro_batches(len(batches)):
             self._run(self._training.step, batches, seeds)
 
     def _losses(self, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, float]]:
@@ -96,7 +95,7 @@ class Pipeline(Passes):
             return loss
         # On a V the last stage is not the last rank's: only that this one has it says so.
         counts = self.engine.topology.tp.rank == 0
-        return self.engine.under_way.scaled(loss, next(self._weights), counts=counts)
+        return self.engine.progress.scaled(loss, next(self._weights), counts=counts)
 
 
 def _stages(
@@ -106,9 +105,8 @@ def _stages(
     # A tied table's sum begins when the whole schedule is over: one rank would send a gradient before it and the other
     # after it, and where sends and sums are matched by their order (NCCL) both would wait for ever.
     here = {*engine.topology.stage.ranks}
-    buckets = zip(engine.layout.buckets, engine.bucket_collectives, strict=True)
-    shared = (bucket for bucket, among in buckets if {*among.axis.ranks} - here)
-    done = {slot.spec.name for bucket in shared for slot in bucket.slots}
+    shared = (bucket for bucket in engine.buckets if {*bucket.owners.axis.ranks} - here)
+    done = {name for bucket in shared for name in bucket.named_params}
     # The last micro-batch leaves a rank's stages from the last one to the first: a tied table that two of them use is
     # whole when the first of them is done.
     for number in sorted(parts):
@@ -131,7 +129,7 @@ class _EngineStage(PipelineStage):
         names: Sequence[str], completes: Collection[str],
     ):  # fmt: skip
         # Told the shapes, torch need not run every stage once to learn them.
-        hidden = torch.empty(shape, dtype=engine.half_params.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(shape, dtype=engine.plan.precision.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(handover.batch, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         super().__init__(
@@ -160,7 +158,7 @@ class _EngineStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._backward_pass(bwd_chunk_id, self._completes if last_backward else ()):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            self._engine.half_grads.take(self._names)
+            self._engine.collect(self._names)
 
     # Between stages of one rank torch 2.13 asks for gradients to hand over without a backward (`eval`), too.
     def get_local_bwd_output(self, mb_index: int) -> Any:

@@ -57,5 +57,5 @@ class Validation:
             with engine.clock.span("validation"):
                 sums += self._passes.evaluate(map(mine.loader.load, mine.micro_batches(batch)))
         engine.module.train()
-        loss_sum, weight_sum = engine.collectives.table(sums).sum(0).tolist()
+        loss_sum, weight_sum = engine.world.table(sums).sum(0).tolist()
         return loss_sum / weight_sum if weight_sum else math.nan

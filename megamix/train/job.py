@@ -295,13 +295,14 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # no types
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     kept = "".join(f' | {key} = "{it}"' for key, it in config.parallelism if it in ("gradients", "parameters", "owner"))
-    numel, masters = parameter_count(config.model), engine.master_shard
-    half, grads, sums = engine.half_params.flat, engine.half_grads.flat, engine.grad_reduce.grad_shards
-    held = storage_bytes([*half, *grads, *sums, *masters.master]) + masters.state_bytes
+    numel, buckets = parameter_count(config.model), engine.buckets
+    flat = (part for bucket in buckets for part in (bucket.params, bucket.grads, bucket.grad_sum, bucket.master))
+    states = (state for bucket in buckets for of_span in bucket.states for state in of_span.values())
+    held = storage_bytes([*flat, *states])
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
-        f"update {engine.update_path}\n"
-        f"{numel / 1e6:.2f} M parameters, {len(engine.layout.buckets)} bucket(s), {held / 2**20:.1f} MiB a rank | "
+        f"update {engine.plan.update_path}\n"
+        f"{numel / 1e6:.2f} M parameters, {len(buckets)} bucket(s), {held / 2**20:.1f} MiB a rank | "
         f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
         f"accumulation {engine.grad_accum_steps}{kept}"
     )

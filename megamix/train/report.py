@@ -199,9 +199,9 @@ def gather_precision(
 
     `by_piece` and `loss_scale` are the same step's; 1.0 where there is no scale. Waits for the device.
     """
-    peaks = peaks_by_param(by_piece.cpu(), engine.piece_stats.pieces, engine.param_names)
+    peaks = peaks_by_param(by_piece.cpu(), engine.plan.pieces, engine.plan.param_names)
     mine = count_layers(examination, peaks[:, 1], loss_scale)
-    table = engine.collectives.table(mine.flatten().to(examination.zeros.device))
+    table = engine.world.table(mine.flatten().to(examination.zeros.device))
     return merge_layers(table.cpu().view(-1, *mine.shape), examination.layers)
 
 

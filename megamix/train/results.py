@@ -49,7 +49,7 @@ def write_results(
         if first and topology.pp.size > 1:  # no rank of a pipeline has the model whole
             model = family_of(config.model)(config.model)
             model.load_state_dict(weights)
-            model.to(engine.half_params.dtype)
+            model.to(engine.plan.precision.dtype)
         with engine.whole_parameters():  # some ranks compute alone
             # Those that divide layers compute together.
             if first or (topology.pp.size == 1 and topology.data.rank == 0):

@@ -62,7 +62,7 @@ class Trainer:
         self.plan = BatchPlan(
             training.steps, training.global_batch_size, precision.on_overflow, precision.max_retries, start
         )  # fmt: skip
-        self.readout = Readout(self.device, len(engine.piece_stats.pieces), self.plan.lag)
+        self.readout = Readout(self.device, len(engine.plan.pieces), self.plan.lag)
         self.recorded = RecordedRows(engine.topology, config.parallelism.timeout_s)
         self.overflows = OverflowHistory(config.precision, engine, start.skipped)
         self._examinations: dict[int, Examination] = {}  # of attempts in flight
@@ -252,7 +252,7 @@ class Trainer:
     def _leave_if_asked(self, leave: LeaveRequest) -> None:
         """Where no step carries the request to the others. Raises: PreemptedError, on every rank alike."""
         reason = torch.tensor([max(self._stop_reason, leave.reason)], device=self.device)
-        self._stop_reason = int(self.engine.collectives.table(reason).max())
+        self._stop_reason = int(self.engine.world.table(reason).max())
         if self._stop_reason:
             raise self._leaves()
 

@@ -74,7 +74,7 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
     poison, seen = Poison(engine), watch_updates(engine)
-    specs = [slot.spec for bucket in engine.layout.buckets for slot in bucket.slots]
+    specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
     run = [observed(engine, None)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
@@ -111,7 +111,7 @@ def watch_updates(engine: ShardedEngine) -> dict[tuple[str, str], Callable[[], F
     seen: dict[tuple[str, str], Callable[[], Fragment]] = {}
 
     def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.piece_stats.by_bucket[bucket] if one.numel):
+        for piece in (one for one in engine.buckets[bucket].pieces if one.numel):
             if what == GRADIENT or piece.spec.matrices:
                 own = values[piece.elements].clone()  # a step may free its sums
                 seen[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
@@ -134,8 +134,8 @@ class Poison:
         self.active = False
         world = engine.topology.world
         if world.rank == world.size - 1:
-            name = next(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots)
-            engine.half_params.params[name].register_hook(self._poison)  # type: ignore[no-untyped-call]  # no types
+            param = next(iter(engine.buckets[0].named_params.values()))
+            param.register_hook(self._poison)  # type: ignore[no-untyped-call]  # no types
 
     def _poison(self, grad: Tensor) -> Tensor:
         if not self.active:
@@ -196,9 +196,9 @@ def _states(engine: ShardedEngine) -> Iterator[Fragment]:
 
 def _copies(engine: ShardedEngine) -> Iterator[Fragment]:
     engine.wait()
-    for bucket in engine.layout.buckets:
-        for slot in bucket.slots:
-            yield _fragment(slot.spec, "copy", 0, engine.half_params.params[slot.spec.name].detach().reshape(-1))
+    for bucket in engine.buckets:
+        for slot in bucket.plan.slots:
+            yield _fragment(slot.spec, "copy", 0, bucket.named_params[slot.spec.name].detach().reshape(-1))
 
 
 def _fragment(spec: ParamSpec, state: str, start: int, values: Tensor) -> Fragment:

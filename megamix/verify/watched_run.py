@@ -116,7 +116,7 @@ class _WatchedTrainer(Trainer):
         self._updates = watch_updates(self.engine)
         self._to_overflow = set(OVERFLOWS)
         self._rows: list[Tensor] = []
-        self.readout = self._noted = _NotedReadout(self.device, len(self.engine.piece_stats.pieces), self.plan.lag)
+        self.readout = self._noted = _NotedReadout(self.device, len(self.engine.plan.pieces), self.plan.lag)
 
     def train(self, leave: LeaveRequest) -> float | None:
         self._note()
