@@ -137,7 +137,7 @@ def test_wire_shows_every_way_to_sum_beside_half(monkeypatch: pytest.MonkeyPatch
         ("half_fp32_sum", "80 [80, 80]", "1.250 [1.250, 1.250]"),
         ("fp32", "50 [50, 50]", "2.000 [2.000, 2.000]"),
     ]
-    grad_dtypes = {name: engine.half_grads.flat[0].dtype for name, engine in built.items()}
+    grad_dtypes = {name: engine.buckets[0].grads.dtype for name, engine in built.items()}
     assert grad_dtypes == {"half": torch.bfloat16, "half_fp32_sum": torch.bfloat16, "fp32": torch.float32}
 
 

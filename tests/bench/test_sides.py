@@ -18,6 +18,7 @@ from megamix.bench.sides import Ddp, Examined, ForwardBackward, Fsdp, Ours, Work
 from megamix.machine import CPU_HALVES
 from megamix.mixed_precision.muon import Muon
 from tests.bench.tiny import WORK
+from tests.distributed.late_gather import late_gathers
 
 FP32 = {
     "ours": partial(Ours, dtype=torch.float32),
@@ -90,12 +91,11 @@ def test_a_turn_times_its_steps_after_the_warm_up(run_ranks) -> None:
 def _under_way(overlap: bool) -> tuple[int, int]:
     """Gathers that nobody has awaited yet: after a step, and after a turn."""
     rank = TrainRank(Side("ours", partial(Ours, overlap=overlap)), WORK)
-    engine = rank._built()
-    rank._train_step(engine)
-    pending = engine.engine.param_gather.pending
-    after_step = len(pending)
-    rank.turn()
-    return after_step, len(pending)
+    with late_gathers() as begun:
+        rank._train_step(rank._built())
+        after_step = sum(not gather.done for gather in begun)
+        rank.turn()
+    return after_step, sum(not gather.done for gather in begun)
 
 
 def test_a_side_takes_no_traffic_into_the_next_sides_turn(run_ranks) -> None:

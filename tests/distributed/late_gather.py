@@ -32,12 +32,13 @@ class _LateGather:
 
 
 @contextmanager
-def late_gathers() -> Iterator[None]:
-    """Within it every gather between Gloo ranks is a `_LateGather`."""
-    gather = collectives.GlooCollectives.all_gather
+def late_gathers() -> Iterator[list[_LateGather]]:
+    """Within it every gather between Gloo ranks is a `_LateGather`, and is in the list."""
+    gather, begun = collectives.GlooCollectives.all_gather, list[_LateGather]()
 
     def late(self, flat, shard, number=0):
-        return _LateGather(lambda *args: gather(self, *args, number), flat, shard)
+        begun.append(_LateGather(lambda *args: gather(self, *args, number), flat, shard))
+        return begun[-1]
 
     with mock.patch.object(collectives.GlooCollectives, "all_gather", late):
-        yield
+        yield begun

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
 from megamix.config import ModelConfig
 from megamix.data.loader import Batch
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.loss_scale import DynamicLossScale
 from megamix.mixed_precision.master_shard import Fill
 from megamix.model.transformer import Transformer
@@ -104,20 +107,25 @@ def micro_batches(case: Case, step: int, dp_rank: int, seeded: bool = False) -> 
     return [MicroBatch(batch, 7 * number if seeded else None) for number, batch in enumerate(made)]
 
 
-def by_name(engine: ShardedEngine, shards: list[Tensor]) -> dict[str, Tensor]:
+def by_name(engine: ShardedEngine, shard_of: Callable[[Bucket], Tensor]) -> dict[str, Tensor]:
     """One tensor of each bucket's shard as the parameters of which it is. Every owner must call it."""
     found = {}
-    for bucket, own, shard in zip(engine.layout.buckets, engine.bucket_collectives, shards, strict=True):
-        flat = own.gather(shard).view(-1)
-        found |= {slot.spec.name: flat[slot.start : slot.end].clone() for slot in bucket.slots}
+    for bucket in engine.buckets:
+        flat = bucket.owners.gather(shard_of(bucket)).view(-1)
+        found |= {slot.spec.name: flat[slot.start : slot.end].clone() for slot in bucket.plan.slots}
     return found
+
+
+def state_of_shard(name: str, bucket: Bucket) -> Tensor:
+    """One state of all the elements that this rank owns of a bucket."""
+    return torch.cat([states[name] for states in bucket.states])
 
 
 def state_of(engine: ShardedEngine) -> dict[str, list[Tensor]]:
     """Master and moments, by name; and the half parameters as this rank has them."""
-    shards = engine.master_shard
-    kinds = [shards.master, *(list(kind) for kind in zip(*shards.state_dict()["states"], strict=True))]
+    kinds = [lambda bucket: bucket.master, *(partial(state_of_shard, name) for name in ("exp_avg", "exp_avg_sq"))]
     parts = [by_name(engine, kind) for kind in kinds]
     engine.wait()
-    half = {name: param.detach().float().flatten() for name, param in engine.half_params.params.items()}
+    named = (one for bucket in engine.buckets for one in bucket.named_params.items())
+    half = {name: param.detach().float().flatten() for name, param in named}
     return {name: [*(part[name] for part in parts), half[name]] for name in parts[0]}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, tuned
 from megamix.live_storage import LiveStorage
-from megamix.mixed_precision.flat_buffers import PassingBuffers
+from megamix.mixed_precision.flat_layout import ROW
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
@@ -31,44 +29,30 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
             engine.backward(loss_of(model, make_batch(step, rank, 0)))
             engine.step()
         engine.wait()
-    named = _named(engine)
-    grad_bytes, layout = grad_dtype.itemsize, engine.layout
+    grad_bytes, layout = grad_dtype.itemsize, engine.plan.layout
     # Half parameters and gradients whole, masters and states by share.
     resident = layout.padded_numel * (2 + grad_bytes) + layout.owned_numel * 4
     resident += layout.state_bytes([4 * num_states] * 2, [rank])
-    padding = engine.layout.padded_numel - num_params
-    per_param = (resident - padding * (resident / engine.layout.padded_numel)) / num_params
-    return _live(tracker, named + resident) - named, resident, per_param
+    padding = layout.padded_numel - num_params
+    per_param = (resident - padding * (resident / layout.padded_numel)) / num_params
+    return _live(tracker, resident), resident, per_param
 
 
 def _live(tracker: LiveStorage, held: int) -> int:
-    """Return the live bytes, as soon as they are those `held`: Gloo's threads let go of the tables of an agreement a
-    moment after these were awaited.
+    """Return the live bytes without those of small tensors, as soon as they are those `held`: Gloo's threads let go of
+    the tables of an agreement a moment after these were awaited. Small is what has less than a row of FP32 numbers, of
+    which flat buffers consist: scalars, and the borders of a bucket's parameters. All of them have less than a KiB.
     """
     end_s = time.monotonic() + 5.0
     while True:
         gc.collect()
         tracker._recount()
-        if tracker.live_bytes == held or time.monotonic() > end_s:
-            return tracker.live_bytes
+        small = sum(size for _, size in tracker._known.values() if size < 4 * ROW)
+        live = tracker.live_bytes - small
+        if (live == held and small < 1024) or time.monotonic() > end_s:
+            assert small < 1024
+            return live
         time.sleep(0.01)
-
-
-def _named(engine: ShardedEngine) -> int:
-    """Bytes of scalars, and of borders and places of the pieces."""
-    scale = engine.loss_scale
-    scalars = [
-        engine.applied_updates,
-        engine.skipped_steps,
-        engine._lr_table,
-        engine.under_way.scale_used,
-        engine.under_way.loss_sum,
-    ]
-    scalars += [scale.loss_scale, scale.clean_steps, scale.patience]
-    scalars += [engine.under_way.weight_sum, engine.stop_request, *engine.piece_stats.row_borders]
-    unseen = engine.unseen_writes
-    scalars += [unseen.found, *unseen._places, *(slot._slot for slot in unseen._slots)]
-    return sum(scalar.untyped_storage().nbytes() for scalar in scalars)
 
 
 CASES = [
@@ -93,18 +77,20 @@ def test_live_bytes_equal_the_formula(
         assert per_param == pytest.approx(formula(dp_size), rel=1e-12)
 
 
-@contextmanager
-def _passing(engine: ShardedEngine) -> Iterator[list[int]]:
-    """Collects what flat buffers have at each instant that one of them gets memory."""
-    seen, take = list[int](), PassingBuffers.take
+class _Passing(TorchDispatchMode):
+    """Notes after each operation what the flat buffers that come and go have: `most` bytes at once."""
 
-    def watched(self: PassingBuffers, bucket: int) -> None:
-        take(self, bucket)
-        halves = [] if engine.half_params.copies() else engine.half_params.flat
-        seen.append(sum(flat.untyped_storage().nbytes() for flat in (*halves, *engine.half_grads.flat)))
+    def __init__(self, engine: ShardedEngine):
+        super().__init__()
+        halves = [bucket.params for bucket in engine.buckets] if engine.plan.sharding.shard == "parameters" else []
+        flats = (*halves, *(bucket.grads for bucket in engine.buckets))
+        self._storages = [flat.untyped_storage() for flat in flats]
+        self.most = 0
 
-    with mock.patch.object(PassingBuffers, "take", watched):
-        yield seen
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, sum(storage.nbytes() for storage in self._storages))
+        return result
 
 
 def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
@@ -116,16 +102,15 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
         sharding = Sharding([*model.blocks], shard=shard)  # a bucket for each unit
         engine = ShardedEngine(model, AdamW(lr=0.01), precision, sharding, compile_update=False)
         for step in range(3):
-            with _passing(engine) as seen:
+            with _Passing(engine) as passing:
                 engine.backward(loss_of(model, make_batch(step, rank, 0)))
                 engine.step()
         engine.wait()
-    layout = engine.layout
+    layout = engine.plan.layout
     resident = (shard == "gradients") * 2 * layout.padded_numel + 12 * layout.owned_numel
-    passing, halves = layout.passing_grads(2), layout.passing_params(2)
-    peak = max(passing) if shard == "gradients" else max(map(sum, zip(passing, halves, strict=True)))
-    named = _named(engine)
-    return _live(tracker, named + resident) - named, resident, max(seen), peak
+    grads, halves = layout.passing_grads(2), layout.passing_params(2)
+    peak = max(grads) if shard == "gradients" else max(map(sum, zip(grads, halves, strict=True)))
+    return _live(tracker, resident), resident, passing.most, peak
 
 
 @pytest.mark.uncounted
@@ -148,12 +133,12 @@ def _fp32_tensors_of_gradient_size(reduce_dtype: str) -> int:
     engine = ShardedEngine(model, AdamW(lr=0.01), precision, Sharding(bucket_size=10**9), compile_update=False)
     rank = dist.get_rank()
     kept = (
-        engine.master_shard.master[0],
-        *(state for run in engine.master_shard.states[0] for state in run.values()),
-        engine.half_grads.flat[0],
+        engine.buckets[0].master,
+        *(state for run in engine.buckets[0].states for state in run.values()),
+        engine.buckets[0].grads,
     )
     own = {tensor.data_ptr() for tensor in kept}
-    shard_numel = engine.master_shard.master[0].numel()
+    shard_numel = engine.buckets[0].master.numel()
 
     class Spy(LiveStorage):
         found = 0

@@ -155,23 +155,23 @@ def differences(
     rank, dp_size = engine.topology.dp.rank, case.dp_size
     wrong = []
     with engine.whole_parameters():
-        halves = [flat.cpu().clone() for flat in engine.half_params.flat]
-    for index, bucket in enumerate(engine.layout.buckets):
+        halves = [bucket.params.cpu().clone() for bucket in engine.buckets]
+    for index, (bucket, half) in enumerate(zip(engine.buckets, halves, strict=True)):
         kinds = {"master": {name: [master] for name, master in reference.masters.items()}, "state": reference.states}
         own = {
-            "master": (engine.master_shard.master[index],),
-            "state": engine.master_shard.state_dict()["states"][index],
+            "master": [bucket.master],
+            "state": [torch.cat([states[name] for states in bucket.states]) for name in bucket.states[0]],
         }
         for kind, values in kinds.items():
             for number, mine in enumerate(own[kind]):
-                mine, full = mine.cpu(), torch.zeros(bucket.padded_numel, device="cpu")
-                for slot in bucket.slots:
+                mine, full = mine.cpu(), torch.zeros(bucket.plan.padded_numel, device="cpu")
+                for slot in bucket.plan.slots:
                     want = values[slot.spec.name][number]
                     full[slot.start : slot.start + want.numel()] = want
                 if not torch.equal(mine, full.view(dp_size, -1)[rank]):
                     gap = (mine - full.view(dp_size, -1)[rank]).abs().max()
                     wrong.append(f"{kind} {number} of bucket {index}: off by up to {gap:.3g}")
-                if kind == "master" and not torch.equal(halves[index], full.to(case.dtype)):
+                if kind == "master" and not torch.equal(half, full.to(case.dtype)):
                     wrong.append(f"half parameters of bucket {index}")
     want_losses = []
     for step, all_ranks in enumerate(reference.losses):

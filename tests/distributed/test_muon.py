@@ -139,7 +139,7 @@ def check_cases(cases: list[Case]) -> list[str]:
             engine, norms = _train(case)
         cut = [
             piece
-            for bucket in engine.layout.buckets
+            for bucket in engine.plan.layout.buckets
             for matrix in matrices_of(bucket)
             for shard in range(bucket.num_shards)
             for piece in bucket.shard_pieces(shard)
@@ -177,7 +177,7 @@ def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, i
         mock.patch.object(GlooCollectives, "exchange", sent),
     ):
         engine, _ = _train(case)
-    matrices = [matrix for bucket in engine.layout.buckets for matrix in matrices_of(bucket)]
+    matrices = [matrix for bucket in engine.plan.layout.buckets for matrix in matrices_of(bucket)]
     elements = sum(matrix.rows * matrix.columns for matrix in matrices)
     attempts = case.steps + case.overflow
     return counts["directions"], attempts * len(matrices), counts["bytes"] / (attempts * elements)
@@ -229,7 +229,7 @@ def _live() -> tuple[list[int], int, int]:
     model = torch.nn.Linear(512, 256, bias=False)
     with _laid_out(uncut=False):
         engine = ShardedEngine(model, Muon(lr=0.1), Precision(torch.bfloat16), compile_update=False)
-    (bucket,) = engine.layout.buckets
+    (bucket,) = engine.plan.layout.buckets
     numel, shard = model.weight.numel(), bucket.shard_numel
     seen = list[int]()
 
@@ -275,7 +275,7 @@ def _weights(uncut: bool) -> dict[str, Tensor]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=dist.get_world_size(), clip_grad=0.05)
     with _laid_out(uncut=uncut):
         engine, _ = _train(case, compile_update=True)
-    assert engine.update_path == "compiled"
+    assert engine.plan.update_path == "compiled"
     return engine.full_weights()
 
 

@@ -65,9 +65,10 @@ def _step(engine: ShardedEngine, injector: Injector, step: int):
 
 def _everything(engine: ShardedEngine) -> list[Tensor]:
     engine.wait()
-    state = engine.state_dict()
-    tensors = [*state["master"], *itertools.chain(*state["states"]), state["applied_updates"]]
-    return [tensor.clone() for tensor in (*tensors, *engine.half_params.flat)]
+    held = [engine.applied_updates]
+    for bucket in engine.buckets:
+        held += [bucket.params, bucket.master, *(state for states in bucket.states for state in states.values())]
+    return [tensor.clone() for tensor in held]
 
 
 def _inject_everywhere(
@@ -84,7 +85,7 @@ def _inject_everywhere(
     moments = [*itertools.product(range(ACCUM), values)]
     places = [
         (rank, bucket, *moment)
-        for number, (rank, bucket) in enumerate(itertools.product(ranks, engine.layout.buckets))
+        for number, (rank, bucket) in enumerate(itertools.product(ranks, engine.plan.layout.buckets))
         for moment in (moments[number % len(moments) :][:1] if some else moments)
     ]
     for rank, bucket, micro_batch, value in places:

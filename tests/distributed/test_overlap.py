@@ -108,16 +108,16 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     sharding = Sharding(units=[*model.blocks], bucket_size=1, overlap=overlap)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
     events: list[str] = []
-    (among,) = {*engine.bucket_collectives}
+    (among,) = {bucket.owners for bucket in engine.buckets}
     launch = among.reduce_scatter
-    buckets = {flat.data_ptr(): index for index, flat in enumerate(engine.half_grads.flat)}
+    buckets = {bucket.grads.data_ptr(): index for index, bucket in enumerate(engine.buckets)}
 
     def record(half_grads, grad_shard, use):
         events.append(f"launch {buckets[half_grads.data_ptr()]}")
         return launch(half_grads, grad_shard, use)
 
     among.reduce_scatter = record
-    last_of = engine.layout.buckets[-1].slots[0].spec.name
+    last_of = engine.buckets[-1].plan.slots[0].spec.name
     dict(model.named_parameters())[last_of].register_hook(lambda grad: events.append("last gradient"))
     engine.backward(loss_of(model, make_batch(0, dist.get_rank(), 0), flavour))
     engine.step()
@@ -214,7 +214,7 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        assert engine.update_path == ("compiled" if compiled else "library")
+        assert engine.plan.update_path == ("compiled" if compiled else "library")
         return losses
 
     torch._dynamo.reset()

@@ -79,8 +79,8 @@ def _differences(case: Case, topology: Topology) -> list[str]:
         for field in ("loss", "grad_norm", "max_abs", "found_inf"):
             if not torch.equal(getattr(got, field), getattr(want, field)):
                 wrong.append(f"step {step}: {field} {getattr(got, field)} instead of {getattr(want, field)}")
-    sums = engine.collectives.table(pipeline.evaluate(batches(case, 9, dp_rank))).sum(0)
-    if not torch.equal(sums, whole.collectives.table(plain.evaluate(batches(case, 9, dp_rank))).sum(0)):
+    sums = engine.world.table(pipeline.evaluate(batches(case, 9, dp_rank))).sum(0)
+    if not torch.equal(sums, whole.world.table(plain.evaluate(batches(case, 9, dp_rank))).sum(0)):
         wrong.append("the loss of an evaluation")
     reference = state_of(whole)
     for name, tensors in state_of(engine).items():
@@ -157,6 +157,7 @@ def _tied(case: Case) -> list[str]:
     wrong = []
     pipeline.backward(micro_batches(case, 0, topology.dp.rank))
     Passes(whole).backward(micro_batches(case, 0, topology.dp.rank))
+    engine.step(), whole.step()
     grads, expected = _summed(engine), _summed(whole)
     for name, grad in grads.items():
         if name == "embedding.weight":
@@ -164,13 +165,12 @@ def _tied(case: Case) -> list[str]:
                 wrong.append(f"{name} is {(grad - expected[name]).abs().max()} off")
         elif not torch.equal(grad, expected[name]):
             wrong.append(name)
-    engine.step()
     for step in range(1, STEPS):
         pipeline.backward(micro_batches(case, step, topology.dp.rank))
         engine.step()
     engine.wait()
     own = state_of(engine).get("embedding.weight", [torch.zeros(0)])[-1]
-    texts = engine.collectives.table(torch.tensor([own.double().sum(), float(own.numel() > 0)]))
+    texts = engine.world.table(torch.tensor([own.double().sum(), float(own.numel() > 0)]))
     held = texts[texts[:, 1] > 0]
     if not (held == held[0]).all():
         wrong.append("the copies of the table differ")
@@ -178,9 +178,8 @@ def _tied(case: Case) -> list[str]:
 
 
 def _summed(engine: ShardedEngine) -> dict[str, Tensor]:
-    """The reduced gradients, by name, the scale in them."""
-    shards = [engine.grad_reduce.wait(bucket).double() for bucket in range(len(engine.layout.buckets))]
-    return by_name(engine, shards)
+    """The reduced gradients of the last step, by name, the scale in them."""
+    return by_name(engine, lambda bucket: bucket.grad_sum.double())
 
 
 def _all_tied(cases: list[Case]) -> list[str]:
@@ -204,7 +203,7 @@ def _order(schedule: str) -> list[str]:
     issued: list[str] = []
     case = Case(schedule=schedule, tied=True, rounds=2)
     engine, pipeline = make_pipeline(case, Topology.connect(pp_size=2))
-    ends = next(own for own in engine.bucket_collectives if own.axis.size > 1)
+    ends = next(bucket.owners for bucket in engine.buckets if bucket.owners.axis.size > 1)
     send_and_receive, reduce_scatter = schedules._batch_p2p, ends.reduce_scatter
 
     def sent(ops: list[Any], desc: str | None = None) -> Any:
@@ -249,7 +248,7 @@ def _on_a_full_mesh(cases: list[Case]) -> list[_Trained]:
         for step in range(2):
             pipeline.backward(micro_batches(case, step, topology.dp.rank))
             steps.append(engine.step())
-        loss, weight = engine.collectives.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
+        loss, weight = engine.world.table(pipeline.evaluate(batches(case, 9, topology.dp.rank))).sum(0).tolist()
         trained.append(_Trained(_told(steps), loss / weight, _arrays(engine)))
     return trained
 
@@ -296,7 +295,7 @@ def test_two_of_each_on_eight_ranks_are_one_process_within_rounding(run_ranks) -
 
 def _move(source: ShardedEngine, target: ShardedEngine, folder: Path) -> list[str]:
     """What the target has not taken over bit for bit, of what this rank trains in both."""
-    together = Together(source.collectives, rank_device())
+    together = Together(source.world, rank_device())
     checkpoint = read_together(save(folder, take_snapshot(source, RunRecord()), together), together)
     load(checkpoint, target, together)
     target.wait()

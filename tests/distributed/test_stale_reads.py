@@ -177,7 +177,7 @@ def test_a_read_after_a_load_is_of_what_was_loaded(run_ranks) -> None:
 
 def _live_apart_from_the_engine() -> list[bool]:
     """A copy and a pickle go on by themselves: they keep no engine alive, await nothing, and train under their own."""
-    with late_gathers():
+    with late_gathers() as begun:
         engine = _engine(units=True)
         _train(engine, 0)
         engine.wait()
@@ -187,13 +187,13 @@ def _live_apart_from_the_engine() -> list[bool]:
         _train(engine, 1)  # its gathers are under way
         for one in (copied, unpickled):
             one.state_dict(), loss_of(one, make_batch(1, 0, 0))
-        answers = [len(engine.param_gather.pending) > 0]
+        answers = [any(not gather.done for gather in begun)]
         answers += [torch.equal(value, before[name]) for name, value in copied.state_dict().items()]
         engine.wait()
-        module, gather = engine.module, weakref.ref(engine.param_gather)
+        module, held = engine.module, [weakref.ref(one) for one in (engine, *(one.master for one in engine.buckets))]
         del engine
         gc.collect()
-        answers.append(gather() is None)  # though the module and its copies live
+        answers += [one() is None for one in held]  # though the module and its copies live
         answers.append(bool(torch.isfinite(loss_of(module, make_batch(2, 0, 0)))))
         second = ShardedEngine(
             unpickled, AdamW(lr=0.05), Precision(torch.bfloat16), Sharding([*unpickled.blocks]), compile_update=False

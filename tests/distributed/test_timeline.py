@@ -82,9 +82,9 @@ def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[lis
 
     timelines: list[Any] = [None, None]
     watched, plain = trained(timelines), trained([])
-    pairs = zip(watched.master_shard.master, plain.master_shard.master, strict=True)
-    equal = all(torch.equal(one, other) for one, other in pairs)
-    return [timeline.transfers() for timeline in timelines], len(plain.layout.buckets), equal
+    pairs = zip(watched.buckets, plain.buckets, strict=True)
+    equal = all(torch.equal(one.master, other.master) for one, other in pairs)
+    return [timeline.transfers() for timeline in timelines], len(plain.buckets), equal
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -127,12 +127,10 @@ def gradients(engine: ShardedEngine) -> dict[str, list[Owned]]:
     """Of the last step, summed, without the loss scale, before clipping."""
     scale = engine.loss_scale.loss_scale * engine.grad_accum_steps * engine.topology.dp.size
     found = []
-    for bucket, own, shard in zip(
-        engine.layout.buckets, engine.bucket_collectives, engine.grad_reduce.grad_shards, strict=True
-    ):
-        for piece in bucket.shard_pieces(own.axis.rank):
+    for bucket in engine.buckets:
+        for piece in bucket.pieces:
             if piece.numel:
-                found.append(Owned(piece.spec, piece.first, (shard[piece.elements].float() / scale).cpu()))
+                found.append(Owned(piece.spec, piece.first, (bucket.grad_sum[piece.elements].float() / scale).cpu()))
     return {"gradient": found}
 
 
@@ -148,7 +146,7 @@ def states(engine: ShardedEngine) -> dict[str, list[Owned]]:
 def contents(engine: ShardedEngine) -> list[Tensor]:
     """Copies of masters, moments and half parameters: all that an overflow must leave as it is."""
     owned = [one.values for kind in states(engine).values() for one in kind]
-    return owned + [flat.clone() for flat in engine.half_params.flat]
+    return owned + [bucket.params.clone() for bucket in engine.buckets]
 
 
 def are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
