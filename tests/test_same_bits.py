@@ -69,39 +69,55 @@ def test_a_setting_that_is_not_there_is_named_with_those_that_are() -> None:
 
 
 TOLD: dict[str, Any] = {
-    "ranks": [
-        [["attempt 0: loss", "a"], ["attempt 1: loss", "b"], ["attempt 1: master of up[0:]", "c"]],
-        [["attempt 0: loss", "a"], ["attempt 1: loss", "b"], ["attempt 1: master of up[9:]", "d"]],
-    ]
+    "layout": "x",
+    "told": {
+        "all ranks": {"attempt 1: master of up": "c", "at the end: master of up": "d"},
+        "rank 0": {"attempt 0: loss": "a", "attempt 1: loss": "b", "attempt 1: by_piece": "e"},
+        "rank 1": {"attempt 0: loss": "a", "attempt 1: loss": "b", "attempt 1: by_piece": "f"},
+    },
 }
 
 
-def _changed(*changes: tuple[int, int, str]) -> dict[str, Any]:
-    told = copy.deepcopy(TOLD)
-    for rank, place, bits in changes:
-        told["ranks"][rank][place][1] = bits
-    return told
+def _changed(*changes: tuple[str, str, str | None], layout: str = "x") -> dict[str, Any]:
+    answer = copy.deepcopy(TOLD) | {"layout": layout}
+    for who, what, bits in changes:
+        answer["told"][who][what] = bits
+        if bits is None:
+            del answer["told"][who][what]
+    return answer
 
 
-def test_a_difference_is_named_and_the_first_one_of_all_ranks() -> None:
-    assert first_difference(TOLD, copy.deepcopy(TOLD)) is None
-    assert first_difference(TOLD, _changed((1, 2, "e"))) == (
-        "rank 1, attempt 1: master of up[9:]: d -> e; places that differ: 1"
-    )
-    assert first_difference(TOLD, _changed((0, 2, "e"), (1, 1, "f"))) == (
-        "rank 1, attempt 1: loss: b -> f; places that differ: 2"
-    )
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ([], None),
+        (
+            [("all ranks", "at the end: master of up", "e")],
+            "all ranks, at the end: master of up: d -> e; places that differ: 1",
+        ),
+        (
+            [("all ranks", "at the end: master of up", "e"), ("rank 1", "attempt 0: loss", "b")],
+            "rank 1, attempt 0: loss: a -> b; places that differ: 2",
+        ),
+        (
+            [("rank 0", "attempt 1: loss", None)],
+            "rank 0, attempt 1: loss: b -> not told; places that differ: 1",
+        ),
+        (
+            [("rank 0", "attempt 2: loss", "b")],
+            "rank 0, attempt 2: loss: not told -> b; places that differ: 1",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(changes: list[Any], want: str | None) -> None:
+    assert first_difference(TOLD, _changed(*changes)) == want
 
 
-def test_what_one_tree_alone_tells_is_a_difference() -> None:
-    shorter = copy.deepcopy(TOLD)
-    del shorter["ranks"][0][2]
-    assert "the old tree tells 'attempt 1: master of up[0:]', the new one no more" in str(
-        first_difference(TOLD, shorter)
-    )
-    shorter = copy.deepcopy(TOLD)
-    del shorter["ranks"][1]
-    assert first_difference(TOLD, shorter) is not None
+def test_pieces_that_lie_elsewhere_are_no_difference() -> None:
+    pieces = ("rank 0", "attempt 1: by_piece", "g")
+    assert first_difference(TOLD, _changed(pieces)) is not None
+    assert first_difference(TOLD, _changed(pieces, layout="y")) is None
+    assert first_difference(TOLD, _changed(("rank 0", "attempt 1: loss", "g"), layout="y")) is not None
 
 
 def test_trees_that_fail_alike_are_not_equal() -> None:

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+import re
+from collections.abc import Mapping
 from typing import Any
 
-Told = Sequence[Sequence[str]]  # (what, its bits), in order
+MOST_LINES = 12  # of a traceback
 
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Return where two answers differ first, by attempt, and how many places differ in all; None where none does.
+    """Return where two answers differ first, by attempt, and in how many places in all; None where they do in none.
 
-    An answer is `ranks`, of each what it has told, or an `error`, which is a difference even if both have the same.
+    An answer is `told`, the bits by who tells and by what they are of, and `layout`, how the owners' pieces lie; or an
+    `error`, which is a difference even where both have the same one.
     """
     for side, answer in (("old", old), ("new", new)):
         if "error" in answer:
-            return f"the {side} tree failed:\n" + "\n".join(answer["error"].strip().splitlines()[-12:])
+            return f"the {side} tree failed:\n" + "\n".join(answer["error"].strip().splitlines()[-MOST_LINES:])
     differences = []
-    for rank, (before, after) in enumerate(zip_longest(old["ranks"], new["ranks"], fillvalue=())):
-        for place, (one, other) in enumerate(zip_longest(before, after)):
-            if one != other:
-                differences.append((place, rank, _said(one, other)))
-    if not differences:
-        return None
-    place, rank, said = min(differences)
-    return f"rank {rank}, {said}; places that differ: {len(differences)}"
+    for who in {**old["told"], **new["told"]}:
+        before, after = old["told"].get(who, {}), new["told"].get(who, {})
+        for place, what in enumerate({**before, **after}):
+            is_of_pieces = what.endswith(": by_piece") and not lies_alike(old, new)
+            if before.get(what) != after.get(what) and not is_of_pieces:
+                said = f"{before.get(what, 'not told')} -> {after.get(what, 'not told')}"
+                differences.append((_moment(what), place, f"{who}, {what}: {said}"))
+    return f"{min(differences)[-1]}; places that differ: {len(differences)}" if differences else None
 
 
-def _said(one: Sequence[str] | None, other: Sequence[str] | None) -> str:
-    if one is None or other is None or one[0] != other[0]:
-        return f"the old tree tells {_name(one)}, the new one {_name(other)}"
-    return f"{one[0]}: {one[1]} -> {other[1]}"
+def lies_alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether the same rank owns the same elements."""
+    return bool(old.get("layout") == new.get("layout"))
 
 
-def _name(told: Sequence[str] | None) -> str:
-    return "no more" if told is None else repr(told[0])
+def _moment(what: str) -> int:
+    attempt = re.match(r"attempt (\d+)", what)
+    return int(attempt[1]) if attempt else -1 if what.startswith("at the start") else 99
