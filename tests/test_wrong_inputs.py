@@ -285,7 +285,7 @@ def test_plugins_of_an_empty_shell_variable_are_none(
 
 def _amid_a_step(folder: Path) -> Checkpoints:
     engine = make_engine()
-    engine.under_way.micro_batches = 1
+    engine.progress.micro_batches = 1
     return Checkpoints(engine, folder)
 
 

@@ -35,7 +35,7 @@ def make_engine(
 
 
 def together_of(engine: ShardedEngine) -> Together:
-    return Together(engine.collectives, engine.device)
+    return Together(engine.world, engine.device)
 
 
 def alone() -> Together:
@@ -90,7 +90,7 @@ def differences(engine: ShardedEngine, step: int) -> list[str]:
 
 
 def _shapes(engine: ShardedEngine) -> dict[str, tuple[int, ...]]:
-    return {slot.spec.name: slot.spec.shape for bucket in engine.layout.buckets for slot in bucket.slots}
+    return {slot.spec.name: slot.spec.shape for bucket in engine.plan.layout.buckets for slot in bucket.slots}
 
 
 def save_steps(

@@ -159,11 +159,11 @@ def test_where_none_is_good_there_is_none_and_nothing_damaged_can_train_on(ready
     folder, engine = tmp_path / "copy", make_engine()
     shutil.copytree(ready, folder)
     fill(engine, 5)
-    half = [flat.clone() for flat in engine.half_params.flat]
+    half = [bucket.params.clone() for bucket in engine.buckets]
     for name in (OLDER, NEWER):
         _flip(folder / name / FILES[1], 8 * (folder / name / FILES[1]).stat().st_size - 1000)
     assert _newest_loads_as(folder, engine, lambda path: None) is None
     assert all(part.tensor.isnan().all() for part in owned_parts(engine))
-    assert all(map(torch.equal, engine.half_params.flat, half))
+    assert all(map(torch.equal, (bucket.params for bucket in engine.buckets), half))
     assert (int(engine.applied_updates), float(engine.loss_scale.loss_scale)) == (5, 2.0**5)
     assert newest_checkpoint(folder, alone()) is None

@@ -167,7 +167,7 @@ def _uses_both_groups(folder: Path) -> list[float]:
         saver.start(engine, _record(step))
         for number in range(20):
             mine = engine.applied_updates.new_tensor([number + engine.topology.dp.rank])
-            sums.append(float(engine.collectives.table(mine).sum()))
+            sums.append(float(engine.world.table(mine).sum()))
     saver.finish()
     return sums
 

@@ -137,10 +137,9 @@ def _train(name: str, tp_size: int = 1, grad_accum_steps: int = 1) -> tuple[list
     ends, gradients = [states(engine)], []
     for step in range(STEPS):
         _step(engine, step)
-        own = zip(engine.piece_stats.by_bucket, engine.grad_reduce.grad_shards, strict=True)
         gradients.append([
-            Owned(piece.spec, piece.first, shard[piece.elements].clone())
-            for pieces, shard in own for piece in pieces if piece.numel
+            Owned(piece.spec, piece.first, bucket.grad_sum[piece.elements].clone())
+            for bucket in engine.buckets for piece in bucket.pieces if piece.numel
         ])  # fmt: skip
     return [*ends, states(engine)], gradients
 
@@ -186,13 +185,19 @@ def _bytes_of_states(engine: ShardedEngine) -> int:
     )
 
 
+def _held_bytes(engine: ShardedEngine) -> int:
+    """With the padding."""
+    spans = (states for bucket in engine.buckets for states in bucket.states)
+    return sum(state.nbytes for states in spans for state in states.values())
+
+
 def _saved_and_went_on(folder: Path, name: str, tp_size: int) -> tuple[int, int, dict[str, list[Owned]]]:
     """(bytes of states without padding, with it; what the rank owns one step after the save)."""
     engine = _build(name, tp_size)
     for step in range(STEPS):
         _step(engine, step)
     save(folder, take_snapshot(engine, RunRecord()), together_of(engine))
-    sizes = _bytes_of_states(engine), engine.master_shard.state_bytes
+    sizes = _bytes_of_states(engine), _held_bytes(engine)
     _step(engine, STEPS)
     return *sizes, states(engine)
 
@@ -246,7 +251,7 @@ def _observed(config: Config, name: str) -> tuple[list[ObservedStep], int, int]:
         return replace(_optimizer(name), lr=lr)
 
     def note(engine: ShardedEngine) -> list[OwnedRange]:
-        held.append(engine.master_shard.state_bytes)
+        held.append(_held_bytes(engine))
         return owned_ranges(engine)
 
     owned_ranges = ShardedEngine.owned_ranges
@@ -316,12 +321,12 @@ def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_res
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     library, engine = _build("by kind"), _build("by kind", compiled=True)
-    assert engine.update_path == "compiled"
+    assert engine.plan.update_path == "compiled"
     for step in range(2):
         _step(library, step)
         _step(engine, step)
     assert counters["stats"]["unique_graphs"] - before == 3  # two sets of states, and the statistics
-    assert sum(len(runs) for runs in engine.master_shard.runs) > 3
+    assert sum(len(bucket.spans) for bucket in engine.buckets) > 3
     assert _equal(_whole([states(library)]), _whole([states(engine)]))
 
 

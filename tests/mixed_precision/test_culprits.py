@@ -61,7 +61,7 @@ def _random_injections(trials: int) -> list[str]:
     wrong = []
     for trial in range(trials):
         draw = random.Random(trial)
-        name, rank, micro_batch = draw.choice(engine.param_names), draw.randrange(2), draw.randrange(ACCUM)
+        name, rank, micro_batch = draw.choice(engine.plan.param_names), draw.randrange(2), draw.randrange(ACCUM)
         value = draw.choice([INF, -INF, NAN])
         injector.target = (name, micro_batch, value) if dist.get_rank() == rank else None
         engine.examine_next_step()

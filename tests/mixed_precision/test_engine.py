@@ -112,12 +112,12 @@ def test_a_frozen_parameter_is_left_alone() -> None:
     engine = _engine(model)
     _train(engine)
     assert torch.equal(model.blocks[0].up.weight, before)
-    assert "blocks.0.up.weight" not in {slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots}
+    assert "blocks.0.up.weight" not in {name for bucket in engine.buckets for name in bucket.named_params}
 
 
 def test_a_shared_parameter_has_one_place_under_its_first_name() -> None:
     engine = _engine(make_model(tied=True))
-    specs = {slot.spec.name: slot.spec for bucket in engine.layout.buckets for slot in bucket.slots}
+    specs = {slot.spec.name: slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots}
     assert specs["embedding.weight"].aliases == ("head.weight",)
     assert "head.weight" not in specs
     assert engine.module.head.weight is engine.module.embedding.weight
@@ -240,7 +240,7 @@ def test_a_backward_that_raised_leaves_nothing_in_the_next_step(fails_in: int) -
             for micro_batch in range(2):
                 engine.backward(loss_of(engine.module, make_batch(step, 0, micro_batch)))
             engine.step()
-        return engine.master_shard.master[0]
+        return engine.buckets[0].master
 
     assert torch.equal(run(fail=True), run(fail=False))
 
@@ -265,7 +265,7 @@ def test_an_update_that_raised_leaves_nothing_in_the_next_step(shard: Shard) -> 
             with planted, pytest.raises(ValueError, match="planted"):
                 engine.step()
         _train(engine)
-        return engine.master_shard.master
+        return [bucket.master for bucket in engine.buckets]
 
     assert all(map(torch.equal, run(fail=True), run(fail=False)))
 
@@ -279,7 +279,7 @@ def test_a_step_that_is_discarded_leaves_nothing_in_the_next_one() -> None:
         for micro_batch in range(2):
             engine.backward(loss_of(engine.module, make_batch(0, 0, micro_batch)))
         engine.step()
-        return engine.master_shard.master[0]
+        return engine.buckets[0].master
 
     assert torch.equal(run(discard=True), run(discard=False))
 
@@ -320,7 +320,7 @@ def test_a_reentrant_recompute_before_the_last_micro_batch_adds_up() -> None:
     engine = _engine(model, grad_accum_steps=2)
     engine.backward(model(torch.ones(1, 2, requires_grad=True)).sum())
     (torch.ones(1, 2) @ weight.T @ weight.T).sum().backward()
-    assert torch.allclose(engine.half_grads.flat[0][:4].view(2, 2), weight.grad)
+    assert torch.allclose(engine.buckets[0].grads[:4].view(2, 2), weight.grad)
 
 
 def test_calls_out_of_order_are_refused() -> None:
@@ -401,8 +401,8 @@ def test_a_dropped_engine_gives_its_memory_back() -> None:
     def use() -> list[weakref.ref]:
         engine = _engine()
         _train(engine)
-        buffers = (*engine.half_params.flat, *engine.half_grads.flat, *engine.master_shard.master)
-        return [weakref.ref(one) for one in (engine.collectives, *engine.bucket_collectives, *buffers)]
+        flats = (flat for bucket in engine.buckets for flat in (bucket.params, bucket.grads, bucket.master))
+        return [weakref.ref(one) for one in (engine.world, *(bucket.owners for bucket in engine.buckets), *flats)]
 
     used = use()
     gc.collect()
@@ -616,4 +616,4 @@ def test_the_step_reports_what_a_user_logs() -> None:
     assert re.fullmatch(r"\d+\.\d+", f"{float(result.grad_norm):.3f}")
     assert (float(result.loss_scale), bool(result.found_inf)) == (64.0, False)
     assert float(result.lr) == pytest.approx(0.01)
-    assert float(result.max_abs) == float(engine.half_grads.flat[0].abs().max())
+    assert float(result.max_abs) == float(engine.buckets[0].grads.abs().max())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from megamix import NAG, AdamW, DynamicLossScale, ParamGroup, Precision, ShardedEngine, Sharding
 from megamix.mixed_precision import examination
 from megamix.mixed_precision.examination import count_exponents, layer_of, layers_of
-from megamix.mixed_precision.flat_layout import ROW, Run
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
 pytestmark = pytest.mark.uncounted
@@ -80,14 +78,9 @@ def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recomp
         *result, recorded, examination = engine.step()
         assert (examination is not None) == examined
         said += [*result, recorded.table]
-    state = engine.state_dict()
-    return [
-        *said,
-        *state["master"],
-        *itertools.chain(*state["states"]),
-        *engine.half_params.flat,
-        state["applied_updates"],
-    ]
+    for bucket in engine.buckets:
+        said += [bucket.params, bucket.master, *(state for states in bucket.states for state in states.values())]
+    return [*said, engine.applied_updates]
 
 
 def _differences(*args: object) -> list[int]:
@@ -109,31 +102,13 @@ def test_an_examined_step_computes_the_same_bits(run_ranks, dtype, grad_dtype, r
     assert run_ranks(_differences, 2, dtype, grad_dtype, recompute) == [[], []]
 
 
-def _cuts_tile_runs() -> bool:
-    engine = _build(make_model(), AdamW(lr=0.1), Precision(torch.bfloat16))
-    engine.examine_next_step()
-    kept, examination._CHUNK = examination._CHUNK, 128
-    try:
-        own = engine.piece_stats.by_bucket
-        grads = engine.grad_reduce.grad_shards
-        watched = examination.watch(engine.under_way.examination, own, grads, engine.matrix_update.of_run)
-        for bucket, runs in enumerate(engine.master_shard.runs):
-            cuts = [cut for cut, _ in watched[bucket]]
-            assert all(cut.start % ROW == cut.end % ROW == 0 and cut.end - cut.start <= 128 for cut in cuts)
-            assert _groups(cuts) == _groups(runs)
-    finally:
-        examination._CHUNK = kept
-    return True
+def _differences_in_small_cuts() -> list[int]:
+    with mock.patch.object(examination, "_CHUNK", 128):
+        return _differences(torch.bfloat16, torch.bfloat16, False)
 
 
-def _groups(runs: Sequence[Run]) -> list[int]:
-    """The optimizer group of every element."""
-    assert [run.start for run in runs] == [0, *(run.end for run in runs[:-1])]
-    return [run.group for run in runs for _ in range(run.end - run.start)]
-
-
-def test_the_cuts_of_an_examined_update_are_those_of_the_ordinary_one_in_rows(run_ranks) -> None:
-    assert run_ranks(_cuts_tile_runs, 2) == [True, True]
+def test_the_cuts_of_an_examined_update_leave_no_element_out_and_keep_its_group(run_ranks) -> None:
+    assert run_ranks(_differences_in_small_cuts, 2) == [[], []]
 
 
 def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
@@ -159,7 +134,7 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
         engine.backward(loss_of(model, make_batch(0, 0, now)))
     local = engine.step().examination.local
     for (micro_batch, name), grad in seen.items():
-        inf, nan, max_abs = local[micro_batch, engine.param_names.index(name)]
+        inf, nan, max_abs = local[micro_batch, engine.plan.param_names.index(name)]
         assert (inf, nan) == (grad.isinf().sum(), grad.isnan().sum())
         assert torch.equal(max_abs.nan_to_num(), grad.abs().max().double().nan_to_num())
     assert local[:, :, :2].sum(1).tolist() == [
@@ -171,10 +146,10 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
 def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
     engine = _build(make_model(), NAG(lr=0.01), Precision(torch.bfloat16))
     engine.examine_next_step()
-    look = examination.look(engine.under_way.examination, 1)
+    look = examination.look(engine.progress.examination, 1)
     look("norm.weight", torch.tensor([[1.0, float("inf")], [2.0, 3.0]]).T)  # not contiguous
     look("norm.weight", torch.tensor([float("inf"), float("nan")]))
-    local = engine.under_way.examination.local[1, engine.param_names.index("norm.weight")]
+    local = engine.progress.examination.local[1, engine.plan.param_names.index("norm.weight")]
     assert local[:2].tolist() == [2.0, 1.0]
     assert local[2].isnan()
 

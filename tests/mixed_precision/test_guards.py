@@ -366,7 +366,7 @@ def test_a_change_that_leaves_the_parameters_alone_is_none() -> None:
             model.blocks[1].probe = nn.Dropout(0.5)
         _step(engine, step)
         _step(plain, step)
-    assert torch.equal(engine.master_shard.master[0], plain.master_shard.master[0])
+    assert torch.equal(engine.buckets[0].master, plain.buckets[0].master)
 
 
 def test_a_parameter_is_frozen_later_as_the_message_says() -> None:

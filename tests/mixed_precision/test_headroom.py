@@ -137,7 +137,7 @@ def _probed_against_not_probed() -> tuple[float, float, list[float], bool]:
         if step == 0:
             room, difference = FP16_MAX / float(result.max_abs), abs(float(result.grad_norm - other.grad_norm))
         scales.append(float(result.loss_scale))
-    equal = all(torch.equal(*pair) for pair in zip(probed.master_shard.master, plain.master_shard.master, strict=True))
+    equal = all(torch.equal(one.master, other.master) for one, other in zip(probed.buckets, plain.buckets, strict=True))
     return room, difference, scales, equal and int(probed.applied_updates) == 4
 
 

@@ -103,7 +103,7 @@ def test_a_growing_step_is_unscaled_with_the_scale_that_backward_used() -> None:
     assert scales == [8, 8, 16, 16, 32]
     assert norms == [3.0] * 5
     # exp_avg, too, must have seen 3 at every step: 3 * (1 - 0.9**5).
-    exp_avg = float(engine.master_shard.states[0][0]["exp_avg"][0])
+    exp_avg = float(engine.buckets[0].states[0]["exp_avg"][0])
     assert exp_avg == pytest.approx(3 * (1 - 0.9**5), rel=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_a_rule_without_a_floor_does_not_turn_weights_into_nan() -> None:
     engine.backward(3.0 * model(torch.ones(1, 1, dtype=torch.float16)))
     result = engine.step()
     assert (float(result.loss_scale), float(result.grad_norm)) == (2.0**-126, 0.0)
-    assert float(engine.master_shard.master[0][0]) == 4.0
+    assert float(engine.buckets[0].master[0]) == 4.0
 
 
 def test_a_skipped_step_advances_neither_lr_nor_bias_correction() -> None:
@@ -131,7 +131,7 @@ def test_a_skipped_step_advances_neither_lr_nor_bias_correction() -> None:
             value = float("inf") if event == "x" else 3.0
             engine.backward(value * model(torch.ones(1, 1, dtype=torch.float16)))
             lrs.append(float(engine.step().lr))
-        return lrs, engine.master_shard.master[0], int(engine.applied_updates), int(engine.skipped_steps)
+        return lrs, engine.buckets[0].master, int(engine.applied_updates), int(engine.skipped_steps)
 
     clean, skipping = run("...."), run("x.xx..x.")
     assert clean[0] == [0.5, 0.25, 0.125, 0.125]  # past the end of the table its last entry holds

@@ -187,7 +187,8 @@ class _Odd(nn.Module):
 
 def _matrices_of(model: nn.Module, **settings: object) -> list[str]:
     engine = ShardedEngine(model, Muon(lr=0.02, **settings), Precision(torch.float32), compile_update=False)
-    return sorted(slot.spec.name for bucket in engine.layout.buckets for slot in bucket.slots if slot.spec.matrices)
+    slots = (slot for bucket in engine.buckets for slot in bucket.plan.slots)
+    return sorted(slot.spec.name for slot in slots if slot.spec.matrices)
 
 
 def test_modules_types_say_what_no_matrix_is(caplog) -> None:

@@ -124,9 +124,7 @@ def _grad(step: int, dtype: torch.dtype) -> Tensor:
 
 def _own(engine: ShardedEngine) -> list[Tensor]:
     """The engine's master and states (one rank, one parameter without padding)."""
-    return [
-        tensor.view(48, 64) for tensor in (engine.master_shard.master[0], *engine.master_shard.states[0][0].values())
-    ]
+    return [tensor.view(48, 64) for tensor in (engine.buckets[0].master, *engine.buckets[0].states[0].values())]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -103,7 +103,7 @@ def test_what_is_no_part_of_a_step_does_not_count() -> None:
     engine.backward(loss_of(engine, make_batch(0, 0, 0)))
     result = engine.step()
     assert not result.recorded.num_values
-    assert gather_recorded(result.recorded, engine.topology, engine.collectives) == {}
+    assert gather_recorded(result.recorded, engine.topology, engine.world) == {}
 
 
 def test_each_engine_has_what_its_own_forward_recorded() -> None:
@@ -199,7 +199,7 @@ def _on_ranks(others: bool) -> dict[str, float] | str:
         engine.backward(loss_of(engine, make_batch(0, rank, micro_batch)))
     result = engine.step()
     try:
-        return gather_recorded(result.recorded, engine.topology, engine.collectives)
+        return gather_recorded(result.recorded, engine.topology, engine.world)
     except ValueError as error:
         return str(error)
 

@@ -26,6 +26,7 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.replicas import DamagedMemory, Numbers, check_replicas, shard_hashes
 from megamix.mixed_precision.settings import Shard
@@ -83,17 +84,17 @@ def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tu
     outcomes = []
     for seed in seeds:
         rng = random.Random(seed)
-        victim, bucket = rng.randrange(size), rng.randrange(len(engine.layout.buckets))
-        slot = rng.choice(engine.layout.buckets[bucket].slots)
-        element, shard_numel = rng.randrange(slot.start, slot.end), engine.master_shard.master[bucket].numel()
+        victim, bucket = rng.randrange(size), rng.choice(engine.buckets)
+        slot = rng.choice(bucket.plan.slots)
+        element, shard_numel = rng.randrange(slot.start, slot.end), bucket.master.numel()
         half, name = rng.random() < 0.5, slot.spec.name
         if half:
-            damaged, values, bit = victim, engine.half_params.flat[bucket], rng.randrange(8 * dtype.itemsize)
+            damaged, values, bit = victim, bucket.params, rng.randrange(8 * dtype.itemsize)
             done = f"rank {victim}: the half parameter {name}"
         else:
-            bit = _bit_of_the_cast(engine, bucket, element, rng)
+            bit = _bit_of_the_cast(dtype, bucket, element, rng)
             damaged, element = divmod(element, shard_numel)
-            values = engine.master_shard.master[bucket]
+            values = bucket.master
             done = f"rank {damaged}: the master of {name}"
         for what in (done, "clean"):
             if rank == damaged:
@@ -102,13 +103,13 @@ def _damage_and_check(dtype: torch.dtype, shard: Shard, seeds: range) -> list[tu
     return outcomes
 
 
-def _bit_of_the_cast(engine: ShardedEngine, bucket: int, element: int, rng: random.Random) -> int:
+def _bit_of_the_cast(dtype: torch.dtype, bucket: Bucket, element: int, rng: random.Random) -> int:
     """A bit of a master that its cast does not drop."""
-    value = engine.master_shard.gather(bucket)[element].view(1)
+    value = bucket.owners.gather(bucket.master).view(-1)[element].view(1)
     while True:
         flipped, bit = value.clone(), rng.randrange(32)
         _flip(flipped, 0, bit)
-        halves = [copy.to(engine.half_params.dtype).view(torch.int16) for copy in (value, flipped)]
+        halves = [copy.to(dtype).view(torch.int16) for copy in (value, flipped)]
         if not torch.equal(*halves):
             return bit
 
@@ -143,16 +144,16 @@ def test_where_no_half_parameter_is_kept_counters_are_compared(run_ranks) -> Non
 def test_a_rank_alone_finds_that_its_two_copies_differ(dtype: torch.dtype) -> None:
     engine = _trained(dtype)
     assert _verdict(engine) == "clean"
-    _flip(engine.master_shard.master[0], 3, 31)
-    name = engine.layout.buckets[0].slots[0].spec.name
+    _flip(engine.buckets[0].master, 3, 31)
+    name = engine.buckets[0].plan.slots[0].spec.name
     assert _verdict(engine).endswith(f"; rank 0: {name} (half parameter or master)")
 
 
 def test_digits_of_a_master_that_the_cast_drops_have_no_second_copy() -> None:
     engine = _trained(torch.bfloat16)
-    engine.master_shard.master[0].view(torch.int32)[3] &= -(2**16)
-    _flip(engine.master_shard.master[0], 3, 0)
-    engine.half_params.flat[0][3] = engine.master_shard.master[0][3]
+    engine.buckets[0].master.view(torch.int32)[3] &= -(2**16)
+    _flip(engine.buckets[0].master, 3, 0)
+    engine.buckets[0].params[3] = engine.buckets[0].master[3]
     assert _verdict(engine) == "clean"
 
 
@@ -213,7 +214,7 @@ def _changed_on_one_rank(victim: int) -> list[str]:
     said.append(_verdict(engine))
     if mine:
         engine.applied_updates -= 1000
-        _flip(engine.half_params.flat[0], 3, 1)
+        _flip(engine.buckets[0].params, 3, 1)
         engine.skipped_steps += 1
     return [*said, _verdict(engine)]
 

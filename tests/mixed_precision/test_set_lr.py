@@ -32,7 +32,7 @@ def test_numbers_set_one_by_one_are_the_table_of_the_constructor() -> None:
         with no_host_read():
             by_number.set_lr(lr)
         assert _step(by_number, step) == _step(by_table, step) == pytest.approx(lr)
-    assert torch.equal(by_table.master_shard.master[0], by_number.master_shard.master[0])
+    assert torch.equal(by_table.buckets[0].master, by_number.buckets[0].master)
 
 
 def test_a_table_is_indexed_by_applied_updates() -> None:

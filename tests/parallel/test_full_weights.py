@@ -82,10 +82,10 @@ def _damage(case: Case, victim: int, name: str) -> str:
     engine.step()
     engine.wait()
     if world_rank() == victim:
-        for bucket, flat in zip(engine.layout.buckets, engine.half_params.flat, strict=True):
-            for slot in bucket.slots:
+        for bucket in engine.buckets:
+            for slot in bucket.plan.slots:
                 if slot.spec.name == name:
-                    flat[slot.start] += 1
+                    bucket.params[slot.start] += 1
         if name == "skipped_steps":
             engine.skipped_steps += 1
     try:

@@ -76,7 +76,7 @@ def _train_and_save(folder: Path) -> tuple:
     cpu = torch.device("cpu")
     together = Together(make_collectives(engine.topology.world, cpu), cpu)
     save(folder, take_snapshot(engine, RunRecord()), together)
-    return one, other[1:], unchanged, engine.param_names, after
+    return one, other[1:], unchanged, engine.plan.param_names, after
 
 
 def test_two_stages_that_share_a_layer_are_one_model(run_ranks, tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def _overflows(config: Config) -> list[str]:
     rank, wrong = engine.topology.world.rank, []
     _step(config, passes, 0)
     before = contents(engine)
-    params = [*engine.half_params.params.values()]
+    params = [*engine.module.parameters()]
     for victim in range(engine.topology.world.size):
         handle = params[(3 * victim + 1) % len(params)].register_hook(with_one_inf) if rank == victim else None
         _, skipped = _step(config, passes, 1)

@@ -150,12 +150,14 @@ ALL = CONFIGS | MUON | MORE | SHARDED | MORE_SHARDED
 
 def held_by(engine: ShardedEngine) -> dict[str, int]:
     """Bytes of what an engine holds between steps, by the plan's categories."""
+    buckets, sums = engine.buckets, [bucket.grad_sum for bucket in engine.buckets]
+    owner_adds = engine.plan.sharding.accumulate == "owner" and engine.grad_accum_steps > 1
     held = {
-        "half parameters": [*engine.half_params.flat, *engine.half_params.shards],
-        "half gradients": [*engine.half_grads.flat, *engine.grad_reduce._sums.flat],
-        "FP32 sums of micro-batches": engine.grad_reduce._totals.flat,
-        "FP32 masters": engine.master_shard.master,
-        "optimizer states": [state for runs in engine.master_shard.states for run in runs for state in run.values()],
+        "half parameters": [flat for bucket in buckets for flat in (bucket.params, bucket.param_shard)],
+        "half gradients": [*(bucket.grads for bucket in buckets), *([] if owner_adds else sums)],
+        "FP32 sums of micro-batches": sums if owner_adds else [],
+        "FP32 masters": [bucket.master for bucket in buckets],
+        "optimizer states": [state for bucket in buckets for span in bucket.states for state in span.values()],
     }
     return {name: storage_bytes(tensors) for name, tensors in held.items()}
 

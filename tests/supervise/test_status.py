@@ -136,7 +136,7 @@ def test_a_bit_that_changed_in_memory_ends_the_run_and_nothing_is_saved(tmp_path
     def step_and_damage(engine: ShardedEngine) -> StepResult:
         result = step(engine)
         if next(calls) > 2:  # the engine itself looks at its first two steps
-            engine.half_params.flat[0].view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
+            engine.buckets[0].params.view(torch.int16)[5] ^= 1  # the next step writes it anew, but for the check
         return result
 
     with mock.patch.object(ShardedEngine, "step", step_and_damage), pytest.raises(DamagedMemory) as damage:
@@ -156,7 +156,7 @@ def test_a_bit_that_changed_between_two_checks_is_not_saved(tmp_path, async_save
 
     def progress_and_damage(trainer: Trainer) -> Progress:  # a save asks for it, after the last update before it
         if trainer.plan.applied == 6:
-            trainer.engine.master_shard.master[0].view(torch.int32)[5] ^= 1 << 20
+            trainer.engine.buckets[0].master.view(torch.int32)[5] ^= 1 << 20
         return progress(trainer)
 
     with mock.patch.object(Trainer, "progress", progress_and_damage), pytest.raises(DamagedMemory):

@@ -188,8 +188,8 @@ def test_the_report_names_the_parameter_that_overflowed_and_no_other(tmp_path, d
 
     def poisoned(engine: Any, loss: torch.Tensor, weight: float) -> None:
         if not injected:
-            injected.append(rng.choice(engine.param_names))
-            param = engine.half_params.params[injected[0]]
+            injected.append(rng.choice(engine.plan.param_names))
+            param = engine.module.get_parameter(injected[0])
             place = rng.randrange(param.numel())
 
             def poison(grad: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
         grad_accum_steps=ACCUM,
         compile_update=False,
     )
-    old = _copies(engine.master_shard.master), _copies(engine.half_params.shards)
+    old = _masters_and_halves(engine)
     engine.examine_next_step()
     for micro_batch in range(ACCUM):
         loss = loss_of(model, make_batch(0, dist.get_rank(), micro_batch))
@@ -51,12 +51,13 @@ def _examined_step(dtype: torch.dtype, grad_dtype: torch.dtype, overflow: bool) 
     result = engine.step()
     layers = gather_precision(engine, result.examination, result.by_piece, float(result.loss_scale))
     engine.wait()
-    new = _copies(engine.master_shard.master), _copies(engine.half_params.shards)
-    return Seen(engine.layout, _copies(engine.grad_reduce.grad_shards), *old, *new, layers)
+    sums = [bucket.grad_sum.clone() for bucket in engine.buckets]
+    return Seen(engine.plan.layout, sums, *old, *_masters_and_halves(engine), layers)
 
 
-def _copies(shards: list[Tensor]) -> list[Tensor]:
-    return [shard.clone() for shard in shards]
+def _masters_and_halves(engine: ShardedEngine) -> tuple[list[Tensor], list[Tensor]]:
+    masters = [bucket.master.clone() for bucket in engine.buckets]
+    return masters, [bucket.param_shard.clone() for bucket in engine.buckets]
 
 
 def _whole(ranks: list[Seen], kind: str) -> dict[str, Tensor]:
