@@ -77,6 +77,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         mock.patch.object(engine_module.settings, "check_arguments"),  # refuses tensors that are not plain
         mock.patch.object(engine_module, "refuse_shared_elements"),  # asks where tensors lie
         mock.patch.object(engine_module.settings, "require_equal"),  # reads the device
+        mock.patch.object(torch, "equal", return_value=True),  # likewise: nothing moves a buffer
         mock.patch.object(half_params, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
@@ -88,7 +89,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
         engine = ShardedEngine(
             model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, clip_grad=1.0, compile_update=compiled,
         )  # fmt: skip
-        assert len(engine.layout.buckets) == BUCKETS or num_layers < LAYERS
+        assert len(engine.plan.layout.buckets) == BUCKETS or num_layers < LAYERS
         yield engine
 
 
@@ -100,21 +101,27 @@ def _count(
     `checked`: for writes past the engine, as the first steps are.
     """
     operations = Operations()
-    with _an_engine(operations, scale, compiled, num_layers) as engine:
-        grads = {param: torch.zeros_like(param) for param in engine.half_params.params.values()}
+    with _an_engine(operations, scale, compiled, num_layers) as engine, operations:
+        grads = [torch.zeros_like(param) for param in engine.module.parameters()]
+        for _ in range(0 if checked else unseen_writes._FIRST):
+            _backward(engine, grads)
+            engine.step()
         if examined:
             engine.examine_next_step()
-        if not checked:
-            engine.unseen_writes._steps = unseen_writes._FIRST
-        with operations:
-            with engine.accumulate(), engine.backward_pass(0, engine.half_grads.names):
-                engine.under_way.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
-                for param, grad in grads.items():
-                    param.grad = grad
-                engine.half_grads.take(engine.half_grads.names)
-            hooks = operations.counts.total()
-            engine.step()
-    return hooks - len(engine.params), operations.counts.total() - hooks
+        operations.counts.clear()
+        _backward(engine, grads)
+        hooks = operations.counts.total()
+        engine.step()
+    return hooks - len(engine.plan.params), operations.counts.total() - hooks
+
+
+def _backward(engine: ShardedEngine, grads: list[Tensor]) -> None:
+    """Let these gradients come, without a model that computes them."""
+    with engine.micro_batches(1), engine.backward_pass(0, engine.plan.param_names):
+        engine.progress.scaled(torch.zeros((), device="cuda"), 1.0, counts=True)
+        for param, grad in zip(engine.module.parameters(), grads, strict=True):
+            param.grad = grad
+        engine.collect(engine.plan.param_names)
 
 
 def test_a_step_is_some_hundred_operations_however_many_elements() -> None:

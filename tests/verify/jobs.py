@@ -112,7 +112,7 @@ def gradients_not_reduced() -> Iterator[None]:
 
     def note(self, *args, **kwargs):
         built(self, *args, **kwargs)
-        min_numel[0] = min(bucket.padded_numel for bucket in self.layout.buckets)
+        min_numel[0] = min(bucket.plan.padded_numel for bucket in self.buckets)
 
     with (
         mock.patch.object(GlooCollectives, "reduce_scatter", forgets),

@@ -59,10 +59,11 @@ def muon_per_micro_batch() -> Iterator[None]:
 
     def wrong(self, *args, **kwargs):
         built(self, *args, **kwargs)
-        for spec in (slot.spec for bucket in self.layout.buckets for slot in bucket.slots if slot.spec.matrices):
-            self.half_params.params[spec.name].register_hook(
-                lambda grad: orthogonalised(grad.bfloat16(), self.optimizer).to(grad.dtype)
-            )
+        for bucket in self.buckets:
+            for spec in (slot.spec for slot in bucket.plan.slots if slot.spec.matrices):
+                bucket.named_params[spec.name].register_hook(
+                    lambda grad: orthogonalised(grad.bfloat16(), self.optimizer).to(grad.dtype)
+                )
 
     with mock.patch.object(ShardedEngine, "__init__", wrong):
         yield
