@@ -202,7 +202,7 @@ def test_zero_grad_breaks_nothing() -> None:
         zeroed.backward(loss)
         zeroed.module.zero_grad(set_to_none=False)
         zeroed.step()
-    assert torch.equal(plain.master_shard.master[0], zeroed.master_shard.master[0])
+    assert torch.equal(plain.buckets[0].master, zeroed.buckets[0].master)
 
 
 def test_loss_backward_outside_the_engine_is_refused() -> None:

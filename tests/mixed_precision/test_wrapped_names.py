@@ -60,7 +60,7 @@ def _same(one: ShardedEngine, other: ShardedEngine) -> bool:
 @pytest.mark.parametrize("shard", ["states", "parameters"])
 def test_a_wrapped_model_trains_and_is_kept_under_the_plain_one_s_names(shard: str, tmp_path: Path) -> None:
     wrapped, plain = _engine(_wrapped(), shard), _engine(_plain(), shard)
-    assert wrapped.param_names == plain.param_names
+    assert wrapped.plan.param_names == plain.plan.param_names
     _train(wrapped, range(2))
     _train(plain, range(2))
     assert _same(wrapped, plain)
