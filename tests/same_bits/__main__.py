@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,13 @@ from tests.same_bits.compare import first_difference, lies_alike
 from tests.same_bits.configurations import (
     AXES,
     NAMED,
+    WORLD_SIZES,
     Configuration,
     allowed_pairs,
     choose,
     pairs_of,
     product,
     restricted,
-    world_size,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,10 @@ TOLD_EVERY_S = 30.0
 
 
 def chosen(arguments: argparse.Namespace) -> list[Configuration]:
-    """Return the configurations with their numbers and seeds, small worlds first."""
+    """Return the configurations with their numbers and seeds, small worlds first.
+
+    Raises: ValueError, as `restricted`.
+    """
     axes, count, seed = restricted(arguments.only), arguments.count, arguments.seed
     if arguments.product:
         found = product(axes, seed)
@@ -52,10 +55,13 @@ def chosen(arguments: argparse.Namespace) -> list[Configuration]:
         named = [one for one in NAMED if not ("gpu" in one and library.missing())]
         named = named if count >= 100 and not arguments.only else []
         found = [*choose(axes, count - len(named), seed), *named]
-    found = [{"number": number, "seed": f"{seed} {number}", **one} for number, one in enumerate(found)]
-    if arguments.number is not None:
-        found = [one for one in found if one["number"] in arguments.number]
-    return sorted(found, key=lambda one: (one.get("gpu", False), world_size(one)))
+    wanted = range(len(found)) if arguments.number is None else arguments.number
+    all_of_it = [
+        {"number": number, "seed": f"{seed} {number}", "ranks": WORLD_SIZES[one["layout"]], **one}
+        for number, one in enumerate(found)
+        if number in wanted
+    ]
+    return sorted(all_of_it, key=lambda one: (one.get("gpu", False), one["ranks"]))
 
 
 def start(tree: Path, folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -63,63 +69,64 @@ def start(tree: Path, folder: Path, name: str) -> subprocess.Popen[bytes]:
     own = {
         "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONHASHSEED": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / f"{name}_compiled"), "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore",
     }  # fmt: skip
+    (folder / name).touch()
     command = [sys.executable, str(WORKER), str(tree), str(folder / "configurations"), str(folder / name)]
     return subprocess.Popen(command, cwd=folder, env={**os.environ, **own})
 
 
-def answers(path: Path) -> dict[int, dict[str, Any]]:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return {one["number"]: one for one in (json.loads(line) for line in lines if line.endswith("\n"))}
+def answers(path: Path, side: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield what a side writes, as it comes, until the side has ended."""
+    line = ""
+    with path.open() as lines:
+        while True:
+            over = side.poll() is not None
+            line += lines.readline()
+            if line.endswith("\n"):
+                yield json.loads(line)
+                line = ""
+            elif over:
+                return
+            else:
+                time.sleep(0.2)
 
 
-def compared(trees: dict[str, Path], found: Sequence[Configuration]) -> int:
-    """Train all on both sides; print the first difference of each, and a summary. Return how many differ."""
+def compare(trees: dict[str, Path], found: Sequence[Configuration]) -> int:
+    """Train all on both sides; print the first difference of each, and a summary. Return how many are not equal."""
+    judged = different = moved = attempts = skipped = 0
+    began_s = told_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="same-bits-") as place:
-        folder, began_s = Path(place), time.monotonic()
+        folder = Path(place)
         (folder / "configurations").write_text("".join(json.dumps(one) + "\n" for one in found))
         sides = {name: start(tree, folder, name) for name, tree in trees.items()}
         try:
-            judged, different, moved = dict[int, Any](), 0, 0
-            told_s = began_s
-            while True:
-                over = all(side.poll() is not None for side in sides.values())
-                both = [answers(folder / name) for name in sides]
-                for one in found:
-                    number = one["number"]
-                    if number in judged or not all(number in side for side in both):
-                        continue
-                    judged[number] = both[0][number]
-                    moved += not lies_alike(*(side[number] for side in both))
-                    if (where := first_difference(*(side[number] for side in both))) is not None:
-                        different += 1
-                        print(f"DIFFERS {number}: {described(one)}\n    {where}", flush=True)
+            told = [answers(folder / name, side) for name, side in sides.items()]
+            for one, old, new in zip(found, *told, strict=False):  # a side may end before its time
+                judged += 1
+                moved += not lies_alike(old, new)
+                attempts += old.get("attempts", 0)
+                skipped += old.get("skipped", 0)
+                if (where := first_difference(old, new)) is not None:
+                    different += 1
+                    print(f"DIFFERS {one['number']}: {described(one)}\n    {where}", flush=True)
                 if time.monotonic() - told_s > TOLD_EVERY_S:
                     told_s = time.monotonic()
-                    print(f"{len(judged)} of {len(found)}, {told_s - began_s:.0f} s", file=sys.stderr, flush=True)
-                if over:
-                    break
-                time.sleep(0.5)
+                    print(f"{judged} of {len(found)}, {told_s - began_s:.0f} s", file=sys.stderr, flush=True)
         finally:
-            for side in sides.values():
-                side.terminate()
-                side.wait()
+            for name, side in sides.items():
+                if judged < len(found):
+                    side.terminate()
+                if side.wait():
+                    print(f"the {name} tree's side ended with {side.returncode}")
         if any("compiled" in one for one in found):
             for name in sides:
                 assert any((folder / f"{name}_compiled").rglob("*.so")), f"the {name} tree's side has compiled nothing"
-    for name, side in sides.items():
-        if side.returncode:
-            print(f"the {name} tree's side ended with {side.returncode}")
-    attempts, skipped = (sum(one.get(key, 0) for one in judged.values()) for key in ("attempts", "skipped"))
     if moved:
         print(f"in {moved} configurations ranks own other elements: by_piece is not compared there")
-    equal = len(judged) - different
-    print(
-        f"{equal} of {len(found)} configurations equal, {attempts} attempts, {skipped} skipped, "
-        f"{time.monotonic() - began_s:.0f} s"
-    )
-    return len(found) - equal
+    equal = f"{judged - different} of {len(found)} configurations equal, {attempts} attempts, {skipped} skipped"
+    print(f"{equal}, {time.monotonic() - began_s:.0f} s")
+    return len(found) - judged + different
 
 
 def described(one: Configuration) -> str:
@@ -136,17 +143,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--number", type=int, action="append", help="of these numbers alone, as a difference names them"
     )
-    parser.add_argument("--new", type=Path, default=ROOT, help="the other tree; this one unless given")
     arguments = parser.parse_args(argv)
-    for tree in (arguments.old, arguments.new):
-        if not (tree / "megamix/__init__.py").is_file():
-            parser.error(f"{tree} holds no megamix/__init__.py; give the root of a checkout")
-    found = chosen(arguments)
+    if not (arguments.old / "megamix/__init__.py").is_file():
+        parser.error(f"{arguments.old} holds no megamix/__init__.py; give the root of a checkout")
+    try:
+        found = chosen(arguments)
+    except ValueError as error:
+        parser.error(str(error))
     if not arguments.product and arguments.number is None:
         want = allowed_pairs(restricted(arguments.only))
         have = set().union(*map(pairs_of, found))
         print(f"{len(found)} configurations show {len(want & have)} of {len(want)} pairs of settings")
-    return min(1, compared({"old": arguments.old.resolve(), "new": arguments.new.resolve()}, found))
+    return min(1, compare({"old": arguments.old.resolve(), "new": ROOT}, found))
 
 
 if __name__ == "__main__":

@@ -83,10 +83,6 @@ NAMED: tuple[Configuration, ...] = tuple(
 )  # fmt: skip
 
 
-def world_size(configuration: Mapping[str, Setting]) -> int:
-    return WORLD_SIZES[str(configuration["layout"])]
-
-
 def pairs_of(configuration: Mapping[str, Setting]) -> set[Pair]:
     """Return its pairs of values of two axes."""
     return set(itertools.combinations(((axis, configuration[axis]) for axis in AXES if axis in configuration), 2))

@@ -27,9 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import megamix
 
-ATTEMPTS, DEADLINE_S = 7, 60.0
+ATTEMPTS, DEADLINE_S = 7, 180.0
 VOCAB, WIDTH, LENGTH, SAMPLES, MATRICES = 28, 16, 8, 2, 2
-WORLD_SIZES = {"dp1": 1, "dp2": 2, "dp4": 4, "tp2": 2, "dp2tp2": 4, "pp2": 2, "pp2zb": 2}
 REPLICATED = ("dp1", "dp2", "dp4")
 SCALES: dict[str, dict[str, Any]] = {
     "static": {"init_scale": 2.0**10},
@@ -412,7 +411,7 @@ def main(tree: str, configurations: str, answers: str) -> None:
     pools: dict[tuple[int, bool], Any] = {}
     with open(answers, "w") as out:
         for one in map(json.loads, Path(configurations).read_text().splitlines()):
-            size, on_gpus = WORLD_SIZES[one["layout"]], "gpu" in one
+            size, on_gpus = one["ranks"], "gpu" in one
             if (size, on_gpus) not in pools:
                 pools[size, on_gpus] = RankPool(size, on_gpus=on_gpus, deadline_s=DEADLINE_S)
             pool = pools[size, on_gpus]
