@@ -534,16 +534,12 @@ def _resumed_equals_uninterrupted() -> list[bool]:
         second.step()
     straight.wait()
     second.wait()
-    pairs = [
-        (straight.master_shard.master, second.master_shard.master),
-        (straight.half_params.flat, second.half_params.flat),
+    held = [
+        [engine.skipped_steps, engine.loss_scale.loss_scale]
+        + [flat for bucket in engine.buckets for flat in (bucket.master, bucket.params)]
+        for engine in (straight, second)
     ]
-    pairs.append(
-        ([straight.skipped_steps, straight.loss_scale.loss_scale], [second.skipped_steps, second.loss_scale.loss_scale])
-    )
-    return [torch.equal(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)] + [
-        bool(straight.skipped_steps)
-    ]
+    return [*map(torch.equal, *held), bool(straight.skipped_steps)]
 
 
 def test_a_restored_engine_continues_bitwise(run_ranks) -> None:
