@@ -2,15 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-
-
-def ignored(kind: str, bucket: int, pending: object) -> None:
-    """Watch nothing."""
 
 
 class Clock:
@@ -24,8 +19,6 @@ class Clock:
         self.enabled = False
         self.entered = 0  # spans so far, measured or not: what another thread sees of this one's progress
         self.loaded = 0  # bytes of a checkpoint so far, likewise
-        # Told of each transfer of a bucket that was launched: what kind, which bucket, and what `wait` is called on.
-        self.watch: Callable[[str, int, Any], None] = ignored
         self._on_gpu = device.type == "cuda"
         self._open: list[str] = []
         self._last = "the start"

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megamix.auditing.facts import HALVES, NOWHERE, ParamFacts, dtype_name, local
 from megamix.auditing.watch import Watch
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.matrix_update import DIRECTION, GRADIENT
-from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.observer import DIRECTION, GRADIENT, StepObserver, Used
+from megamix.mixed_precision.update_slice import MASTER
 
 # The states whose next value moves a weight though the gradient is zero. Others only divide.
 _MOVES = ("exp_avg", "momentum_buffer", "velocity", "momentum")
@@ -123,6 +124,26 @@ def _states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
     return found
 
 
+class _Used(StepObserver):
+    """Keeps what a step's update uses of each parameter."""
+
+    def __init__(self, facts: Mapping[str, ParamFacts]):
+        self._facts = facts
+        self.gradients: dict[str, Tensor] = {}
+        self.directions: dict[str, Tensor] = {}
+
+    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
+        for piece in (one for one in bucket.pieces if one.numel):
+            if what == GRADIENT:
+                self.gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
+            elif not piece.spec.matrices:
+                continue
+            elif what == DIRECTION:
+                self.directions[piece.spec.name] = values[piece.elements]
+            else:
+                self._facts[piece.spec.name].direction = dtype_name(values.dtype)
+
+
 @contextmanager
 def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch: Watch) -> Iterator[None]:
     """Count what one `step()` of an engine changes of what this rank owns.
@@ -145,31 +166,16 @@ def engine_updates(engine: ShardedEngine, facts: Mapping[str, ParamFacts], watch
         for one in (facts[name] for name in bucket.named_params):
             one.count(held=1)
             one.dtypes |= {"wire": wire, "sum": total, "checkpoint": dtype_name(torch.float32)}  # of the masters
-    gradients, directions = dict[str, Tensor](), dict[str, Tensor]()
-
-    def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.buckets[bucket].pieces if one.numel):
-            if what == GRADIENT:
-                gradients[piece.spec.name] = values[piece.elements].clone()  # a step may free its sums
-            elif not piece.spec.matrices:
-                continue
-            elif what == DIRECTION:
-                directions[piece.spec.name] = values[piece.elements]
-            else:
-                facts[piece.spec.name].direction = dtype_name(values.dtype)
-
-    before, engine.matrix_update.look = engine.matrix_update.look, look
-    try:
+    used = _Used(facts)
+    with engine.observe(used):
         yield
-    finally:
-        engine.matrix_update.look = before
     watch.steps = int(engine.applied_updates) - applied
     watch.overflowed |= int(engine.skipped_steps) > skipped
     if watch.steps > 1:
         raise RuntimeError(f"audit: the engine made {watch.steps} updates inside the block; take one step")
     if watch.steps == 1:
         for update, owned in zip(updates, engine.owned_ranges(), strict=True):
-            grad = gradients[owned.spec.name]
+            grad = used.gradients[owned.spec.name]
             states = {name: one for name, one in owned.tensors.items() if name != MASTER}
-            update.after(grad, states, directions.get(owned.spec.name))
+            update.after(grad, states, used.directions.get(owned.spec.name))
             update.facts.note_largest(gradient=grad.abs().amax())

@@ -19,8 +19,8 @@ from megamix.machine import native_halves
 from megamix.mixed_precision.adamw import AdamW
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.loss_scale import DynamicLossScale
-from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.settings import Precision, ReduceDtype, Shard, Sharding
+from megamix.mixed_precision.weights import Fill
 from megamix.model.decoder import Decoder
 from megamix.model.ops import Ops
 from megamix.model.transformer import Transformer

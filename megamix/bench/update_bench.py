@@ -20,12 +20,13 @@ from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
 from megamix.mixed_precision.adamw import AdamW
+from megamix.mixed_precision.bucket import make_buckets
+from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.flat_layout import build_layout
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, Update, choose_update, update_shard
-from megamix.mixed_precision.grad_stats import PieceStats
-from megamix.mixed_precision.half_params import describe_params
-from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.settings import Sharding
+from megamix.mixed_precision.fused_update import choose_kernels
+from megamix.mixed_precision.grad_stats import stats_by_piece
+from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.update_slice import Kernel, StepScalars
 from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
@@ -66,27 +67,30 @@ class UpdateRank:
         self._optimizer, alone = optimizer, Collectives(Axis())
         with torch.device("meta"):
             described = Transformer(model)
-        specs, self._groups, _ = describe_params(described, self._optimizer, Topology(), Sharding())
-        self.layout = build_layout(specs, [1])
-        self._shard = MasterShard(self.layout, [alone] * len(self.layout.buckets), self._groups, device)
-        self._half = [torch.zeros(bucket.padded_numel, dtype=dtype) for bucket in self.layout.buckets]
+        census = take_census(described, self._optimizer, Topology(), Sharding())
+        self._groups = census.groups
+        self.layout = build_layout(census.specs, [1])
+        self._buckets = make_buckets(self.layout, [alone], self._groups, Precision(dtype), Sharding(), device)
         # Far from the subnormal numbers, which take a CPU many times as long.
         draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
-        self._grads = [(draw(bucket.padded_numel) * 1e-2).to(device, dtype) for bucket in self.layout.buckets]
+        for bucket in self._buckets:
+            bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=dtype)
+            bucket.param_shard = bucket.params
+            bucket.make_grads(owner_adds=False)
+            bucket.grads.copy_(draw(bucket.plan.padded_numel) * 1e-2)
         count = torch.tensor(10.0)
         coefficients = self._optimizer.coefficients(count.double())
         self._scalars = StepScalars(torch.tensor(0.5), torch.tensor(False), torch.tensor(1e-4), count, coefficients)
 
-        choose = partial(choose_update, self._optimizer, self._groups, self._half, self._grads, self._grads, alone)
-        compiled, stats = choose(try_compiler)
-        library, library_stats = choose(False)
-        pieces = PieceStats(self.layout, [0] * len(self.layout.buckets), device, counts=True)
+        choose = partial(choose_kernels, self._optimizer, self._groups, self._buckets, alone)
         self.variants: dict[str, Callable[[], object]] = {}
-        if isinstance(compiled, CompiledUpdate):
-            self.variants[COMPILED] = lambda: self._update(compiled)
-            self.variants[STATS] = lambda: pieces([stats.of_shard(grad) for grad in self._grads])
-        self.variants[LIBRARY] = lambda: self._update(library)
-        self.variants[LIBRARY_STATS] = lambda: pieces([library_stats.of_shard(grad) for grad in self._grads])
+        for kernels, update, stats in (
+            (choose(try_compiler), COMPILED, STATS),
+            (choose(False), LIBRARY, LIBRARY_STATS),
+        ):
+            if (kernels.path == "compiled") == (update == COMPILED):
+                self.variants[update] = partial(self._update, kernels.update)
+                self.variants[stats] = partial(stats_by_piece, self._buckets, kernels.row_stats, True)
         self.variants[CASTS] = self._make_casts()
         # In FP32, reading and writing as many bytes as the update.
         source = torch.ones(update_bytes(optimizer) * self.num_params() // 8)
@@ -109,31 +113,30 @@ class UpdateRank:
         self._wait()
         return (time.perf_counter() - start_s) / self._calls
 
-    def _update(self, update: Update) -> None:
-        """Update as engine.step() does: bucket by bucket, run by run."""
-        grads, shard, half = self._grads, self._shard, self._half
-        for k, runs in enumerate(shard.runs):
-            cuts = [(run, update) for run in runs]
-            update_shard(cuts, grads[k], shard, k, half[k], self._scalars)
+    def _update(self, kernel: Kernel) -> None:
+        """Update as engine.step() does: bucket by bucket, span by span."""
+        for bucket in self._buckets:
+            for span in bucket.spans:
+                kernel(bucket.slice(span), self._scalars)
 
     def _make_casts(self) -> Callable[[], None]:
         """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""
-        grads32 = [grad.float() for grad in self._grads]
+        grads32 = [bucket.grads.float() for bucket in self._buckets]
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": group.weight_decay} for group in self._groups]
-        for master, grad32, runs in zip(self._shard.master, grads32, self._shard.runs, strict=True):
-            for run in runs:
-                param = master[run.start : run.end]
-                param.grad = grad32[run.start : run.end]
-                groups[run.group]["params"].append(param)
+        for bucket, grad32 in zip(self._buckets, grads32, strict=True):
+            for span in bucket.spans:
+                param = bucket.master[span.start : span.end]
+                param.grad = grad32[span.start : span.end]
+                groups[span.group]["params"].append(param)
         ours = self._optimizer
         optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=ours.betas, eps=ours.eps, fused=True)
 
         def casts() -> None:
-            for grad32, grad in zip(grads32, self._grads, strict=True):
-                grad32.copy_(grad)
+            for bucket, grad32 in zip(self._buckets, grads32, strict=True):
+                grad32.copy_(bucket.grads)
             optimizer.step()
-            for half, master in zip(self._half, self._shard.master, strict=True):
-                half.copy_(master)
+            for bucket in self._buckets:
+                bucket.params.copy_(bucket.master)
 
         return casts
 

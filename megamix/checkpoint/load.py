@@ -23,7 +23,7 @@ from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, read_check
 from megamix.clock import Clock
 from megamix.config import ConfigError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.master_shard import misfit_names
+from megamix.mixed_precision.weights import misfit_names
 
 log = logging.getLogger("megamix")
 

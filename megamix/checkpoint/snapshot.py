@@ -17,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megamix import tuned
 from megamix.checkpoint.boxes import Box, boxes_of_range
 from megamix.checkpoint.manifest import BUFFER, MASTER, Dtype, LayoutRecord, Manifest, ParamRecord, RunRecord, StateSet
+from megamix.mixed_precision.census import SAVED_DTYPES, Entry
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.half_params import SAVED_DTYPES, Entry
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.names import by_plain_name
 
@@ -51,7 +51,7 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     """Return what there is to save of the whole model: every parameter, then every buffer."""
     params = [(entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.plan.params]
-    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.plan.buffers)]
+    return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.plan.entries.buffers)]
 
 
 def parts_of_range(param: str, state: str, block: Box, start: int, flat: Tensor) -> Iterator[Part]:
@@ -81,7 +81,7 @@ def owned_parts(engine: ShardedEngine) -> list[Part]:
 def buffer_parts(engine: ShardedEngine) -> list[Part]:
     """Return the buffers of this rank's module, as they are."""
     held = by_plain_name(engine.module.named_buffers(remove_duplicate=False))
-    own = [entry for entry in engine.plan.buffers if entry.name in held]
+    own = [entry for entry in engine.plan.entries.buffers if entry.name in held]
     return [Part(entry.name, BUFFER, Box.whole(entry.full_shape), held[entry.name]) for entry in own]
 
 
@@ -162,7 +162,7 @@ def take_snapshot(engine: ShardedEngine, run: RunRecord) -> Snapshot:
     )
     parts = owned_parts(engine) if engine.topology.saves_shard else []
     if engine.topology.stage.rank == 0:
-        first = {entry.name for entry in engine.plan.buffers if entry.stage == engine.topology.pp.rank}
+        first = {entry.name for entry in engine.plan.entries.buffers if entry.stage == engine.topology.pp.rank}
         own = (part for part in buffer_parts(engine) if part.param in first)
         parts += [replace(part, tensor=part.tensor.contiguous()) for part in own]
     # The widest first, so that in a file and in the host's memory each begins at a multiple of its elements' size.

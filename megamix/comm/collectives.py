@@ -84,17 +84,17 @@ class Collectives:
         """Return this rank's part of what is divided evenly, a view. Shapes: (n,) -> (n / size,)."""
         return flat.view(self.axis.size, -1)[self.axis.rank]
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
-        """Start summing `half_grads` over the ranks into this rank's part.
+    def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
+        """Start summing `grads` over the ranks into this rank's part.
 
         `use(parts)` does so itself, where the sum is to have another dtype; it is called once, by the first `wait` or
         by the next reduction. `parts`: this rank's part as each rank has it, in rank order. They lie in a
-        scratch buffer that the next reduction fills anew; `half_grads` has been sent by then and may be overwritten.
-        Shapes: half_grads (padded_numel,), grad_shard (padded_numel / size,), a view of half_grads at this rank's
+        scratch buffer that the next reduction fills anew; `grads` has been sent by then and may be overwritten.
+        Shapes: grads (padded_numel,), grad_shard (padded_numel / size,), a view of grads at this rank's
         place, or memory of its own; parts (size, padded_numel / size).
         """
-        then = partial(use, half_grads.unsqueeze(0)) if use else partial(grad_shard.copy_, half_grads)
-        in_place = grad_shard.untyped_storage()._cdata == half_grads.untyped_storage()._cdata
+        then = partial(use, grads.unsqueeze(0)) if use else partial(grad_shard.copy_, grads)
+        in_place = grad_shard.untyped_storage()._cdata == grads.untyped_storage()._cdata
         return Pending(then=None if use is None and in_place else then)
 
     def all_gather(self, flat: Tensor, shard: Tensor, number: int = 0) -> Pending:
@@ -151,14 +151,14 @@ class _ManyRanks(Collectives):
         for one in self.scratch:
             one.resize_(0)
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
+    def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         scratch, earlier = self._exchanges[0]
         earlier.wait()  # its parts are summed before these come into their place
-        if scratch.nbytes() < half_grads.nbytes:
+        if scratch.nbytes() < grads.nbytes:
             scratch.resize_(0)  # else what has been used would be copied
-            scratch.resize_(half_grads.nbytes)
-        parts = half_grads.new_empty(0).set_(scratch, 0, half_grads.shape, half_grads.stride())
-        work = dist.all_to_all_single(parts, half_grads, group=self.axis.group, async_op=True)
+            scratch.resize_(grads.nbytes)
+        parts = grads.new_empty(0).set_(scratch, 0, grads.shape, grads.stride())
+        work = dist.all_to_all_single(parts, grads, group=self.axis.group, async_op=True)
         add = partial(sum_in_rank_order, out=grad_shard) if use is None else use
         # On a GPU `wait` orders the current stream behind the exchange, and the sum runs on that stream; the next
         # exchange into this buffer starts behind it.
@@ -192,10 +192,10 @@ class NcclCollectives(_ManyRanks):
 
     num_scratch = 2
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
+    def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
         if use is not None:
-            return super().reduce_scatter(half_grads, grad_shard, use)
-        return Pending(_reduce_scatter(grad_shard, half_grads, group=self.axis.group, async_op=True))
+            return super().reduce_scatter(grads, grad_shard, use)
+        return Pending(_reduce_scatter(grad_shard, grads, group=self.axis.group, async_op=True))
 
     def all_gather(self, flat: Tensor, shard: Tensor, number: int = 0) -> Pending:
         return Pending(_all_gather(flat, shard, group=self.axis.group, async_op=True))

@@ -45,7 +45,7 @@ class _Watched:
 
 
 class Timeline:
-    """Of one step, which begins now. `watch` is for `Clock.watch`."""
+    """When the transfers of one step come and go, which begins now."""
 
     def __init__(self, device: torch.device):
         self._device, self._on_gpu = device, device.type == "cuda"

@@ -146,13 +146,13 @@ def _fp16_is_scaled(config: Config) -> Iterator[str]:
 def _sums_suit_gradients(config: Config) -> Iterator[str]:
     precision = config.precision
     dtype, grad_dtype, reduce_dtype = precision.dtype, precision.grad_dtype, precision.reduce_dtype
-    half_grads = "fp32" not in (dtype, grad_dtype)
-    if half_grads and reduce_dtype == "fp32":
+    grads_are_half = "fp32" not in (dtype, grad_dtype)
+    if grads_are_half and reduce_dtype == "fp32":
         yield (
             f'precision.reduce_dtype: got "fp32", but gradients are {dtype}, and a wider format on the wire adds no '
             'information; write reduce_dtype = "half_fp32_sum", or grad_dtype = "fp32"'
         )
-    if not half_grads and reduce_dtype in ("half", "half_fp32_sum"):
+    if not grads_are_half and reduce_dtype in ("half", "half_fp32_sum"):
         fix = "" if dtype == "fp32" else ', or grad_dtype = "half"'
         yield (
             f'precision.reduce_dtype: got "{reduce_dtype}", but gradients are FP32 with dtype = "{dtype}" and '

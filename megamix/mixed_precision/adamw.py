@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
-from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateScalars, are_numbers
+from megamix.mixed_precision.optimizers import Optimizer, are_numbers
+from megamix.mixed_precision.update_slice import States, Tensors, UpdateScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

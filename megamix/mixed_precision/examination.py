@@ -5,15 +5,14 @@ Only steps that were asked for it (`engine.examine_next_step()`) pay for these p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.flat_layout import Piece, Run
-from megamix.mixed_precision.fused_update import Cut, Update
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.flat_layout import Run
+from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import Examination
 
 # Elements, a multiple of ROW, on a CPU and on a GPU: the passes' own memory is a few of these, whatever a shard's size.
@@ -24,72 +23,57 @@ _EXPONENTS = 256
 _LANES = 1024  # of a GPU's counts
 
 
-def new_examination(param_names: Sequence[str], micro_batches: int, device: torch.device) -> Examination:
-    """Return the empty tables of one step. `param_names`: of the whole model, in registration order."""
-    layers = layers_of(param_names)
-    return Examination(
-        tuple(param_names),
-        layers,
-        local=torch.zeros(micro_batches, len(param_names), 3, dtype=torch.float64, device=device),
-        exponents=torch.zeros(len(layers), _EXPONENTS, dtype=torch.int64, device=device),
-        zeros=torch.zeros(len(layers), dtype=torch.int64, device=device),
-        updates=torch.zeros(len(layers), 2, dtype=torch.int64, device=device),
-    )
+class Examiner(StepObserver):
+    """Fills the tables of one step. `param_names`: of the whole model, in registration order."""
 
+    def __init__(self, param_names: Sequence[str], micro_batches: int, device: torch.device):
+        layers = layers_of(param_names)
+        self._place_of = {name: place for place, name in enumerate(param_names)}
+        self._layer_of = {name: layers.index(layer_of(name)) for name in param_names}
+        self.examination = Examination(
+            tuple(param_names),
+            layers,
+            local=torch.zeros(micro_batches, len(param_names), 3, dtype=torch.float64, device=device),
+            exponents=torch.zeros(len(layers), _EXPONENTS, dtype=torch.int64, device=device),
+            zeros=torch.zeros(len(layers), dtype=torch.int64, device=device),
+            updates=torch.zeros(len(layers), 2, dtype=torch.int64, device=device),
+        )
 
-def look(examination: Examination | None, micro_batch: int) -> Callable[[str, Tensor], None] | None:
-    """Return what one micro-batch's ready hooks call with a parameter's name and gradient, as often as one comes; None
-    where nothing is examined.
-    """
-    if examination is None:
-        return None
-    rows = dict(zip(examination.param_names, examination.local[micro_batch], strict=True))
-
-    def look_at(name: str, grad: Tensor) -> None:
-        inf, nan, max_abs = rows[name]
+    def on_gradient(self, name: str, micro_batch: int, grad: Tensor) -> None:
+        inf, nan, max_abs = self.examination.local[micro_batch, self._place_of[name]]
         for chunk in torch.split(grad.reshape(-1), _chunk(grad)):
             inf += chunk.isinf().sum()
             nan += chunk.isnan().sum()
             torch.maximum(max_abs, chunk.abs().amax(), out=max_abs)
 
-    return look_at
+    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
+        if what != GRADIENT:
+            return
+        for piece in bucket.pieces:
+            layer = self._layer_of[piece.spec.name]
+            for chunk in torch.split(values[piece.elements], _chunk(values)):
+                count_exponents(chunk, self.examination.exponents[layer])
+                self.examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
 
-
-def watch(
-    examination: Examination, pieces: Sequence[Sequence[Piece]], grad_shards: Sequence[Tensor], update: Update
-) -> list[list[Cut]]:
-    """Count this rank's part of the reduced gradient; return each bucket's runs in smaller cuts, with an update that
-    compares before and after.
-
-    The update is the same bit for bit on any cut at a row, so what is compared need not be kept for a whole shard.
-    `pieces`: of each bucket, those that this rank owns. Shapes: grad_shards half or FP32 (shard_numel,) per bucket.
-    """
-    cuts: list[list[Cut]] = []
-    for own, grad_shard in zip(pieces, grad_shards, strict=True):
-        cuts.append([])
-        size = _chunk(grad_shard)
-        for piece in own:
-            layer = examination.layers.index(layer_of(piece.spec.name))
-            for chunk in torch.split(grad_shard[piece.elements], size):
-                count_exponents(chunk, examination.exponents[layer])
-                examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
-            compared = partial(_compare, update, examination.updates[layer])
-            for start in range(piece.start, piece.end, size):
-                cuts[-1].append((Run(piece.spec.group, start, min(start + size, piece.end)), compared))
-    return cuts
+    def cut(self, bucket: Bucket, spans: Iterable[Run]) -> Iterator[Run]:
+        """Compare before and after, piece by piece, so that what is compared need not be kept for a whole shard."""
+        size = _chunk(bucket.master)
+        for span in spans:
+            for piece in (one for one in bucket.pieces if span.start <= one.start < span.end):
+                counts = self.examination.updates[self._layer_of[piece.spec.name]]
+                for start in range(piece.start, piece.end, size):
+                    part = Run(span.group, start, min(start + size, piece.end))
+                    master = bucket.master[part.start : part.end]
+                    old_master = master.clone()
+                    yield part
+                    half = bucket.param_shard[part.start : part.end]
+                    changed = master != old_master  # never in the padding: zeros stay zeros
+                    counts[0] += changed.sum()
+                    counts[1] += (changed & (half == old_master.to(half.dtype))).sum()
 
 
 def _chunk(tensor: Tensor) -> int:
     return _CHUNK if tensor.is_cpu else _CHUNK_GPU
-
-
-def _compare(update: Update, counts: Tensor, *arguments: Any) -> None:
-    _, master, _, half, *_ = arguments
-    old_master = master.clone()
-    update(*arguments)
-    changed = master != old_master  # never in the padding: zeros stay zeros
-    counts[0] += changed.sum()
-    counts[1] += (changed & (half == old_master.to(half.dtype))).sum()
 
 
 def count_exponents(values: Tensor, counts: Tensor) -> None:

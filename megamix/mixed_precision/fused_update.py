@@ -7,50 +7,23 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megamix import tuned
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import ROW, Run
-from megamix.mixed_precision.grad_reduce import RowStats
-from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
-from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.optimizers import Optimizer, States, Tensors, UpdateGroup, UpdateScalars
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.optimizers import Optimizer, gated_update_
+from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
+from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
 
 log = logging.getLogger("megamix")
-
-
-class StepScalars(NamedTuple):
-    """What a step decides once for all buckets: device scalars, never read by the host."""
-
-    multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * sum of weights)
-    found_inf: Tensor  # bool (): nothing may change
-    lr: Tensor  # FP32 (), before a group's factor
-    update: Tensor  # FP32 (): the number of this update, 1 for the first
-    coefficients: Tensors  # FP32 (): the optimizer's, e.g. its bias corrections
-
-
-# Updates a run of one group in place, from (grad, master, states, half, group, step). Shapes: half in half precision,
-# grad too or FP32, master FP32, states in their dtypes, all (n,) with n a multiple of 64.
-Update = Callable[[Tensor, Tensor, States, Tensor, int, StepScalars], None]
-Cut = tuple[Run, Update]
-
-
-def update_shard(
-    cuts: Iterable[Cut], grad: Tensor, shard: MasterShard, bucket: int, half: Tensor, step: StepScalars
-) -> None:
-    """Update this rank's part of a bucket in place, cut by cut.
-
-    Shapes: grad half or FP32, half in half precision, both (shard_numel,).
-    """
-    for run, update in cuts:
-        part, states = slice(run.start, run.end), shard.states_of(bucket, run.start, run.end)
-        update(grad[part], shard.master[bucket][part], states, half[part], run.group, step)
 
 
 class CompiledUpdate:
@@ -67,12 +40,12 @@ class CompiledUpdate:
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
 
-    def __call__(
-        self, grad: Tensor, master: Tensor, states: States, half: Tensor, group: int, step: StepScalars
-    ) -> None:
-        at = UpdateScalars(step.lr * self._lr_factors[group], self._weight_decays[group], step.coefficients)
-        rows = {name: _rows(state) for name, state in states.items()}
-        self._updates_[group](_rows(grad), _rows(master), rows, _rows(half), step.multiplier, step.found_inf, at)
+    def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
+        lr = step.lr * self._lr_factors[part.group]
+        at = UpdateScalars(lr, self._weight_decays[part.group], step.coefficients)
+        states = {name: _rows(state) for name, state in part.states.items()}
+        update_ = self._updates_[part.group]
+        update_(_rows(part.grad), _rows(part.master), states, _rows(part.half), step.multiplier, step.found_inf, at)
 
 
 def _rows(run: Tensor, size: int = ROW // 2) -> Tensor:
@@ -104,7 +77,7 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
         grad: Tensor, master: Tensor, states: States, half: Tensor,
         multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
-        optimizer.gated_update_(grad.float() * multiplier, master, states, at, found_inf)
+        gated_update_(optimizer.equation, grad.float() * multiplier, master, states, at, found_inf)
         half.copy_(master)
 
     # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
@@ -121,64 +94,62 @@ class LibraryUpdate:
     def __init__(self, optimizer: Optimizer, groups: Sequence[UpdateGroup]):
         self._optimizer, self._groups = optimizer, groups
 
-    def __call__(
-        self, grad: Tensor, master: Tensor, states: States, half: Tensor, group: int, step: StepScalars
-    ) -> None:
-        shared = self._groups[group]
+    def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
+        shared = self._groups[part.group]
         at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
-        size = tuned.piece(tuned.UPDATE_PIECE, grad.numel(), on_gpu=not grad.is_cpu)
-        unscaled = torch.empty(size, dtype=torch.float32, device=grad.device)
-        for start in range(0, grad.numel(), size):
-            piece = slice(start, min(start + size, grad.numel()))
-            piece_grad = unscaled[: piece.stop - start].copy_(grad[piece]).mul_(step.multiplier)
-            piece_states = {name: state[piece] for name, state in states.items()}
-            wide = {name: state.float() for name, state in piece_states.items()}  # FP32 ones themselves
-            self._optimizer.library_update_(piece_grad, master[piece], wide, at, step.update, step.found_inf)
-            for name, state in piece_states.items():
+        numel = part.grad.numel()
+        size = tuned.piece(tuned.UPDATE_PIECE, numel, on_gpu=not part.grad.is_cpu)
+        unscaled = torch.empty(size, dtype=torch.float32, device=part.grad.device)
+        for start in range(0, numel, size):
+            piece = slice(start, min(start + size, numel))
+            grad = unscaled[: piece.stop - start].copy_(part.grad[piece]).mul_(step.multiplier)
+            states = {name: state[piece] for name, state in part.states.items()}
+            wide = {name: state.float() for name, state in states.items()}  # FP32 ones themselves
+            self._optimizer.library_update_(grad, part.master[piece], wide, at, step.update, step.found_inf)
+            for name, state in states.items():
                 if wide[name] is not state:
                     state.copy_(wide[name])
-            half[piece].copy_(master[piece])
+            part.half[piece].copy_(part.master[piece])
 
 
-def choose_update(
-    optimizer: Optimizer,
-    groups: Sequence[UpdateGroup],
-    half_params: Sequence[Tensor],
-    half_grads: Sequence[Tensor],
-    grad_shards: Sequence[Tensor],
-    collectives: Collectives,
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a machine computes an update with."""
+
+    update: Kernel
+    row_stats: RowStats
+    path: Literal["compiled", "library"]  # "library": torch's own kernels
+
+
+def choose_kernels(
+    optimizer: Optimizer, groups: Sequence[UpdateGroup], buckets: Sequence[Bucket], world: Collectives,
     try_compiler: bool,
-) -> tuple[Update, RowStats]:
-    """Return the update and the statistics for this machine: compiled if the real functions compile on every rank, else
-    torch's kernels.
+) -> Kernels:  # fmt: skip
+    """Return what this machine computes with: compiled if the real functions compile on every rank, else torch's
+    kernels.
 
-    Of every bucket `half_params` and `half_grads`, and `grad_shards`, where its sums will lie: what there is of dtypes
-    is tried with each set of states, since what is first compiled amid a step may fail there. One answer for all ranks:
-    the two paths round differently (fused multiply-adds), and the choice is logged.
+    What the buckets have of dtypes is tried with each set of states, since what is first compiled amid a step may fail
+    there. One answer for all ranks: the two paths round differently (fused multiply-adds), and the choice is logged.
     """
-    library = LibraryUpdate(optimizer, groups), RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
+    groups = optimizer.kernel_groups(groups)
+    stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
+    library = Kernels(LibraryUpdate(optimizer, groups), stats, "library")
     if not try_compiler:
         return library
-    half = half_params[0]
-    stats = _compiled_stats(half.device)
-    compiled = CompiledUpdate(optimizer, groups, half.device), stats
-    both = zip(half_grads, grad_shards, strict=True)
-    kinds = dict.fromkeys((flat.dtype, shard.dtype, flat.numel() // shard.numel()) for flat, shard in both)
-    compiles, reason = True, "another rank has no compiler"
+    device = buckets[0].master.device
+    compiled = Kernels(CompiledUpdate(optimizer, groups, device), _compiled_stats(device), "compiled")
+    alike = {(one.grads.dtype, one.grad_sum.dtype, one.owners.axis.size): one for one in buckets}
+    compiles = True
+    reason = "another rank has no compiler"
     try:
         # dynamic=True would take the optimizer's constants (betas, eps) for variables too, and load them in every turn.
         with torch._dynamo.config.patch(specialize_float=True):
-            for grad_dtype, sum_dtype, owners in kinds:
-                grad = half.new_zeros(tuned.TRIAL, dtype=sum_dtype)
-                stats.of_shard(grad)
-                for group in {group.states: number for number, group in enumerate(groups)}.values():
-                    _try_out(optimizer, compiled[0], groups, group, half.new_zeros(tuned.TRIAL), grad)
-                if sum_dtype != grad_dtype and not half.is_cpu:
-                    size = tuned.TRIAL // owners // ROW * ROW
-                    stats.of_sum(half.new_zeros(owners, size, dtype=grad_dtype), grad[:size])
+            for bucket in alike.values():
+                _try_out(compiled, optimizer, groups, bucket)
     except Exception as error:  # a missing g++, Python.h or Triton each raise something else
-        compiles, reason = False, f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    if collectives.agree(compiles):
+        compiles = False
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if world.agree(compiles):
         return compiled
     log.warning("the update cannot be compiled here (%s): using torch's own kernels", reason)
     return library
@@ -200,11 +171,20 @@ def _compiled_stats(device: torch.device) -> RowStats:
     return RowStats(of_shard, of_sum)
 
 
-def _try_out(
-    optimizer: Optimizer, update: Update, groups: Sequence[UpdateGroup], group: int, half: Tensor, grad: Tensor
-) -> None:
-    states = groups[group].new_states(grad.numel(), grad.device)
-    half_dtype, grad_dtype = optimizer.dtypes(groups[group].states, half.dtype, grad.dtype)
-    master, one = torch.zeros_like(grad, dtype=torch.float32), torch.ones((), device=grad.device)
+def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGroup], bucket: Bucket) -> None:
+    """Let all that will be compiled for a bucket be so."""
+    half = bucket.params.new_zeros(0)
+    grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=half.device)
+    one = torch.ones((), device=half.device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
-    update(grad.to(grad_dtype), master, states, half.to(half_dtype), group, step)
+    kernels.row_stats.of_shard(grad)
+    for number in {group.states: number for number, group in enumerate(groups)}.values():
+        states = groups[number].new_states(grad.numel(), grad.device)
+        half_dtype, grad_dtype = optimizer.dtypes(groups[number].states, half.dtype, grad.dtype)
+        master = torch.zeros_like(grad, dtype=torch.float32)
+        half_part = torch.zeros_like(grad, dtype=half_dtype)
+        kernels.update(UpdateSlice(number, grad.to(grad_dtype), master, states, half_part), step)
+    if bucket.grad_sum.dtype != bucket.grads.dtype and not half.is_cpu:
+        owners = bucket.owners.axis.size
+        size = tuned.TRIAL // owners // ROW * ROW
+        kernels.row_stats.of_sum(grad.new_zeros(owners, size, dtype=bucket.grads.dtype), grad[:size])

@@ -1,103 +1,45 @@
-"""One read of the reduced gradients and one agreement: is anything non-finite, where, and how long is the gradient of
-the whole model?
-"""
+"""One agreement on the gradient: is anything not finite, where, and how long is that of the whole model?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megamix import tuned
-from megamix.comm.collectives import Collectives, noting, sum_in_rank_order
-from megamix.mixed_precision.flat_layout import ROW, FlatLayout, Piece
-from megamix.mixed_precision.step import Recorded, StepUnderWay
+from megamix.comm.collectives import Collectives, noting
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.row_stats import RowStats
+from megamix.mixed_precision.step import Recorded, StepProgress
+from megamix.mixed_precision.update_slice import StepScalars
 
 
-def row_stats(grad_shard: Tensor) -> Tensor:
-    """Return [sum of squares, max abs] of every row of 64 elements, in one pass over a shard.
+def stats_by_piece(buckets: Sequence[Bucket], row_stats: RowStats, counts: bool) -> Tensor:
+    """Add up rows by parameter: 1/64 of the data, so that every step knows which parameter is not finite, and how large
+    each one's gradient is, without another pass over the gradient.
 
-    FP32 within a row, FP64 over rows (see PieceStats): an FP32 sum would depend on where the shard is cut, and with it
-    the clip coefficient of every rank. A row of FP16 cannot overflow FP32, so the sum is finite exactly if the
-    gradient is; in BF16 and FP32 a gradient beyond about 1e19 counts as an overflow too.
-    Shapes: grad_shard half or FP32 (rows * 64,) -> FP32 (2, rows).
+    `counts`: False where another rank tells the same sums.
+    Return FP64 (2, pieces): the sum of squares and max abs of each piece that this rank owns, bucket after bucket.
     """
-    return _stats_of_rows(grad_shard.view(-1, ROW).float())
-
-
-def _stats_of_rows(rows: Tensor) -> Tensor:
-    return torch.stack([rows.square().sum(1), rows.abs().amax(1)])
-
-
-def chunked_row_stats(grad_shard: Tensor) -> Tensor:
-    """Do what `row_stats` does on machines without a compiler, where each operation is a pass of its own: in chunks
-    that stay in a CPU's cache.
-    """
-    size = tuned.piece(tuned.STATS_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
-    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, size)], dim=1)
-
-
-def sum_in_pieces(of_shard: Callable[[Tensor], Tensor], parts: Tensor, grad_shard: Tensor) -> Tensor:
-    """Sum half parts into the FP32 shard, and take the statistics of each piece while it is in a CPU's cache, instead
-    of in a pass of their own.
-    """
-    size = tuned.piece(tuned.SUMMED_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
-    rows = []
-    for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
-        sum_in_rank_order(piece_parts, piece)
-        rows.append(of_shard(piece))
-    return torch.cat(rows, dim=1)
-
-
-def sum_at_once(parts: Tensor, grad_shard: Tensor) -> Tensor:
-    """Do the same, with the same bits of the sum, for a GPU's compiler to make one pass of it: 2 bytes of each part and
-    4 of the sum an element, where uncompiled the sum is read and written for every rank.
-
-    Shapes: parts half (ranks, rows, 64), grad_shard FP32 (rows, 64) -> FP32 (2, rows).
-    """
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    grad_shard.copy_(total)
-    return _stats_of_rows(total)
-
-
-class PieceStats:
-    """Adds up rows by parameter: 1/64 of the data, so that every step knows which parameter is not finite, and how
-    large each one's gradient is, without another pass over the gradient.
-
-    `pieces`: the parts of parameters that this rank owns, bucket after bucket; `by_bucket` the same, bucket by bucket.
-    """
-
-    def __init__(self, layout: FlatLayout, shards: Sequence[int], device: torch.device, counts: bool):
-        """`shards`: which one of each bucket is this rank's. `counts`: False where another rank tells the same sums."""
-        self._counts = counts
-        self.by_bucket = [bucket.shard_pieces(shard) for bucket, shard in zip(layout.buckets, shards, strict=True)]
-        self.pieces: list[Piece] = [piece for pieces in self.by_bucket for piece in pieces]
-        self._row_counts = [[(piece.end - piece.start) // ROW for piece in pieces] for pieces in self.by_bucket]
-        self.row_borders = [
-            torch.tensor([0, *(piece.end // ROW for piece in pieces)], device=device) for pieces in self.by_bucket
+    rows = [bucket.row_stats(row_stats) for bucket in buckets]
+    if rows[0].is_cpu:
+        sums = [
+            torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=bucket.row_borders, unsafe=True)
+            for bucket, bucket_rows in zip(buckets, rows, strict=True)
         ]
+        total = torch.cat(sums)
+    else:  # where segment_reduce is a launch for each bucket, with one block of threads for a piece
+        total = torch.stack(torch._foreach_norm(_by_piece(buckets, rows, 0), 1, dtype=torch.float64))
+    # Not segment_reduce: its maximum takes ten times as long on a CPU. All of these keep NaN.
+    peaks = torch._foreach_max(_by_piece(buckets, rows, 1))
+    return torch.stack([total if counts else torch.zeros_like(total), torch.stack(peaks).double()])
 
-    def __call__(self, rows: list[Tensor]) -> Tensor:
-        """Shapes: rows FP32 (2, rows) per bucket -> FP64 (2, pieces): each piece's sum of squares and max abs."""
-        if rows[0].is_cpu:
-            sums = [
-                torch.segment_reduce(bucket_rows[0].double(), "sum", offsets=borders, unsafe=True)
-                for bucket_rows, borders in zip(rows, self.row_borders, strict=True)
-            ]
-            total = torch.cat(sums)
-        else:  # where segment_reduce is a launch for each bucket, with one block of threads for a piece
-            total = torch.stack(torch._foreach_norm(self._by_piece(rows, 0), 1, dtype=torch.float64))
-        # Not segment_reduce: its maximum takes ten times as long on a CPU. All of these keep NaN.
-        peaks = torch._foreach_max(self._by_piece(rows, 1))
-        return torch.stack([total if self._counts else torch.zeros_like(total), torch.stack(peaks).double()])
 
-    def _by_piece(self, rows: list[Tensor], kind: int) -> list[Tensor]:
-        counted = zip(rows, self._row_counts, strict=True)
-        return [piece for bucket_rows, counts in counted for piece in torch.split(bucket_rows[kind], counts)]
+def _by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], kind: int) -> list[Tensor]:
+    both = zip(buckets, rows, strict=True)
+    return [piece for bucket, of_bucket in both for piece in torch.split(of_bucket[kind], bucket.piece_rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +59,15 @@ class GradStats:
 
 
 def agree(
-    by_piece: Tensor, under_way: StepUnderWay, stop_request: Tensor, lr: Tensor, unseen_write: Tensor,
+    by_piece: Tensor, progress: StepProgress, stop_request: Tensor, lr: Tensor, unseen_write: Tensor,
     collectives: Collectives,
 ) -> GradStats:  # fmt: skip
     """Return the model's statistics, from each rank's own.
 
     Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 (), unseen_write FP64 ().
     """
-    sums = (by_piece[0].sum(), by_piece[1].amax(), under_way.loss_sum.double(), under_way.weight_sum)
-    recorded = under_way.recorded()
+    sums = (by_piece[0].sum(), by_piece[1].amax(), progress.loss_sum.double(), progress.weight_sum)
+    recorded = progress.recorded()
     row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values, unseen_write])
     with noting("while the ranks agreed on a step: every rank must call step() as often"):
         by_rank = collectives.table(row)  # FP64 (ranks, 8)
@@ -137,6 +79,19 @@ def agree(
         ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(), by_rank[0, 5].float(),
         recorded._replace(num_values=by_rank[:, 6].sum()), by_rank[:, 7],
     )  # fmt: skip
+
+
+def decide(
+    stats: GradStats, scale_used: Tensor, clip_grad: float, optimizer: Optimizer, number: Tensor
+) -> tuple[StepScalars, Tensor]:
+    """Return what the update with this number (INT64 ()) is told, and the norm of the averaged, unscaled gradient
+    (FP64 ()). `scale_used` FP32 (): the loss scale of the step's backward.
+    """
+    divisor = scale_used.double() * stats.weight_sum
+    grad_norm = stats.sum_of_squares.sqrt() / divisor
+    multiplier = (clip_coefficient(grad_norm, clip_grad) / divisor).float()
+    coefficients = optimizer.coefficients(number.double())
+    return StepScalars(multiplier, stats.found_inf, stats.lr, number.float(), coefficients), grad_norm
 
 
 def clip_coefficient(grad_norm: Tensor, clip_grad: float) -> Tensor:

@@ -42,14 +42,14 @@ class MovingBuffers:
         self._places = [_Place(part._buffers, name) for part in model.modules() for name in part._buffers]
         self._begun = self._learned = False
         if self._places:
-            model.register_forward_pre_hook(OfModule(self, "before_forward", may_import=False))
-            model.register_forward_hook(OfModule(self, "after_forward", may_import=False), always_call=True)
+            model.register_forward_pre_hook(OfModule(self.before_forward, may_import=False))
+            model.register_forward_hook(OfModule(self.after_forward, may_import=False), always_call=True)
 
-    def before_forward(self, unit: object, module: nn.Module, output: object) -> None:
+    def before_forward(self, given: object, module: nn.Module, output: object) -> None:
         if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
             self.begin()
 
-    def after_forward(self, unit: object, module: nn.Module, output: object) -> None:
+    def after_forward(self, given: object, module: nn.Module, output: object) -> None:
         if torch.is_grad_enabled() and module.training and not torch.compiler.is_compiling():
             self.note()
 

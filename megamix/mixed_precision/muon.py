@@ -11,15 +11,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from megamix.machine import native_halves
+from megamix.clock import Clock
+from megamix.comm.topology import Topology
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.optimizers import States, UpdateGroup, UpdateScalars, are_numbers, require_finite
+from megamix.mixed_precision.bucket_update import BucketUpdate
+from megamix.mixed_precision.muon_update import MuonUpdate
+from megamix.mixed_precision.observer import StepObserver
+from megamix.mixed_precision.optimizers import are_numbers, require_finite
+from megamix.mixed_precision.update_slice import Kernel, States, UpdateGroup, UpdateScalars
 from megamix.names import by_plain_name
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.bucket import Bucket
 
 MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
@@ -144,6 +152,16 @@ class Muon(AdamW):
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
+    def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
+        """Add as many without states: of masters that move along directions."""
+        return [*groups, *(group._replace(states=()) for group in groups)]
+
+    def bucket_update(
+        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
+        observers: Sequence[StepObserver], num_groups: int,
+    ) -> BucketUpdate:  # fmt: skip
+        return MuonUpdate(kernel, buckets, topology, clock, observers, self, num_groups)
+
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """As AdamW, for what it moves. For matrices there are two: with the momentum, whose result takes master's place
         and is what is to be made orthogonal; and without a state, where `grad` is the direction, times its scale.
@@ -178,31 +196,3 @@ def _params_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.P
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def orthogonalised(momentum: Tensor, optimizer: Muon) -> Tensor:
-    """Return about U V^T of each matrix U S V^T; zeros stay zeros, and NaN or inf anywhere is NaN everywhere.
-
-    The iteration begins with singular values of at most 1: the matrix over its Frobenius norm, which is summed in FP32
-    along rows and in FP64 over them.
-    Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
-    """
-    norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
-    return iterated((momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype), optimizer)
-
-
-def iterated(x: Tensor, optimizer: Muon) -> Tensor:
-    """Turn singular values to about 1 by Newton and Schulz's iteration, which is products alone. Shapes: as above."""
-    a, b, c = optimizer.ns_coefficients
-    if is_tall := x.shape[-2] > x.shape[-1]:
-        x = x.mT.contiguous()
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    # On a CPU without BF16 arithmetic: FP32 is as fast with AVX-512, 40 times with AVX2; each result rounds once, too.
-    widens = x.is_cpu and x.dtype == torch.bfloat16 and x.dtype not in native_halves()
-    dtype = torch.float32 if widens else x.dtype
-    for _ in range(optimizer.ns_steps):
-        wide = x.to(dtype)
-        gram = (wide @ wide.mT).to(x.dtype).to(dtype)
-        turned = multiply_add(gram, gram, gram, beta=b, alpha=c).to(x.dtype)
-        x = multiply_add(wide, turned.to(dtype), wide, beta=a).to(x.dtype)
-    return x.mT.contiguous() if is_tall else x

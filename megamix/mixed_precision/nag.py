@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.half_states import needs_chance, require_state_dtype
-from megamix.mixed_precision.optimizers import Optimizer, States, UpdateScalars
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.update_slice import States, UpdateScalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,44 +13,29 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
 from megamix import tuned
+from megamix.clock import Clock
+from megamix.comm.topology import Topology
+from megamix.mixed_precision.bucket_update import BucketUpdate
+from megamix.mixed_precision.observer import StepObserver
+from megamix.mixed_precision.update_slice import MASTER, Kernel, States, Tensors, UpdateGroup, UpdateScalars
+
+if TYPE_CHECKING:
+    from megamix.mixed_precision.bucket import Bucket
 
 log = logging.getLogger("megamix")
 
-MASTER = "master"  # the name of the weights themselves among a parameter's states
 # What stands beside states in checkpoints, in their export and in `megamix verify`.
 TAKEN_NAMES = (MASTER, "buffer", "direction", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-Tensors = tuple[Tensor, ...]
-States = dict[str, Tensor]  # by name
-
-
-class UpdateGroup(NamedTuple):
-    """What the parameters of one group share."""
-
-    lr_factor: float
-    weight_decay: float
-    states: tuple[tuple[str, torch.dtype], ...]
-
-    def new_states(self, numel: int, device: torch.device) -> States:
-        return {name: torch.zeros(numel, dtype=dtype, device=device) for name, dtype in self.states}
-
-
-class UpdateScalars(NamedTuple):
-    """What the equation needs besides tensors: FP32 () on the device, so that no value is baked into compiled code."""
-
-    lr: Tensor  # with the group's factor
-    weight_decay: Tensor | float  # a number only where nothing is compiled
-    coefficients: Tensors  # the optimizer's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +196,20 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")
 
-    def gated_update_(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, found_inf: Tensor) -> None:
-        """Put what `equation` gives into master and states; leave them as they were where `found_inf` is set. States in
-        their own dtypes.
+    def kernel_groups(self, groups: Sequence[UpdateGroup]) -> list[UpdateGroup]:
+        """Return the groups for which a kernel is made: those of the parameters, and any that `bucket_update` adds."""
+        return [*groups]
+
+    def bucket_update(
+        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
+        observers: Sequence[StepObserver], num_groups: int,
+    ) -> BucketUpdate:  # fmt: skip
+        """Return what updates the buckets by `kernel`, which takes slices of any of `kernel_groups`, the first
+        `num_groups` of them the parameters'. Every rank must call it.
         """
-        wide = {name: state.float() for name, state in states.items()}
-        new_master, new_states = self.equation(grad, master, wide, at)
-        # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
-        master.copy_(torch.where(found_inf, master, new_master))
-        for name, state in states.items():
-            state.copy_(torch.where(found_inf, wide[name], new_states[name]))
+        if any(slot.spec.matrices for bucket in buckets for slot in bucket.plan.slots):
+            raise TypeError(f"{type(self).__name__} has matrices, but only a Muon moves any; derive it from that")
+        return BucketUpdate(kernel, clock, observers)
 
     def library_update_(
         self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
@@ -232,4 +221,19 @@ class Optimizer:
         size = tuned.piece(tuned.EQUATION_PIECE, grad.numel(), on_gpu=not grad.is_cpu)
         pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
-            self.gated_update_(piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
+            gated_update_(self.equation, piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
+
+
+def gated_update_(
+    equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]], grad: Tensor, master: Tensor,
+    states: States, at: UpdateScalars, found_inf: Tensor,
+) -> None:  # fmt: skip
+    """Put what an equation gives into master and states; leave them as they were where `found_inf` is set. States in
+    their own dtypes.
+    """
+    wide = {name: state.float() for name, state in states.items()}
+    new_master, new_states = equation(grad, master, wide, at)
+    # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
+    master.copy_(torch.where(found_inf, master, new_master))
+    for name, state in states.items():
+        state.copy_(torch.where(found_inf, wide[name], new_states[name]))

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Pending
-from megamix.mixed_precision.flat_layout import FlatLayout
-from megamix.mixed_precision.half_params import HalfParams
-from megamix.mixed_precision.master_shard import MasterShard
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.local_grads import LocalGrads
+from megamix.mixed_precision.observer import StepObserver
 from megamix.names import prefix_of
 
 log = logging.getLogger("megamix")
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class _Need:
+    """The buckets that must be there before a module runs. Its hook holds it weakly, for it holds the buckets."""
+
+    module: nn.Module
+    buckets: list[Bucket]
 
 
 class ParamGather:
@@ -28,52 +36,47 @@ class ParamGather:
     subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
-    Without units nothing would overlap: the last `updated` awaits all, and every read after it is right.
-    `came`: whether a parameter's gradient has come in this backward pass.
+    Without units nothing would overlap: the last `send` awaits all, and every read after it is right.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], half_params: HalfParams, master_shard: MasterShard,
-        overlap: bool, clock: Clock, came: Callable[[str], bool],
+        self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
+        grads: LocalGrads, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
-        self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
-        self._overlap, self._clock, self._came = overlap, clock, came
-        self.pending: dict[int, Pending] = {}
-        needs = _buckets_by_unit(model, units, half_params.layout)
+        self._buckets = buckets
+        self._overlap = overlap
+        self._grads = grads
+        self._clock = clock
+        self._observers = observers
+        needs = self._needs = _needs(model, units, buckets)
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
-        self.order_of_need = list(dict.fromkeys(bucket for _, buckets in needs for bucket in buckets))
-        self._beside_forward = overlap and len(needs) > 1 and any(among.axis.size > 1 for among in self._collectives)
+        self.order = [*dict.fromkeys(bucket for need in needs for bucket in need.buckets)]
+        self._beside_forward = overlap and len(needs) > 1 and any(bucket.owners.axis.size > 1 for bucket in buckets)
         self.before_read = _before_read
         if self._beside_forward:
             # Never traced: the compiler would refuse the collective or, where the whole model is compiled, silently
             # split it. Here and not where it is defined, since it imports the compiler.
             self.before_read = torch.compiler.disable(_before_read)  # type: ignore[no-untyped-call]  # no types
-            for module, buckets in needs:
-                module.register_forward_pre_hook(_Await(self, buckets))
-        everything = _Await(self, self.order_of_need)
+            for need in needs:
+                need.module.register_forward_pre_hook(_Await(self, need))
+        self._everything = _Need(model, self.order)
+        everything = _Await(self, self._everything)
         for module in model.modules():
             module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
-        self._told_of_copy = half_params.dtype == torch.float32
+        self._told_of_copy = buckets[0].params.dtype == torch.float32
 
-    def updated(self, bucket: int) -> None:
-        """Send this rank's shard of `bucket`, which is up to date, and receive the others'. Behind the last one all are
+    def send(self, bucket: Bucket) -> None:
+        """Send this rank's shard of a bucket, which is up to date, and receive the others'. Behind the last one all are
         awaited, unless they can travel beside the next forward.
         """
-        assert bucket not in self.pending
-        flat, shard = self._half_params.flat[bucket], self._half_params.shards[bucket]
-        self.pending[bucket] = self._collectives[bucket].all_gather(flat, shard)
-        self._clock.watch("all_gather", bucket, self.pending[bucket])
+        pending = bucket.launch_gather()
+        for observer in self._observers:
+            observer.on_transfer("all_gather", bucket, pending)
         if not self._overlap:
             self.wait([bucket])
-        if bucket == self.order_of_need[-1] and not self._beside_forward:
+        if bucket is self.order[-1] and not self._beside_forward:
             self.wait_all()
-
-    def publish(self) -> None:
-        """Cast every bucket's master shard into this rank's half shard, and launch it."""
-        for bucket in self.order_of_need:
-            self._half_params.shards[bucket].copy_(self._masters[bucket])
-            self.updated(bucket)
 
     @contextmanager
     def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:
@@ -83,9 +86,8 @@ class ParamGather:
         """
         with grads:
             yield
-            buckets = self._half_params.layout.buckets
-            on_their_way = (slot.spec.name for bucket in self.pending for slot in buckets[bucket].slots)
-            if early := [name for name in on_their_way if self._came(name)]:
+            on_their_way = (bucket for bucket in self._buckets if bucket.gather_pending is not None)
+            if early := [name for bucket in on_their_way for name in bucket.named_params if self._grads.came(name)]:
                 raise RuntimeError(
                     f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
                     "were still on their way from the other ranks: Sharding.units awaits them where a unit, or the "
@@ -102,21 +104,24 @@ class ParamGather:
         """Await all: nothing else comes or goes."""
         self.wait_all()
 
-    def leave(self, call: str) -> None:
+    def release_for_write(self, call: str) -> None:
         """Await all, since `call` is about to write them."""
         self.wait_all()
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
-        self.wait(self.order_of_need)
+        self.wait(self.order)
 
-    def wait(self, buckets: Sequence[int]) -> None:
+    def wait(self, buckets: Iterable[Bucket]) -> None:
         """Return once these half parameters may be read: on NCCL by what the current stream does next."""
         for bucket in buckets:
-            pending = self.pending.pop(bucket, None)
-            if pending is not None:
+            if bucket.gather_pending is not None:
                 with self._clock.span("exposed_all_gather"):
-                    pending.wait()
+                    bucket.wait_for_params()
+
+    @property
+    def is_under_way(self) -> bool:
+        return any(bucket.gather_pending is not None for bucket in self._buckets)
 
     def note_copy(self) -> None:
         """Say once what a copy in half is no good for."""
@@ -125,15 +130,14 @@ class ParamGather:
                 "the module was copied in %s. Evaluate the copy as it is; an average of weights (EMA, AveragedModel) "
                 "would lose in it every change below its rounding: copy the module before the engine is built, or call "
                 ".float() on the copy",
-                self._half_params.dtype,
+                self._buckets[0].params.dtype,
             )
         self._told_of_copy = True
 
 
-def _before_read(gather: ParamGather, buckets: Sequence[int]) -> None:
-    if gather.pending:
-        # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
-        gather.wait(buckets if torch.is_grad_enabled() else gather.order_of_need)
+def _before_read(gather: ParamGather, buckets: Sequence[Bucket]) -> None:
+    # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
+    gather.wait(buckets if torch.is_grad_enabled() else gather.order)
 
 
 class _Await:
@@ -142,13 +146,15 @@ class _Await:
     It holds the gathers weakly: a module that outlives its engine must not keep the buffers and process groups alive.
     """
 
-    def __init__(self, gather: ParamGather | None = None, buckets: Sequence[int] = ()):
+    def __init__(self, gather: ParamGather | None = None, need: _Need | None = None):
         self._gather = (lambda: None) if gather is None else weakref.ref(gather)
-        self._buckets = buckets
+        self._need = (lambda: None) if need is None else weakref.ref(need)
 
     def __call__(self, *args: object) -> None:
-        if (gather := self._gather()) is not None:
-            gather.before_read(gather, self._buckets)
+        gather = self._gather()
+        need = self._need()
+        if gather is not None and need is not None:
+            gather.before_read(gather, need.buckets)
 
     def __reduce__(self) -> tuple[type[_Await], tuple[()]]:
         """In a copy or a pickle of the module the hook awaits nothing: its weights are nobody's.
@@ -156,7 +162,7 @@ class _Await:
         Raises: RuntimeError while gathers are under way: some of the module's weights may be in the copy already.
         """
         gather = self._gather()
-        if gather is not None and gather.pending:
+        if gather is not None and gather.is_under_way:
             raise RuntimeError(
                 "this module's weights are still on their way from the other ranks (Sharding.units): call "
                 "engine.wait() before you copy or pickle it"
@@ -170,20 +176,18 @@ class _Await:
         return _Await()
 
 
-def _buckets_by_unit(
-    model: nn.Module, units: Sequence[nn.Module], layout: FlatLayout
-) -> list[tuple[nn.Module, list[int]]]:
-    """(module, buckets that must be there before it runs): the root first, then the units in registration order."""
+def _needs(model: nn.Module, units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[_Need]:
+    """Return the root's own need first, then the units' in registration order."""
     bucket_of = {
-        name: index
-        for index, bucket in enumerate(layout.buckets)
-        for slot in bucket.slots
+        name: bucket
+        for bucket in reversed(buckets)  # they lie in reverse registration order, forward needs the last one first
+        for slot in bucket.plan.slots
         for name in (slot.spec.name, *slot.spec.aliases)
     }
     prefixes = {prefix_of(path): module for path, module in model.named_modules() if module in units}
-    root_buckets = [index for name, index in bucket_of.items() if not name.startswith(tuple(prefixes))]
-    needs = [(model, sorted(set(root_buckets), reverse=True))]
+    of_root = dict.fromkeys(one for name, one in bucket_of.items() if not name.startswith(tuple(prefixes)))
+    needs = [_Need(model, [*of_root])]
     for prefix, module in prefixes.items():
-        # Buckets lie in reverse registration order, forward needs them from the last to the first.
-        needs.append((module, sorted({i for name, i in bucket_of.items() if name.startswith(prefix)}, reverse=True)))
+        of_unit = dict.fromkeys(one for name, one in bucket_of.items() if name.startswith(prefix))
+        needs.append(_Need(module, [*of_unit]))
     return needs

@@ -13,7 +13,7 @@ from torch import Tensor
 from megamix.comm.collectives import Collectives
 from megamix.comm.host import gather_json
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.step import Recorded, Reduce, StepUnderWay
+from megamix.mixed_precision.step import Recorded, Reduce, StepProgress
 
 _JOIN: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": torch.add,  # divided at last
@@ -35,7 +35,7 @@ def record(name: str, tensor: Tensor, reduce: Reduce = "mean") -> None:
     Shapes: tensor (), kept as FP32.
     Raises: ValueError for what is no scalar, a name that is no tag, or another `reduce` than the name had before.
     """
-    step = StepUnderWay.latest()
+    step = StepProgress.latest()
     if step is None or not step.counts():
         return
     if tensor.dim():

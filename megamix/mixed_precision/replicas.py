@@ -20,7 +20,7 @@ from megamix.comm.host import gather_json
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ROW
-from megamix.mixed_precision.settings import fingerprint
+from megamix.mixed_precision.refusals import fingerprint
 
 Numbers = float | Sequence[float]  # what a rank counts on the host, equal on every rank
 

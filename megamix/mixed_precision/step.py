@@ -76,12 +76,12 @@ class StepResult(NamedTuple):
     loss_scale: Tensor  # FP32 (): the one this step's backward used
     lr: Tensor  # FP32 ()
     stop_requested: Tensor  # FP64 (): the largest of the ranks' `engine.stop_request`; 0: none asks
-    by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.piece_stats.pieces`
+    by_piece: Tensor  # FP64 (2, pieces): sum of squares and max abs of each of this rank's `engine.plan.pieces`
     recorded: Recorded  # what `megamix.record` was given
     examination: Examination | None = None  # of a step after `engine.examine_next_step()`
 
 
-class StepUnderWay:
+class StepProgress:
     """The one place that knows how far this rank's step is, from its first micro-batch to `engine.step()`.
 
     `scale_used` FP32 (): the loss scale of this step's backward. `loss_sum` FP32 () and `weight_sum` FP64 (): of the
@@ -90,12 +90,12 @@ class StepUnderWay:
     code holds on to them. `counts()`: whether what is recorded now does.
     """
 
-    latest: ClassVar[Callable[[], StepUnderWay | None]] = lambda: None  # of the engine that was built or called last
+    latest: ClassVar[Callable[[], StepProgress | None]] = lambda: None  # of the engine that was built or called last
 
     def __init__(self, grad_accum_steps: int, device: torch.device, counts: Callable[[], bool]):
         self.grad_accum_steps = grad_accum_steps
         self.micro_batches, self._ended = 0, False
-        self.examination: Examination | None = None  # of this step, if it was asked for
+        self.examined = False  # whether this step is, or the next one will be
         self.scale_used = torch.ones((), dtype=torch.float32, device=device)
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -106,7 +106,7 @@ class StepUnderWay:
 
     def claim(self) -> None:
         """Let `megamix.record` mean this step from now on."""
-        StepUnderWay.latest = weakref.ref(self)
+        StepProgress.latest = weakref.ref(self)
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -167,11 +167,6 @@ class StepUnderWay:
         self.micro_batches += micro_batches
         self._ended = last
         return self._ended or self.micro_batches == self.grad_accum_steps
-
-    def discard(self) -> None:
-        """Forget the step, and what was asked for of it."""
-        self.examination = None
-        self.reset()
 
     def reset(self) -> None:
         """Let the next micro-batch be a step's first."""

@@ -4,7 +4,8 @@ forward and again for its backward, the next unit's beside it, and freed behind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -12,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Pending, noting
-from megamix.mixed_precision.flat_buffers import FlatBuffers, PassingBuffers
-from megamix.mixed_precision.half_params import HalfParams
-from megamix.mixed_precision.master_shard import MasterShard
-from megamix.mixed_precision.param_gather import ParamGather
-from megamix.mixed_precision.passing_params import PassingHalfParams, warn_of_rest
-from megamix.mixed_precision.settings import Shard
+from megamix.comm.collectives import noting
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.local_grads import LocalGrads
+from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
+from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.names import plain_name
+
+log = logging.getLogger("megamix")
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
     name: str
-    buckets: list[int]
-    params: list[str]
+    buckets: list[Bucket]
+    params: dict[str, nn.Parameter]
     live: bool = False  # its gathers are under way, or have landed
     begun: bool = False  # the pass has come to it
     called: bool = False  # by a forward of this step, whose backward may be still to come
@@ -43,49 +44,49 @@ class UnitGather:
     one. Two units have memory at a time. The last one of a forward stays for the backward, which begins with it, and so
     does the root, the parameters that no unit has alone. A unit that is called again, earlier than the order says, or
     outside of the model's forward is gathered when it is called, if all ranks call it.
-    `came(parameter)`: its gradient has come in this backward pass.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[nn.Module], half_params: PassingHalfParams, master_shard: MasterShard,
-        overlap: bool, clock: Clock, came: Callable[[str], bool],
+        self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
+        grads: LocalGrads, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
-        self._half_params, self._masters, self._collectives = half_params, master_shard.master, master_shard.collectives
-        self._overlap, self._clock, self._came, self.pending = overlap, clock, came, dict[int, Pending]()
-        paths = {id(module): plain_name(path) for path, module in model.named_modules()}
-        names = ["the model outside its units", *(paths[id(unit)] for unit in units)]
-        found = [Unit(name, [], []) for name in names]
-        for bucket in reversed(range(len(half_params.layout.buckets))):
-            unit = found[half_params.layout.buckets[bucket].unit]
+        self._overlap = overlap
+        self._grads = grads
+        self._unseen_writes = unseen_writes
+        self._clock = clock
+        self._observers = observers
+        paths = {module: plain_name(path) for path, module in model.named_modules()}
+        names = ["the model outside its units", *(paths[unit] for unit in units)]
+        # Buckets lie in reverse registration order, a forward needs the last one first.
+        found = [Unit(name, [], {}) for name in names]
+        for bucket in reversed(buckets):
+            unit = found[bucket.plan.unit]
             unit.buckets.append(bucket)
-            unit.params += [slot.spec.name for slot in half_params.layout.buckets[bucket].slots]
+            unit.params |= bucket.named_params
         self._root = found[0]
-        if (axis := self._collectives[0].axis).ranks[axis.rank] == 0:
-            warn_of_rest(half_params.layout, names[1:])
+        axis = buckets[0].owners.axis
+        if axis.ranks[axis.rank] == 0:
+            _warn_of_rest(buckets, names[1:])
         # A unit without parameters of its own, as a tied embedding, would be a step of nothing between two gathers.
         self._units = [unit for unit in found if unit is self._root or unit.buckets]
-        self.order_of_need = [bucket for unit in self._units for bucket in unit.buckets]
-        self._unit_of = {half_params.params[name]: unit for unit in self._units[1:] for name in unit.params}
-        among = self._collectives
-        self._places = [among[: bucket + 1].count(own) for bucket, own in enumerate(among)]  # of its owners' buckets
+        self.order = [bucket for unit in self._units for bucket in unit.buckets]
+        self._unit_of = {param: unit for unit in self._units[1:] for param in unit.params.values()}
         self._writes = 0  # of the masters, by all ranks
-        self._order: Sequence[Unit] = ()  # of the units in this pass
+        self._pass: Sequence[Unit] = ()  # the units in this pass, in its order
         self._launched = 0  # of these
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
-        self._in_backward = self._is_whole = False
+        self._in_backward = False
+        self._is_whole = False
         self._thread = OneThread()
         for unit, module in zip(found, [model, *units], strict=True):
             if unit in self._units:
                 # In front of the user's own, which may read parameters.
-                module.register_forward_pre_hook(OfModule(self, "before_forward", unit), prepend=True)
-                module.register_forward_hook(OfModule(self, "after_forward", unit))
+                module.register_forward_pre_hook(OfModule(self.before_forward, unit), prepend=True)
+                module.register_forward_hook(OfModule(self.after_forward, unit))
 
-    def updated(self, bucket: int) -> None:
+    def send(self, bucket: Bucket) -> None:
         """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
-        self._half_params.free(bucket)
-
-    def publish(self) -> None:
-        """Cast nothing: a gather does."""
+        bucket.free_params()
 
     def wait_all(self) -> None:
         """Return once nothing is under way. What is kept for the next pass stays: a rank that calls this alone gathers
@@ -117,7 +118,7 @@ class UnitGather:
             self._is_whole = False
             self._drop()
 
-    def leave(self, call: str) -> None:
+    def release_for_write(self, call: str) -> None:
         """Free all, since `call` is about to write the masters. Raises: RuntimeError inside `whole`."""
         if self._is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
@@ -164,7 +165,7 @@ class UnitGather:
             self._thread.leave()
             return
         if not self._is_whole:
-            self._half_params.refuse_views(unit.buckets, unit.name, tensors_in(output))
+            _refuse_views(unit, tensors_in(output))
         if unit not in self._kept:
             self._free([unit])
         if torch.is_grad_enabled():
@@ -179,7 +180,7 @@ class UnitGather:
         self._come_to(unit)
 
     def _begin(self, order: Sequence[Unit], kept: Sequence[Unit]) -> None:
-        self._order, self._kept = order, kept
+        self._pass, self._kept = order, kept
         self._launched = sum(unit.live for unit in order)  # the first one of a backward, which its forward has kept
         for unit in order:
             unit.begun = False
@@ -191,8 +192,8 @@ class UnitGather:
 
     def _end(self) -> None:
         """Gather what other ranks may have called, and this one has not."""
-        self._advance(len(self._order), at=len(self._order))
-        self._order = ()
+        self._advance(len(self._pass), at=len(self._pass))
+        self._pass = ()
         if not self._in_backward:
             self._free(unit for unit in self._units if unit not in self._kept)
 
@@ -207,8 +208,8 @@ class UnitGather:
         """Launch the first `to` units of the pass, as far as they are not. It is at place `at`: those in front of it
         were skipped here, and are gathered for other ranks.
         """
-        while self._launched < min(to, len(self._order)):
-            self._launch(unit := self._order[self._launched])
+        while self._launched < min(to, len(self._pass)):
+            self._launch(unit := self._pass[self._launched])
             if self._launched < at and self._is_over(unit):
                 self._free([unit])
             self._launched += 1
@@ -216,8 +217,8 @@ class UnitGather:
     def _come_to(self, unit: Unit) -> None:
         if unit.begun:
             return
-        at = self._order.index(unit) if unit in self._order else 0
-        self._free(passed for passed in self._order[:at] if self._is_over(passed))
+        at = self._pass.index(unit) if unit in self._pass else 0
+        self._free(passed for passed in self._pass[:at] if self._is_over(passed))
         self._advance(at + 1 + self._overlap, at)
         if not unit.live:
             self._meet_out_of_turn(unit)
@@ -227,18 +228,18 @@ class UnitGather:
     def _is_over(self, unit: Unit) -> bool:
         """Whether a pass that is past a unit needs it no more. A checkpoint of several begins all before one ends."""
         if self._in_backward:
-            return not (unit.begun or unit.called) or all(map(self._came, unit.params))
+            return not (unit.begun or unit.called) or all(map(self._grads.came, unit.params))
         return not (unit.begun or unit in self._kept)  # what has begun is freed behind its own forward
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
         """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of
         issue. Raises: RuntimeError if another rank calls another unit.
         """
-        among, master = self._collectives[unit.buckets[0]], self._masters[0]
-        mine = torch.tensor([self._units.index(unit), self._launched], device=master.device)
+        first = unit.buckets[0]
+        mine = torch.tensor([self._units.index(unit), self._launched], device=first.master.device)
         with noting(_gathering(unit)):
             # By number: a rank that does not come goes on to its sums, which must not be taken for its answer.
-            places, launched = among.gather(mine, self._number(0)).T.tolist()
+            places, launched = first.owners.gather(mine, self._number(0)).T.tolist()
         if others := {self._units[place].name for place in places} - {unit.name}:
             raise RuntimeError(
                 f"unit {unit.name} is called out of turn here, {', '.join(sorted(others))} on another rank: what "
@@ -251,14 +252,11 @@ class UnitGather:
             return
         unit.live = True
         for bucket in unit.buckets:
-            flat, own = self._half_params.flat[bucket], self._half_params.shards[bucket]
-            self._half_params.take(bucket)
-            own.copy_(self._masters[bucket])
-            with noting(what := _gathering(unit)):
-                number = self._number(self._places[bucket])
-                self.pending[bucket] = self._collectives[bucket].all_gather(flat, own, number)
-            self.pending[bucket].what = what
-            self._clock.watch("all_gather", bucket, self.pending[bucket])
+            bucket.take_params()
+            bucket.cast_master()
+            pending = bucket.launch_gather(self._number(bucket.place), _gathering(unit))
+            for observer in self._observers:
+                observer.on_transfer("all_gather", bucket, pending)
 
     def _number(self, place: int) -> int:
         """Of a gather: ranks that are not at the same unit and the same values wait, where they could mix them."""
@@ -268,10 +266,10 @@ class UnitGather:
         """Return once a unit's parameters may be read, which are gathered unless they are there."""
         self._launch(unit)
         for bucket in unit.buckets:
-            if (pending := self.pending.pop(bucket, None)) is not None:
+            if bucket.gather_pending is not None:
                 with self._clock.span("exposed_all_gather"):
-                    pending.wait()
-                self._half_params.show(bucket)
+                    bucket.wait_for_params()
+                bucket.show_params()
 
     def _free(self, units: Iterable[Unit]) -> None:
         if self._is_whole:
@@ -279,9 +277,9 @@ class UnitGather:
         for unit in units:
             if unit.live:
                 self._await(unit)  # what arrives has nowhere else to go
+                self._unseen_writes.before_free(unit.buckets)
                 for bucket in unit.buckets:
-                    self._half_params.before_free(bucket)
-                    self._half_params.free(bucket)
+                    bucket.free_params()
             unit.live = unit.begun = False
 
 
@@ -292,9 +290,30 @@ def _gathering(unit: Unit) -> str:
     )
 
 
-# By `Sharding.shard`: what holds the half parameters, the gradients' memory, and who launches the gathers.
-LIVES: dict[Shard, tuple[type[HalfParams], type[FlatBuffers], Callable[..., ParamGather | UnitGather]]] = {
-    "states": (HalfParams, FlatBuffers, ParamGather),
-    "gradients": (HalfParams, PassingBuffers, ParamGather),
-    "parameters": (PassingHalfParams, PassingBuffers, UnitGather),
-}
+def _warn_of_rest(buckets: Sequence[Bucket], units: Sequence[str]) -> None:
+    """Log how much of the model is in no unit, by the units' paths, if that is over a quarter. What has several names,
+    as a tied table, can be in none.
+    """
+    specs = [slot.spec for bucket in buckets for slot in bucket.plan.slots]
+    inside = tuple(f"{unit}." for unit in units)
+    rest = [spec for spec in specs if not (spec.aliases or spec.name.startswith(inside))]
+    left = sum(spec.numel for spec in rest)
+    whole = sum(spec.numel for spec in specs)
+    if left > whole / 4:
+        log.warning(
+            'shard = "parameters": %d of %d parameters, such as %s, are in none of `units`, so every rank holds them '
+            "from a forward to the end of its backward. Let the modules that hold them be units, too; what is read "
+            "outside of its module, as a tied table, cannot be",
+            left, whole, rest[-1].name,
+        )  # fmt: skip
+
+
+def _refuse_views(unit: Unit, given: Iterable[Tensor]) -> None:
+    """Raises: RuntimeError if a unit has given a parameter of its buckets or a view of one."""
+    own = {bucket.params.untyped_storage()._cdata for bucket in unit.buckets}
+    for tensor in given:
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in own:
+            raise RuntimeError(
+                f"{unit.name} returns a parameter or a view of one, which has no memory after its forward: return a "
+                "copy, as tensor.clone(), or leave it out of `units`"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from threading import get_ident
 from typing import Any, Protocol
@@ -15,17 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from megamix.mixed_precision.foreign_params import LEAF
 
-
-class Forwards(Protocol):
-    """Learns of forwards. `unit`: as the hook was given it."""
-
-    def before_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
-
-    def after_forward(self, unit: Any, module: nn.Module, output: object) -> None: ...
+OnForward = Callable[[Any, nn.Module, object], None]  # of what a hook was given, the module and what it has returned
 
 
-class Gather(Forwards, Protocol):
-    """Learns of backwards, too."""
+class Gather(Protocol):
+    """Learns of backwards. `unit`: as the hook was given it."""
 
     def before_backward(self, unit: Any) -> None: ...
 
@@ -64,26 +58,29 @@ def refuse_transforms(name: str) -> None:
 
 
 class OfModule:
-    """The hook of a module. It holds the gathers weakly, as ParamGather's; in a copy or a pickle it does nothing.
+    """The hook of a module: call a method with `given`. It holds the method's object weakly, as ParamGather's hooks
+    do; in a copy or a pickle it does nothing.
 
     may_import: the compiler, which takes seconds, so as never to be traced. If it may not, what is loaded counts.
     """
 
-    def __init__(
-        self, gather: Forwards | None = None, method: str = "", unit: object = None, *, may_import: bool = True
-    ):  # fmt: skip
-        self._gather = (lambda: None) if gather is None else weakref.ref(gather)
-        self._method, self._unit = method, unit
+    def __init__(self, method: OnForward | None = None, given: object = None, *, may_import: bool = True):
+        self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
+        self._given = given
         self._run = _run
-        if gather is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
+        if method is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
             self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
-        if (gather := self._gather()) is not None:
-            self._run(gather, self._method, self._unit, module, output)
+        if (method := self._method()) is not None:
+            self._run(method, self._given, module, output)
 
     def __reduce__(self) -> tuple[type[OfModule], tuple[()]]:
         return OfModule, ()
+
+
+def _run(method: OnForward, given: object, module: nn.Module, output: object) -> None:
+    method(given, module, output)
 
 
 def on_gradient(gather: Gather, unit: object, module: nn.Module, output: object) -> None:
@@ -134,10 +131,6 @@ class _OnGradient:
                 "a backward through a module whose engine is gone, and with it the weights: hold the engine as long"
             )
         gather.before_backward(self._unit)
-
-
-def _run(gather: Forwards, method: str, unit: object, module: nn.Module, output: object) -> None:
-    getattr(gather, method)(unit, module, output)
 
 
 def tensors_in(given: object) -> Iterator[Tensor]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megamix import tuned
 from megamix.comm.collectives import Collectives
-from megamix.mixed_precision.flat_layout import ROW, Piece
-from megamix.mixed_precision.step import StepUnderWay
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.flat_layout import ROW
+from megamix.mixed_precision.step import StepProgress
 
 _FIRST, _EVERY = 2, 64  # steps that are checked beside examined ones: a pass over the shard costs as much as an update
 _LAG = 2  # steps until the host reads what a check has found, so that no step waits for the device
@@ -25,22 +26,16 @@ class UnseenWrites:
     with the step's agreement; each rank reads the answer `_LAG` steps later, so that all raise in the same call.
     """
 
-    def __init__(
-        self, half_shards: Sequence[Tensor], masters: Sequence[Tensor], pieces: Sequence[Sequence[Piece]],
-        param_names: Sequence[str], under_way: StepUnderWay,
-    ):  # fmt: skip
-        """Take of each bucket this rank's part in half, its masters, and the pieces of parameters in them.
-
-        `param_names`: of the whole model.
-        """
-        self._half_shards, self._masters, self._under_way = half_shards, masters, under_way
-        self._names, device = param_names, masters[0].device
+    def __init__(self, buckets: Sequence[Bucket], param_names: Sequence[str], progress: StepProgress):
+        """`param_names`: of the whole model."""
+        self._progress = progress
+        self._names = param_names
+        device = buckets[0].master.device
         place = {name: len(param_names) - number for number, name in enumerate(param_names)}
-        self._rows = [[(piece.end - piece.start) // ROW for piece in own] for own in pieces]
-        self._places = [
-            torch.tensor([place[piece.spec.name] for piece in own], dtype=torch.float32, device=device)
-            for own in pieces
-        ]
+        self._places = dict[Bucket, Tensor]()
+        for bucket in buckets:
+            places = [place[piece.spec.name] for piece in bucket.pieces]
+            self._places[bucket] = torch.tensor(places, dtype=torch.float32, device=device)
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
         self._looked = False  # since `found` was zero
@@ -51,18 +46,23 @@ class UnseenWrites:
     def due(self) -> bool:
         """Return whether the step under way is checked: the same answer on every rank."""
         often = self._steps < _FIRST or (self._steps + 1) % _EVERY == 0
-        return often or self._under_way.examination is not None
+        return often or self._progress.examined
 
-    def look(self, buckets: Iterable[int]) -> None:
+    def look(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
         for bucket in buckets:
             self._looked = True
-            half, master = self._half_shards[bucket], self._masters[bucket]
+            half, master = bucket.param_shard, bucket.master
             size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
             rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()
-            by_piece = torch.stack(torch._foreach_max(torch.split(rows, self._rows[bucket])))
+            by_piece = torch.stack(torch._foreach_max(torch.split(rows, bucket.piece_rows)))
             torch.maximum(self.found, (by_piece * self._places[bucket]).amax(), out=self.found)
+
+    def before_free(self, buckets: Iterable[Bucket]) -> None:
+        """Compare these buckets, whose memory goes after somebody could write there, in a step that is checked."""
+        if self.due:
+            self.look(buckets)
 
     def tell(self, by_rank: Tensor) -> None:
         """End the step under way: let the host learn what its agreement says. Shapes: by_rank FP64 (ranks,)."""

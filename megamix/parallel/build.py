@@ -12,9 +12,8 @@ from megamix.comm.collectives import make_collectives
 from megamix.comm.topology import Topology
 from megamix.config import DecoderConfig
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.half_params import without_values
-from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.settings import Placement
+from megamix.mixed_precision.weights import Fill, without_values
 from megamix.model.decoder import EMBEDDING_WEIGHT, Decoder
 from megamix.model.family import family_of
 from megamix.parallel.borders import Border

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
 from megamix.data.loader import IGNORE
-from megamix.mixed_precision.half_params import put_parameter
 from megamix.mixed_precision.settings import Placement
+from megamix.mixed_precision.weights import put_parameter
 from megamix.model.cross_entropy import SLOPE_SCALE
 from megamix.model.decoder import Branch, Decoder
 from megamix.model.layers import Embedding, Linear, ParamRule

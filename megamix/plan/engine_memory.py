@@ -15,8 +15,8 @@ import torch
 
 from megamix import tuned
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout
-from megamix.mixed_precision.optimizers import UpdateGroup
 from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.update_slice import UpdateGroup
 
 _FP32 = 4
 _FP64 = 8

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
+from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
-from megamix.mixed_precision.half_params import describe_params
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
@@ -140,8 +140,9 @@ def _plan_part(
     optimizer = build_optimizer(config.optimizer, [config.optimizer.lr], config.model)
     precision, micro_batches = build_precision(config.precision), grad_accum_steps(config, dp_size)
     sharding = Sharding(module.units, placements=placements, shard=section.shard, accumulate=section.accumulate)
-    specs, groups, axes = describe_params(module, optimizer, topology, sharding)
-    sizes = [axis.size for axis in axes]
+    census = take_census(module, optimizer, topology, sharding)
+    specs, groups = census.specs, census.groups
+    sizes = [axis.size for axis in census.axes]
     layout = build_layout(specs, sizes, section.bucket_size)
     engine = engine_memory(
         layout,
@@ -152,7 +153,7 @@ def _plan_part(
         num_updates=training.steps,
         on_gpu=machine == "gpu",
         compiled=config.optimizer.compile,
-        shards=[axis.rank for axis in axes] if own_states else None,
+        shards=[axis.rank for axis in census.axes] if own_states else None,
     )
     matrices, compiled = None, config.optimizer.compile
     if isinstance(optimizer, Muon):

@@ -21,11 +21,11 @@ from megamix.mixed_precision.loss_scale import (
     StaticLossScale,
     TorchLossScale,
 )
-from megamix.mixed_precision.master_shard import Fill
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.nag import NAG
 from megamix.mixed_precision.optimizers import Optimizer, ParamGroup
 from megamix.mixed_precision.settings import Placement, Precision, Sharding
+from megamix.mixed_precision.weights import Fill
 from megamix.model.decoder import Decoder
 from megamix.model.family import family_of
 from megamix.parallel.passes import Passes

@@ -21,8 +21,8 @@ from megamix.config import Config, ConfigError, config_to_toml, grad_accum_steps
 from megamix.data.loader import BatchLoader
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_buffers import storage_bytes
 from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.storage import storage_bytes
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
@@ -301,7 +301,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
     held = storage_bytes([*flat, *states])
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
-        f"update {engine.plan.update_path}\n"
+        f"update {engine.update_path}\n"
         f"{numel / 1e6:.2f} M parameters, {len(buckets)} bucket(s), {held / 2**20:.1f} MiB a rank | "
         f"{config.training.steps} steps of {config.training.global_batch_size} x {config.model.seq_len} tokens, "
         f"accumulation {engine.grad_accum_steps}{kept}"

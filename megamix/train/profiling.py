@@ -10,13 +10,25 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from megamix.clock import ignored
+from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
 from megamix.config import Config
 from megamix.durable import ASIDE
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
+from megamix.mixed_precision.observer import StepObserver, TransferKind
 from megamix.supervise.console import Console
 from megamix.train.metrics import TRANSFERS, MetricsWriter
+
+
+class Transfers(StepObserver):
+    """Shows a step's transfers to its timeline."""
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+
+    def on_transfer(self, kind: TransferKind, bucket: Bucket, pending: Pending) -> None:
+        self._timeline.watch(kind, bucket.number, pending)
 
 
 class Profiling:
@@ -42,9 +54,8 @@ class Profiling:
             self._profiler = torch.profiler.profile()
             self._profiler.start()
         timeline = self._timelines[number] = Timeline(self._engine.device)
-        self._engine.clock.watch = timeline.watch
-        yield
-        self._engine.clock.watch = ignored
+        with self._engine.observe(Transfers(timeline)):
+            yield
         if number == self._attempts[-1]:
             # Sends and receives of Gloo that began under the profiler and end after it crash the process.
             self._engine.wait()

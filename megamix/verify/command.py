@@ -10,7 +10,7 @@ import torch
 
 from megamix.arguments import Failed
 from megamix.config import Config
-from megamix.mixed_precision.matrix_update import DIRECTION, SOURCE
+from megamix.mixed_precision.observer import DIRECTION, SOURCE
 from megamix.ranks import RankFailure, RankPool
 from megamix.supervise.console import say
 from megamix.verify.judge import judge

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from megamix.config import Config
 from megamix.data.loader import Batch
-from megamix.mixed_precision.matrix_update import DIRECTION, GRADIENT, SOURCE
 from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.optimizers import MASTER, Optimizer, UpdateScalars
+from megamix.mixed_precision.observer import DIRECTION, GRADIENT, SOURCE
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.update_slice import MASTER, UpdateScalars
 from megamix.train.build import DTYPES, build_optimizer, lr_table
 from megamix.verify.bisect import culprit
 from megamix.verify.hypotheses import HALVES, AskedStep, nearest

@@ -20,9 +20,10 @@ from megamix.config import Config, grad_accum_steps
 from megamix.data.loader import Batch, BatchLoader
 from megamix.data.sampler import micro_batches as cut_batch
 from megamix.data.source import MarkovSource, Numbers, Rows
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.matrix_update import GRADIENT
+from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import StepResult
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
@@ -73,30 +74,29 @@ def observe(config: Config, updates: int, overflow_at: int | None, bisect: bool 
     fill = drawn(model, config.training.seed)
     engine = build_engine(config, model, model.units, accumulation, topology, placements, fill)
     passes = build_passes(config, engine, model, stages)
-    poison, seen = Poison(engine), watch_updates(engine)
+    poison, used = Poison(engine), UsedValues()
     specs = [slot.spec for bucket in engine.plan.layout.buckets for slot in bucket.slots]
     divided = {spec.name.rpartition(".")[0] for spec in specs if spec.shape != spec.full_shape}  # some see partial sums
     run = [observed(engine, None)]
     while (attempt := len(run) - 1) < updates + MOST_SKIPPED and int(engine.applied_updates) < updates:
         poison.active = attempt == overflow_at
         loaded = batches(config, attempt, topology.data.rank)
-        with recorded(model, wanted=bisect, but=divided) as tape:
+        with engine.observe(used), recorded(model, wanted=bisect, but=divided) as tape:
             passes.backward(MicroBatch(batch.to(device)) for batch in loaded)
-        run.append(observed(engine, engine.step(), tape, seen.values()))
+            result = engine.step()
+        run.append(observed(engine, result, tape, used))
     return run
 
 
 def observed(
     engine: ShardedEngine, result: StepResult | None, tape: Tape | None = None,
-    seen: Iterable[Callable[[], Fragment]] = (),
+    used: UsedValues | None = None,
 ) -> ObservedStep:  # fmt: skip
-    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient. `seen`:
-    by `watch_updates`.
-    """
-    used = [part() for part in seen]
+    """Write down what the rank has after a step. `result`: of the step; None: there was none, and no gradient."""
+    fragments = [] if used is None else used.fragments()
     with engine.whole_parameters():
         copies = [*_copies(engine)]
-    owned = [*used, *_states(engine)]
+    owned = [*fragments, *_states(engine)]
     buffers = {name: buffer.to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
     return ObservedStep(
         scalars=_scalars(engine, result), owned=owned, copies=copies, buffers=buffers, tape=tape or {},
@@ -104,20 +104,21 @@ def observed(
     )  # fmt: skip
 
 
-def watch_updates(engine: ShardedEngine) -> dict[tuple[str, str], Callable[[], Fragment]]:
-    """Return what has, after each step from now on, this rank's part of the sums that it has used, and of what was made
-    orthogonal, and became; called, which waits for the device, as no step may.
-    """
-    seen: dict[tuple[str, str], Callable[[], Fragment]] = {}
+class UsedValues(StepObserver):
+    """Keeps this rank's part of the sums that the last update has used, and of what was made orthogonal, and became."""
 
-    def look(what: str, bucket: int, values: Tensor) -> None:
-        for piece in (one for one in engine.buckets[bucket].pieces if one.numel):
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, str], Callable[[], Fragment]] = {}
+
+    def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
+        for piece in (one for one in bucket.pieces if one.numel):
             if what == GRADIENT or piece.spec.matrices:
                 own = values[piece.elements].clone()  # a step may free its sums
-                seen[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
+                self._copies[what, piece.spec.name] = partial(_fragment, piece.spec, what, piece.first, own)
 
-    engine.matrix_update.look = look
-    return seen
+    def fragments(self) -> list[Fragment]:
+        """Return them; waits for the device, as no step may."""
+        return [copy() for copy in self._copies.values()]
 
 
 def rank_device() -> torch.device:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.update_slice import MASTER
 from megamix.verify.hypotheses import AskedStep
 from megamix.verify.trainer import IMPLEMENTATIONS, ForeignTrainer, optimizers_of, options_of
 from megamix.verify.update_kinds import AskedUpdate, Rule

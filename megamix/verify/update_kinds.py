@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.update_slice import MASTER
 from megamix.verify.hypotheses import HALVES, nearest
 from megamix.verify.verdict import NOISE, U32, UNIT, Tensors, Verdict
 

@@ -31,7 +31,7 @@ from megamix.train.job import run_job
 from megamix.train.report import Readout
 from megamix.train.trainer import Trainer
 from megamix.verify.layouts import Layout
-from megamix.verify.observe import ObservedStep, Poison, observed, rank_device, watch_updates
+from megamix.verify.observe import ObservedStep, Poison, UsedValues, observed, rank_device
 
 BORDERS = (3, 6)  # the updates after which a run is interrupted
 STEPS = 9
@@ -113,14 +113,15 @@ class _WatchedTrainer(Trainer):
     def __init__(self, part: JobPart, seen: list[Seen], *built: Any):
         super().__init__(*built)
         self._part, self._seen, self._poison = part, seen, Poison(self.engine)
-        self._updates = watch_updates(self.engine)
+        self._used = UsedValues()
         self._to_overflow = set(OVERFLOWS)
         self._rows: list[Tensor] = []
         self.readout = self._noted = _NotedReadout(self.device, len(self.engine.plan.pieces), self.plan.lag)
 
     def train(self, leave: LeaveRequest) -> float | None:
         self._note()
-        return super().train(leave)
+        with self.engine.observe(self._used):
+            return super().train(leave)
 
     def _try(self, attempt: Attempt) -> None:
         update = self.plan.launched - self.overflows.count  # if all in flight are applied
@@ -143,7 +144,7 @@ class _WatchedTrainer(Trainer):
             yield micro_batch
 
     def _note(self, result: StepResult | None = None, **attempt: Any) -> None:
-        whole = observed(self.engine, result, seen=self._updates.values())
+        whole = observed(self.engine, result, used=self._used)
         tensors = {f"{part.state} of {part.spec.name}": part.values for part in [*whole.owned, *whole.copies]}
         tensors |= {f"buffer {name}": buffer.double().numpy() for name, buffer in whole.buffers.items()}
         scale = {f"loss_scale.{name}": value.tolist() for name, value in self.engine.loss_scale.state_dict().items()}

@@ -42,8 +42,8 @@ from megamix.checkpoint.snapshot import Part, Snapshot, parts_of_range, take_sna
 from megamix.checkpoint.tensor_file import chunks
 from megamix.checkpoint.verify import read_checkpoint
 from megamix.clock import Clock
-from megamix.mixed_precision.optimizers import MASTER
 from megamix.mixed_precision.settings import Shard
+from megamix.mixed_precision.update_slice import MASTER
 from tests.checkpoint.state import (
     differences,
     fill,

@@ -16,7 +16,7 @@ from megamix.config import ModelConfig
 from megamix.data.loader import Batch
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.loss_scale import DynamicLossScale
-from megamix.mixed_precision.master_shard import Fill
+from megamix.mixed_precision.weights import Fill
 from megamix.model.transformer import Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch

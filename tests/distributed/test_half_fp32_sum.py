@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamix import AdamW, Precision, ShardedEngine, StaticLossScale, tuned
+from megamix import AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Axis, Topology
-from megamix.mixed_precision.flat_buffers import FlatBuffers
-from megamix.mixed_precision.grad_reduce import GradReduce, RowStats, Sums, connect_axes
-from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats, sum_in_pieces
+from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.links import Links
+from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_in_pieces
 from tests.conftest import FULL
 from tests.distributed.reference import train_reference
 from tests.distributed.test_equals_reference import Case, differences, run_engine
+from tests.mixed_precision.one_bucket import one_bucket
 
 SIZES = range(2, 9) if FULL else (2, 3, 4, 8)
 
@@ -40,30 +41,29 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     """
     axis, cpu = Topology.current().dp, torch.device("cpu")
     size, rank = axis.size, axis.rank
-    flats = [_halves(rank, bucket, size * numel, dtype) for bucket, numel in enumerate(numels)]
-    wires = [make_collectives(axis, cpu)] * len(flats)
-    buffers = FlatBuffers()
-    buffers.flat += flats
-    sum_dtype = Precision(dtype, reduce_dtype="half_fp32_sum").sum_dtype(size)
-    sums = Sums(FlatBuffers(), FlatBuffers())
-    for flat, own in zip(flats, wires, strict=True):
-        sums.over_ranks.add_sum(flat, own, sum_dtype)
+    loss_scale = StaticLossScale(1.0) if dtype == torch.float16 else None
+    precision = Precision(dtype, loss_scale=loss_scale, reduce_dtype="half_fp32_sum")
+    owners = make_collectives(axis, cpu)
+    buckets = [one_bucket(precision, numel=size * numel, owners=owners) for numel in numels]
+    for number, bucket in enumerate(buckets):
+        bucket.grads.copy_(_halves(rank, number, bucket.plan.padded_numel, dtype))
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
-    layout = mock.Mock(buckets=[mock.Mock() for _ in numels])
-    reduce = GradReduce(layout, buffers, sums, stats, wires, overlap=True, clock=Clock(cpu))
-    reduce.launch()
+    reduce = GradReduce(buckets, stats, overlap=True, clock=Clock(cpu), observers=[])
+    reduce.launch(all_are_full=True)
     results = []
-    for bucket, numel in enumerate(numels):
-        parts = torch.stack([_halves(other, bucket, size * numel, dtype).view(size, -1)[rank] for other in range(size)])
+    for number, numel in enumerate(numels):
+        parts = torch.stack([_halves(other, number, size * numel, dtype).view(size, -1)[rank] for other in range(size)])
         exact = parts.double().sum(0)
         # Each of the n - 1 additions in FP32 multiplies its exact result by some 1 + d with |d| <= u = 2**-24, so each
         # part ends up with at most n - 1 such factors: |sum - exact| <= ((1 + u)**(n - 1) - 1) * sum of |parts|. The
         # FP64 sum's own error is covered by 2**-50.
         bound = ((1 + 2.0**-24) ** (size - 1) - 1 + 2.0**-50) * parts.double().abs().sum(0)
-        shard = reduce.wait(bucket)
+        bucket = buckets[number]
+        reduce.wait(bucket)
+        shard = bucket.grad_sum
         rounded = shard.to(dtype)
         errors = [float(((total.double() - exact).abs() / bound).max()) for total in (shard, rounded)]
-        results.append((*errors, torch.equal(reduce.rows(bucket), row_stats(shard))))
+        results.append((*errors, torch.equal(bucket.row_stats(stats), row_stats(shard))))
     return results
 
 
@@ -167,6 +167,7 @@ def test_the_first_rank_warns_where_an_exchange_loads_the_network(monkeypatch, c
     axis = Axis(tuple(ranks), 0)
     for device, reduce_dtype in (("cuda", "half_fp32_sum"), ("cpu", "half_fp32_sum"), ("cuda", "half")):
         precision = Precision(torch.bfloat16, reduce_dtype=reduce_dtype)
-        connect_axes([axis], precision, torch.device(device), lambda axis, _: Collectives(axis))
+        sharding = Sharding(collectives=lambda axis, _: Collectives(axis))
+        Links.connect(Topology(), [axis], precision, sharding, torch.device(device))
     assert len(caplog.messages) == (load is not None)
     assert all(f"on 8 machines: each sends about {load} times the bytes" in line for line in caplog.messages)

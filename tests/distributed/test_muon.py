@@ -19,11 +19,12 @@ from torch import Tensor
 from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.live_storage import LiveStorage
-from megamix.mixed_precision import muon
+from megamix.mixed_precision import muon_update
 from megamix.mixed_precision.matrix_layout import matrices_of
-from megamix.mixed_precision.matrix_update import DIRECTION
-from megamix.mixed_precision.muon import Muon, orthogonalised
-from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.observer import DIRECTION, StepObserver
+from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.update_slice import MASTER
 from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.models import make_model
@@ -173,7 +174,7 @@ def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, i
 
     with (
         _laid_out(uncut=uncut),
-        mock.patch.object(muon, "orthogonalised", counted),
+        mock.patch.object(muon_update, "orthogonalised", counted),
         mock.patch.object(GlooCollectives, "exchange", sent),
     ):
         engine, _ = _train(case)
@@ -248,8 +249,13 @@ def _live() -> tuple[list[int], int, int]:
         count(2 * 2 * numel)
         return orthogonalised(matrix, optimizer)
 
-    engine.matrix_update.look = lambda what, *_: count((4 + 2) * shard) if what == DIRECTION else None
-    with LiveStorage() as tracker, mock.patch.object(muon, "orthogonalised", counted):
+    observer = StepObserver()
+    observer.on_use = lambda what, *_: count((4 + 2) * shard) if what == DIRECTION else None
+    with (
+        LiveStorage() as tracker,
+        mock.patch.object(muon_update, "orthogonalised", counted),
+        engine.observe(observer),
+    ):
         for _ in range(2):
             engine.backward(model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
             seen.clear()
@@ -275,7 +281,7 @@ def _weights(uncut: bool) -> dict[str, Tensor]:
     case = Case(torch.bfloat16, torch.bfloat16, dp_size=dist.get_world_size(), clip_grad=0.05)
     with _laid_out(uncut=uncut):
         engine, _ = _train(case, compile_update=True)
-    assert engine.plan.update_path == "compiled"
+    assert engine.update_path == "compiled"
     return engine.full_weights()
 
 

@@ -214,7 +214,7 @@ def _compiled_blocks_and_update(reduce_dtype: str) -> tuple[list[float], list[fl
             losses.append(loss.item())
             engine.backward(loss)
             engine.step()
-        assert engine.plan.update_path == ("compiled" if compiled else "library")
+        assert engine.update_path == ("compiled" if compiled else "library")
         return losses
 
     torch._dynamo.reset()

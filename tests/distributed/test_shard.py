@@ -26,7 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.optimizers import MASTER
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.observer import StepObserver
+from megamix.mixed_precision.update_slice import MASTER
 from tests.conftest import FULL
 from tests.distributed import test_equals_reference as plain
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
@@ -437,15 +439,25 @@ def test_a_rank_may_look_alone_between_forward_and_backward(run_ranks, call: str
     assert kept == passing
 
 
+class _Kinds(StepObserver):
+    """Notes which transfers were launched."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def on_transfer(self, kind: str, bucket: Bucket, pending: object) -> None:
+        self.kinds.append(kind)
+
+
 def _gathers(shard: str = "parameters") -> tuple[int, list[float]]:
     """How many gathers a step has, and the norms of three. The tied embedding is a unit without a parameter."""
     model = make_model(tied=True)
     sharding = Sharding([model.embedding, *model.blocks, model.norm], shard=shard)
     engine = ShardedEngine(model, AdamW(lr=0.01), Precision(torch.bfloat16), sharding, compile_update=False)
-    seen = list[str]()
-    engine.clock.watch = lambda kind, bucket, pending: seen.append(kind)
-    norms = [_take_step(engine, step) for step in range(3)]
-    return seen.count("all_gather") // 3, norms
+    seen = _Kinds()
+    with engine.observe(seen):
+        norms = [_take_step(engine, step) for step in range(3)]
+    return seen.kinds.count("all_gather") // 3, norms
 
 
 def test_the_last_unit_of_a_forward_is_not_gathered_again(run_ranks) -> None:

@@ -5,7 +5,7 @@ and computes the same bits; a GPU is asked nothing meanwhile.
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
-from megamix.clock import ignored
 from megamix.comm import timeline as timeline_module
 from megamix.comm.collectives import Pending
 from megamix.comm.timeline import Timeline, Transfer
+from megamix.train.profiling import Transfers
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
@@ -71,12 +71,12 @@ def _watched_and_not(sharding: Sharding, precision: Precision) -> tuple[list[lis
         own = replace(sharding, units=[*model.blocks])
         engine = ShardedEngine(model, AdamW(lr=0.01), precision, own, clip_grad=1.0, compile_update=False)
         for step in range(3):
-            engine.clock.watch = ignored
-            if step in range(len(timelines)):
-                timelines[step] = Timeline(engine.device)
-                engine.clock.watch = timelines[step].watch
-            engine.backward(loss_of(model, make_batch(step, engine.topology.dp.rank, 0)))
-            engine.step()
+            with ExitStack() as observed:
+                if step in range(len(timelines)):
+                    timelines[step] = Timeline(engine.device)
+                    observed.enter_context(engine.observe(Transfers(timelines[step])))
+                engine.backward(loss_of(model, make_batch(step, engine.topology.dp.rank, 0)))
+                engine.step()
         engine.wait()
         return engine
 

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from megamix.mixed_precision.optimizers import Optimizer, States, UpdateScalars
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.update_slice import States, UpdateScalars
 from megamix.plugins import Section, register_optimizer
 
 

@@ -30,8 +30,9 @@ from megamix.cli import main
 from megamix.comm.topology import Topology
 from megamix.config import Config, config_to_toml
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.master_shard import OwnedRange
-from megamix.mixed_precision.optimizers import Optimizer, States, UpdateScalars
+from megamix.mixed_precision.bucket import OwnedRange
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.update_slice import States, UpdateScalars
 from megamix.parallel.build import build_model, drawn
 from megamix.plan import memory_plan
 from megamix.plugins import OPTIMIZERS
@@ -321,7 +322,7 @@ def test_the_compiled_path_has_one_graph_for_each_set_of_states_and_the_same_res
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     library, engine = _build("by kind"), _build("by kind", compiled=True)
-    assert engine.plan.update_path == "compiled"
+    assert engine.update_path == "compiled"
     for step in range(2):
         _step(library, step)
         _step(engine, step)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 from megamix import NAG, AdamW, tuned
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis
-from megamix.mixed_precision.fused_update import CompiledUpdate, StepScalars, choose_update
-from megamix.mixed_precision.grad_reduce import RowStats
-from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
+from megamix.mixed_precision.fused_update import CompiledUpdate, choose_kernels
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.row_stats import RowStats
+from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateSlice
 from megamix.model.cross_entropy import compiled_slopes
 from tests.gpu.h100 import H100, machine_code, traffic
 
@@ -49,8 +51,15 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
     for (name, optimizer), half_name in itertools.product(OPTIMIZERS.items(), ("BF16", "FP16")):
         half_dtype, sums = DTYPES[half_name], {half_name: DTYPES[half_name], "FP32": torch.float32}
         group = UpdateGroup(1.0, WEIGHT_DECAY, tuple(optimizer.states("weight", (64, 64)).items()))
-        halves, shards = [_zeros(64 * OWNERS, half_dtype)] * 2, [_zeros(64, dtype) for dtype in sums.values()]
-        update, stats = choose_update(optimizer, [group], halves, halves, shards, Collectives(Axis()), True)
+        buckets: list[Any] = [
+            SimpleNamespace(
+                params=_zeros(64 * OWNERS, half_dtype), grads=_zeros(64 * OWNERS, half_dtype), master=_zeros(64),
+                grad_sum=_zeros(64, dtype), owners=Collectives(Axis(range(OWNERS))),
+            )
+            for dtype in sums.values()
+        ]  # fmt: skip
+        kernels = choose_kernels(optimizer, [group], buckets, Collectives(Axis()), True)
+        update, stats = kernels.update, kernels.row_stats
         assert isinstance(update, CompiledUpdate)
         for sum_name, sum_dtype in sums.items():
             once = partial(_update, update, optimizer, group, half_dtype, sum_dtype)
@@ -69,7 +78,7 @@ def _update(
     step = StepScalars(_zeros(()), _zeros((), torch.bool), _zeros(()), _zeros(()), coefficients)
     tensors = {"grad": _zeros(numel, sums), "half": _zeros(numel, half), "master": _zeros(numel)}
     states = group.new_states(numel, step.lr.device)
-    update(tensors["grad"], tensors["master"], states, tensors["half"], 0, step)
+    update(UpdateSlice(0, tensors["grad"], tensors["master"], states, tensors["half"]), step)
     tensors |= {"multiplier": step.multiplier, "found_inf": step.found_inf, "weight_decay": update._weight_decays[0]}
     return tensors | states | {f"coefficient{number}": one for number, one in enumerate(coefficients)}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megamix import AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding
 from megamix.comm.collectives import NcclCollectives, Pending
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.param_gather import ParamGather
 from megamix.mixed_precision.settings import ReduceDtype
@@ -57,16 +58,17 @@ def _in_step(harm: Callable[[Tensor], object]) -> object:
 def forward_does_not_wait() -> object:
     kept: list[object] = []  # dropped it would wait
 
-    def wrong(self: ParamGather, buckets: Sequence[int]) -> None:
-        kept.append(self.pending.copy())
-        self.pending.clear()
+    def wrong(self: ParamGather, buckets: Sequence[Bucket]) -> None:
+        for bucket in self._buckets:
+            kept.append(bucket.gather_pending)
+            bucket.gather_pending = None
 
     return mock.patch.object(ParamGather, "wait", wrong)
 
 
 def bucket_launched_too_early() -> object:
     right = GradReduce.launch
-    return mock.patch.object(GradReduce, "launch", lambda self, full=None: right(self))
+    return mock.patch.object(GradReduce, "launch", lambda self, **_: right(self, all_are_full=True))
 
 
 def scratch_shared_too_early() -> object:
@@ -80,14 +82,14 @@ def scratch_shared_too_early() -> object:
 
 
 def freed_while_in_use() -> object:
-    right = GradReduce.launch
+    right = Bucket.launch_sum
 
-    def wrong(self: GradReduce, full: int | None = None) -> None:
-        right(self, full)
-        for bucket in range(len(self._pending)):
-            self._half_grads.flat[bucket].untyped_storage().resize_(0)
+    def wrong(self: Bucket, *args: Any) -> Pending:
+        pending = right(self, *args)
+        self.grads.untyped_storage().resize_(0)
+        return pending
 
-    return mock.patch.object(GradReduce, "launch", wrong)
+    return mock.patch.object(Bucket, "launch_sum", wrong)
 
 
 def two_groups(*, crossed: bool) -> None:
@@ -119,7 +121,7 @@ IN_FLIGHT = ", which has not been waited for"
 FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     "forward does not wait": (forward_does_not_wait, rf"reads memory of all_gather.*{IN_FLIGHT}"),
     "update does not wait": (
-        lambda: mock.patch.object(GradReduce, "wait", lambda self, bucket: self.grad_shards[bucket]),
+        lambda: mock.patch.object(GradReduce, "wait", lambda self, bucket: None),
         rf"reads memory of reduce_scatter.*{IN_FLIGHT}",
     ),
     "bucket launched too early": (bucket_launched_too_early, rf"writes to memory of reduce_scatter.*{IN_FLIGHT}"),

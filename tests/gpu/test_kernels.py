@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megamix.comm.collectives import sum_in_rank_order
 from megamix.mixed_precision.fused_update import gated_update
-from megamix.mixed_precision.grad_stats import row_stats
-from megamix.mixed_precision.optimizers import UpdateScalars
+from megamix.mixed_precision.row_stats import row_stats
+from megamix.mixed_precision.update_slice import UpdateScalars
 from tests.gpu import h100, kernels
 from tests.mixed_precision.test_compiled_update import EPS, assert_within_rounding
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.config import load_config
+from megamix.mixed_precision import census, fused_update, links, unseen_writes
 from megamix.mixed_precision import engine as engine_module
-from megamix.mixed_precision import fused_update, half_params, unseen_writes
 from megamix.model.transformer import Transformer
 from tests.gpu.h100 import fake_tensors
 
@@ -74,11 +74,12 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
     with (
         fake_tensors(),
         mock.patch.object(Tensor, "data_ptr", place),
-        mock.patch.object(engine_module.settings, "check_arguments"),  # refuses tensors that are not plain
+        mock.patch.object(engine_module.refusals, "check_arguments"),  # refuses tensors that are not plain
         mock.patch.object(engine_module, "refuse_shared_elements"),  # asks where tensors lie
-        mock.patch.object(engine_module.settings, "require_equal"),  # reads the device
+        mock.patch.object(engine_module.refusals, "require_equal"),  # reads the device
+        mock.patch.object(links, "require_equal"),
         mock.patch.object(torch, "equal", return_value=True),  # likewise: nothing moves a buffer
-        mock.patch.object(half_params, "gather_json", lambda collectives, value, device: [value]),
+        mock.patch.object(census, "gather_json", lambda collectives, value, device: [value]),
         mock.patch.object(Transformer, "reset_parameters", Transformer.tie),
         mock.patch.object(fused_update, "_compile", operations.compiled),
         mock.patch.object(unseen_writes, "HostSlot", lambda device: mock.Mock(take=lambda: 0)),  # of pinned memory

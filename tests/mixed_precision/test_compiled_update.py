@@ -18,15 +18,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
+from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.comm.collectives import Collectives, make_collectives
-from megamix.comm.topology import Axis, Topology
+from megamix.comm.topology import Topology
 from megamix.mixed_precision import fused_update
-from megamix.mixed_precision.fused_update import CompiledUpdate, LibraryUpdate, StepScalars, choose_update, gated_update
-from megamix.mixed_precision.grad_stats import chunked_row_stats, row_stats
-from megamix.mixed_precision.optimizers import UpdateGroup, UpdateScalars
+from megamix.mixed_precision.fused_update import (
+    CompiledUpdate,
+    Kernels,
+    LibraryUpdate,
+    choose_kernels,
+    gated_update,
+)
+from megamix.mixed_precision.row_stats import chunked_row_stats, row_stats
 from megamix.mixed_precision.settings import Placement
+from megamix.mixed_precision.update_slice import StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
 from tests.conftest import FULL
+from tests.mixed_precision.one_bucket import ALONE, one_bucket
 
 EPS = 2.0**-23
 KINDS = {
@@ -46,14 +53,19 @@ def _groups(optimizer) -> list[UpdateGroup]:
 def kind(request):
     """(optimizer, dtype, compiled update, compiled statistics)."""
     optimizer, dtype = KINDS[request.param]
-    zeros = torch.zeros(64, dtype=dtype)
     torch._dynamo.reset()  # what another test of this process compiled would not be compiled again, nor counted
     before = counters["stats"]["unique_graphs"]
-    update, stats = choose_update(optimizer, _groups(optimizer), *[[zeros]] * 3, Collectives(Axis()), try_compiler=True)
+    kernels = _choose_for(optimizer, dtype, ALONE)
     assert (
         counters["stats"]["unique_graphs"] - before == 2
     )  # else nothing was compiled, and these tests would prove nothing
-    return optimizer, dtype, update, stats
+    return optimizer, dtype, kernels.update, kernels.row_stats
+
+
+def _choose_for(optimizer, dtype: torch.dtype, world: Collectives) -> Kernels:
+    loss_scale = StaticLossScale(1.0) if dtype == torch.float16 else None
+    bucket = one_bucket(Precision(dtype, loss_scale=loss_scale), _groups(optimizer))
+    return choose_kernels(optimizer, _groups(optimizer), [bucket], world, try_compiler=True)
 
 
 def _tensors(optimizer, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
@@ -85,6 +97,10 @@ def assert_within_rounding(optimizer, unscaled: Tensor, before: list[Any], ours:
     assert moved.max() > 1e-3
 
 
+def _slice(group: int, grad: Tensor, master: Tensor, states: dict[str, Tensor], half: Tensor) -> UpdateSlice:
+    return UpdateSlice(group, grad, master, states, half)
+
+
 def _step(optimizer, found_inf: bool = False, multiplier: float = 2.0**-7 / 3) -> StepScalars:
     update = torch.tensor(5.0)
     coefficients = optimizer.coefficients(update.double())
@@ -98,8 +114,8 @@ def test_compiled_equals_the_library_kernels_within_rounding(kind) -> None:
     for group in (0, 1):
         grad, *ours = _tensors(optimizer, dtype)
         _, *theirs = _tensors(optimizer, dtype)
-        update(grad, *ours, group, step)
-        LibraryUpdate(optimizer, _groups(optimizer))(grad, *theirs, group, step)
+        update(_slice(group, grad, *ours), step)
+        LibraryUpdate(optimizer, _groups(optimizer))(_slice(group, grad, *theirs), step)
         _, *before = _tensors(optimizer, dtype)
         assert_within_rounding(optimizer, grad.float().abs() * step.multiplier, before, ours, theirs)
         assert torch.equal(ours[2], ours[0].to(dtype))
@@ -110,7 +126,7 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
     optimizer, dtype, update, _ = kind
     step = _step(optimizer)
     grad, master, states, half = _tensors(optimizer, dtype)
-    update(grad, master, states, half, 0, step)
+    update(_slice(0, grad, master, states, half), step)
     graphs = counters["stats"]["unique_graphs"]
     rng = random.Random(0)
     for _ in range(4):
@@ -118,14 +134,8 @@ def test_compiled_is_bitwise_equal_on_any_cut_and_stays_one_graph(kind) -> None:
         borders = sorted({0, ROWS, *(rng.randrange(1, ROWS) for _ in range(5)), 1, ROWS - 1})
         for start, end in zip(borders, borders[1:], strict=False):
             part = slice(64 * start, 64 * end)
-            update(
-                grad[part],
-                cut_master[part],
-                {name: state[part] for name, state in cut_states.items()},
-                cut_half[part],
-                0,
-                step,
-            )
+            part_states = {name: state[part] for name, state in cut_states.items()}
+            update(_slice(0, grad[part], cut_master[part], part_states, cut_half[part]), step)
         assert torch.equal(cut_master, master)
         assert all(map(torch.equal, cut_states.values(), states.values()))
         assert torch.equal(cut_half, half)
@@ -138,7 +148,7 @@ def test_compiled_gate_leaves_every_bit(kind) -> None:
     grad, *after = _tensors(optimizer, dtype)
     _, *before = _tensors(optimizer, dtype)
     grad[::7], grad[3::11] = float("inf"), float("nan")
-    update(grad, *after, 0, _step(optimizer, found_inf=True, multiplier=float("nan")))
+    update(_slice(0, grad, *after), _step(optimizer, found_inf=True, multiplier=float("nan")))
     assert torch.equal(before[0], after[0])
     assert all(map(torch.equal, before[1].values(), after[1].values()))
     assert torch.equal(before[2], after[2])
@@ -179,7 +189,7 @@ def test_the_equation_run_eagerly_equals_the_library_kernels(name: str) -> None:
     _, *theirs = _tensors(optimizer, dtype)
     at = UpdateScalars(step.lr, torch.tensor(0.1), step.coefficients)
     gated_update(optimizer)(grad, *ours, step.multiplier, step.found_inf, at)
-    LibraryUpdate(optimizer, _groups(optimizer))(grad, *theirs, 0, step)
+    LibraryUpdate(optimizer, _groups(optimizer))(_slice(0, grad, *theirs), step)
     assert torch.allclose(ours[0], theirs[0], rtol=4 * EPS, atol=8 * EPS)
     assert all(
         torch.allclose(a, b, rtol=8 * EPS, atol=8 * EPS)
@@ -204,22 +214,19 @@ def _choose(fails_on: int | None) -> tuple[str, list[str]]:
 
     kept, fused_update._try_out = fused_update._try_out, try_out
     try:
-        zeros = torch.zeros(64, dtype=torch.float16)
-        collectives = make_collectives(Topology.current().world, zeros.device)
-        update, _ = choose_update(AdamW(lr=0.1), _groups(AdamW(lr=0.1)), *[[zeros]] * 3, collectives, try_compiler=True)
+        world = make_collectives(Topology.current().world, torch.device("cpu"))
+        kernels = _choose_for(AdamW(lr=0.1), torch.float16, world)
     finally:
         fused_update._try_out = kept
         logging.getLogger("megamix").removeHandler(handler)
-    return type(update).__name__, messages
+    return type(kernels.update).__name__, messages
 
 
 def test_an_optimizer_without_states_is_compiled_too(monkeypatch) -> None:
     # Real compiling would prove no more: what raises in the trial is a fallback that only the log shows.
     monkeypatch.setattr(fused_update, "_compile", lambda function: function)
-    zeros = torch.zeros(64, dtype=torch.float16)
-    plain_sgd = NAG(lr=0.1, momentum=0.0)
-    update, _ = choose_update(plain_sgd, _groups(plain_sgd), *[[zeros]] * 3, Collectives(Axis()), try_compiler=True)
-    assert isinstance(update, CompiledUpdate)
+    kernels = _choose_for(NAG(lr=0.1, momentum=0.0), torch.float16, ALONE)
+    assert isinstance(kernels.update, CompiledUpdate)
 
 
 @pytest.mark.uncounted
@@ -228,11 +235,9 @@ def test_engines_with_many_different_constants_are_all_compiled(monkeypatch) -> 
     traced = {"dynamic": True, "fullgraph": True, "backend": "eager"}
     monkeypatch.setattr(fused_update, "_compile", lambda function: torch.compile(function, **traced))
     monkeypatch.setattr(tuned, "TRIAL", 64)
-    half, alone = torch.zeros(64, dtype=torch.float16), Collectives(Axis())
     for number in range(10):
         optimizer = NAG(lr=0.1, momentum=0.05 * number)
-        update, _ = choose_update(optimizer, _groups(optimizer), *[[half]] * 3, alone, True)
-        assert isinstance(update, CompiledUpdate)
+        assert isinstance(_choose_for(optimizer, torch.float16, ALONE).update, CompiledUpdate)
 
 
 def _tried_dtypes() -> set[torch.dtype]:
@@ -246,7 +251,7 @@ def _tried_dtypes() -> set[torch.dtype]:
     tried = set()
 
     def try_out(*arguments: Any) -> None:
-        tried.add(arguments[-1].dtype)
+        tried.add(arguments[-1].grad_sum.dtype)
 
     with mock.patch.object(fused_update, "_try_out", try_out):
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))

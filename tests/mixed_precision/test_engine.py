@@ -28,10 +28,11 @@ from megamix import (
     StaticLossScale,
     TorchLossScale,
 )
+from megamix.mixed_precision.census import single_device
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.half_params import single_device, without_values
 from megamix.mixed_precision.settings import Shard
-from megamix.mixed_precision.step import StepUnderWay
+from megamix.mixed_precision.step import StepProgress
+from megamix.mixed_precision.weights import without_values
 from tests.distributed.models import TinyModel, loss_of, make_batch, make_model
 
 FP32 = Precision(torch.float32)
@@ -557,7 +558,7 @@ def test_a_foreign_state_is_refused() -> None:
 def test_the_sums_of_a_step_are_fp32_whatever_torchs_default_is() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
-        under_way = StepUnderWay(1, torch.device("cpu"), lambda: True)
+        under_way = StepProgress(1, torch.device("cpu"), lambda: True)
     finally:
         torch.set_default_dtype(torch.float32)
     assert (under_way.scale_used.dtype, under_way.loss_sum.dtype) == (torch.float32, torch.float32)

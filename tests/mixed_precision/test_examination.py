@@ -145,11 +145,11 @@ def test_each_micro_batch_s_gradient_is_seen_before_it_is_added() -> None:
 
 def test_gradients_that_come_twice_in_a_micro_batch_are_both_counted() -> None:
     engine = _build(make_model(), NAG(lr=0.01), Precision(torch.bfloat16))
-    engine.examine_next_step()
-    look = examination.look(engine.progress.examination, 1)
-    look("norm.weight", torch.tensor([[1.0, float("inf")], [2.0, 3.0]]).T)  # not contiguous
-    look("norm.weight", torch.tensor([float("inf"), float("nan")]))
-    local = engine.progress.examination.local[1, engine.plan.param_names.index("norm.weight")]
+    names = engine.plan.param_names
+    examiner = examination.Examiner(names, ACCUM, torch.device("cpu"))
+    examiner.on_gradient("norm.weight", 1, torch.tensor([[1.0, float("inf")], [2.0, 3.0]]).T)  # not contiguous
+    examiner.on_gradient("norm.weight", 1, torch.tensor([float("inf"), float("nan")]))
+    local = examiner.examination.local[1, names.index("norm.weight")]
     assert local[:2].tolist() == [2.0, 1.0]
     assert local[2].isnan()
 

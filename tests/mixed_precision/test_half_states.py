@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
 from megamix.mixed_precision.half_states import by_chance, needs_chance
-from megamix.mixed_precision.optimizers import UpdateScalars
+from megamix.mixed_precision.optimizers import gated_update_
+from megamix.mixed_precision.update_slice import UpdateScalars
 from tests.distributed.models import loss_of, make_batch, make_model
 
 BF16 = torch.bfloat16
@@ -54,7 +55,7 @@ def _decayed(beta2: float, steps: int) -> Tensor:
     for update in range(1, steps + 1):
         coefficients = optimizer.coefficients(torch.tensor(float(update), dtype=torch.float64))
         at = UpdateScalars(torch.zeros(()), 0.0, coefficients)
-        optimizer.gated_update_(torch.zeros(4096), master, states, at, torch.tensor(False))
+        gated_update_(optimizer.equation, torch.zeros(4096), master, states, at, torch.tensor(False))
     return states["exp_avg_sq"].double()
 
 

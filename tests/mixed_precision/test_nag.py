@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megamix import NAG, Precision, ShardedEngine, StaticLossScale
-from megamix.mixed_precision.fused_update import LibraryUpdate, StepScalars
-from megamix.mixed_precision.optimizers import UpdateScalars
+from megamix.mixed_precision.fused_update import LibraryUpdate
+from megamix.mixed_precision.update_slice import StepScalars, UpdateScalars, UpdateSlice
 
 pytestmark = pytest.mark.uncounted
 
@@ -187,7 +187,8 @@ def test_without_a_compiler_any_cut_gives_the_same_bits_and_the_gate_leaves_ever
         after, half = start.clone(), start[0].half()
         for first, last in zip(borders, borders[1:], strict=False):
             master, *states = after[:, first:last]
-            update_(grad[first:last], master, dict(zip(names, states, strict=True)), half[first:last], 0, step)
+            states_by_name = dict(zip(names, states, strict=True))
+            update_(UpdateSlice(0, grad[first:last], master, states_by_name, half[first:last]), step)
         assert torch.equal(half, after[0].half())
         return after
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from megamix import AdamW, ShardedEngine
-from megamix.mixed_precision.half_params import without_values
+from megamix.mixed_precision.weights import without_values
 from tests.distributed.models import TinyModel, make_model
 
 

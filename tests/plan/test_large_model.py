@@ -65,7 +65,7 @@ def test_a_check_names_the_setting_in_which_a_large_model_fits(
     for shard in ("states", "parameters"):
         (tmp_path / f"{shard}.toml").write_text(config_to_toml(large_job(tmp_path, shard)))
     check = ["--check", "--memory"]
-    for limit, shard in (("3GiB", "gradients"), ("2.5GiB", "parameters")):  # the first that fits
+    for limit, shard in (("3.1GiB", "gradients"), ("2.5GiB", "parameters")):  # the first that fits
         assert main(["train", str(tmp_path / "states.toml"), *check, limit]) == 2
         assert f'; write parallelism.shard = "{shard}", which needs ' in capsys.readouterr().err
     assert main(["train", str(tmp_path / "parameters.toml"), *check, "2.5GiB"]) == 0

@@ -14,7 +14,7 @@ from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_ste
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_buffers import storage_bytes
+from megamix.mixed_precision.storage import storage_bytes
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch

@@ -145,7 +145,7 @@ def test_the_engine_gets_its_sections(tmp_path, grad_dtype: str, want: torch.dty
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     engine = build_engine(config, model, [*model], grad_accum_steps=3)
     assert (engine.plan.precision.dtype, engine.buckets[0].grads.dtype) == (torch.float16, want)
-    assert (engine.clip_grad, engine.grad_accum_steps, engine.plan.update_path) == (0.5, 3, "library")
+    assert (engine.clip_grad, engine.grad_accum_steps, engine.update_path) == (0.5, 3, "library")
     assert len(engine.plan.layout.buckets) == 2  # a bias of 4 and a weight of 16 close one
     assert not engine.plan.sharding.overlap
     assert len(lrs := engine.optimizer.lr_table()) == config.training.steps

@@ -17,15 +17,16 @@ from megamix.comm.collectives import GlooCollectives
 from megamix.config import Config, config_from_dict
 from megamix.data.loader import Batch
 from megamix.mixed_precision import engine as engine_module
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.grad_stats import PieceStats
 from megamix.mixed_precision.nag import NAG
-from megamix.mixed_precision.optimizers import Optimizer, UpdateGroup
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.param_gather import ParamGather
-from megamix.mixed_precision.step import StepUnderWay
+from megamix.mixed_precision.step import StepProgress
 from megamix.mixed_precision.unit_gather import UnitGather
 from megamix.mixed_precision.unseen_writes import UnseenWrites
+from megamix.mixed_precision.update_slice import UpdateGroup
 from megamix.model import decoder
 from megamix.model.layers import RotaryTable
 from megamix.parallel import build, tensor_parallel
@@ -103,9 +104,9 @@ def gradients_not_reduced() -> Iterator[None]:
     """One bucket's reduction is left out: every rank keeps its own gradient."""
     whole = GlooCollectives.reduce_scatter
 
-    def forgets(self, half_grads, grad_shard, use):
-        small = half_grads.numel() == min_numel[0]
-        return whole(self, half_grads, grad_shard, (lambda parts: None) if small else use)
+    def forgets(self, grads, grad_shard, use):
+        small = grads.numel() == min_numel[0]
+        return whole(self, grads, grad_shard, (lambda parts: None) if small else use)
 
     min_numel = [0]
     built = ShardedEngine.__init__
@@ -123,14 +124,15 @@ def gradients_not_reduced() -> Iterator[None]:
 
 def _squares_times(factor: Callable[[ParamSpec], float]) -> object:
     """Of what each piece of a parameter adds to the norm."""
-    right = PieceStats.__call__
+    right = engine_module.stats_by_piece
 
-    def wrong(self, rows):
-        squares, peaks = right(self, rows)
-        factors = torch.tensor([factor(piece.spec) for piece in self.pieces], dtype=squares.dtype)
+    def wrong(buckets, row_stats, counts):
+        squares, peaks = right(buckets, row_stats, counts)
+        pieces = [piece for bucket in buckets for piece in bucket.pieces]
+        factors = torch.tensor([factor(piece.spec) for piece in pieces], dtype=squares.dtype)
         return torch.stack([squares * factors, peaks])
 
-    return mock.patch.object(PieceStats, "__call__", wrong)
+    return mock.patch.object(engine_module, "stats_by_piece", wrong)
 
 
 def norm_counted_per_rank() -> object:
@@ -228,14 +230,14 @@ def recomputed_elsewhere() -> object:
 
 
 @contextmanager
-def _loss_times(factor: Callable[[StepUnderWay], Tensor | float]) -> Iterator[None]:
+def _loss_times(factor: Callable[[StepProgress], Tensor | float]) -> Iterator[None]:
     """Of what the plain loop and a pipeline's last stage back-propagate."""
-    right = StepUnderWay.scaled
+    right = StepProgress.scaled
 
     def scaled(self, loss, weight, *, counts):
         return right(self, loss, weight, counts=counts) * factor(self)
 
-    with mock.patch.object(StepUnderWay, "scaled", scaled):
+    with mock.patch.object(StepProgress, "scaled", scaled):
         yield
 
 
@@ -251,14 +253,14 @@ def scale_applied_twice() -> object:
 @contextmanager
 def stale_gather() -> Iterator[None]:
     """The other ranks' parts of one bucket never arrive."""
-    right = ParamGather.updated
+    right = ParamGather.send
 
-    def updated(self, bucket: int) -> None:
-        shared = [index for index, own in enumerate(self._collectives) if own.axis.size > 1]
-        if bucket != shared[0]:
+    def send(self, bucket: Bucket) -> None:
+        shared = [one for one in self._buckets if one.owners.axis.size > 1]
+        if bucket is not shared[0]:
             right(self, bucket)
 
-    with mock.patch.object(ParamGather, "updated", updated):
+    with mock.patch.object(ParamGather, "send", send):
         yield
 
 
@@ -269,9 +271,9 @@ def unit_freed_early() -> Iterator[None]:
 
     def before_backward(self, unit):
         right(self, unit)
-        if not all(map(self._came, unit.params)):
+        if not all(map(self._grads.came, unit.params)):
             for bucket in unit.buckets:
-                self._half_params.flat[bucket].zero_()
+                bucket.params.zero_()
 
     with mock.patch.object(UnitGather, "before_backward", before_backward):
         yield
@@ -281,12 +283,16 @@ def unit_freed_early() -> Iterator[None]:
 def stale_shards() -> Iterator[None]:
     """What is gathered behind a step are the casts of the masters before it."""
     right = ShardedEngine.step
+    before: dict[Bucket, Tensor] = {}
 
     def step(self):
-        self.param_gather._masters = [master.clone() for master in self.master_shard.master]
+        before.update((bucket, bucket.master.clone()) for bucket in self.buckets)
         return right(self)
 
-    with mock.patch.object(ShardedEngine, "step", step):
+    def cast_master(self):
+        self.param_shard.copy_(before.get(self, self.master))
+
+    with mock.patch.object(ShardedEngine, "step", step), mock.patch.object(Bucket, "cast_master", cast_master):
         yield
 
 
@@ -295,10 +301,10 @@ def gradients_freed_early() -> Iterator[None]:
     """The last rank's gradients are freed, and their memory taken, before they are sent."""
     right = GlooCollectives.reduce_scatter
 
-    def reduce_scatter(self, half_grads, grad_shard, use):
+    def reduce_scatter(self, grads, grad_shard, use):
         if dist.get_rank() == dist.get_world_size() - 1:
-            half_grads.zero_()
-        return right(self, half_grads, grad_shard, use)
+            grads.zero_()
+        return right(self, grads, grad_shard, use)
 
     with mock.patch.object(GlooCollectives, "reduce_scatter", reduce_scatter):
         yield

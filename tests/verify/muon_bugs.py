@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from megamix import tuned
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.matrix_layout import Matrix
-from megamix.mixed_precision.matrix_update import MatrixUpdate
-from megamix.mixed_precision.muon import Muon, orthogonalised
+from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.muon_update import MuonUpdate
+from megamix.mixed_precision.orthogonal import orthogonalised
 
 FAMILY = "tests.verify.per_head"
 
@@ -22,33 +21,34 @@ FAMILY = "tests.verify.per_head"
 @contextmanager
 def matrices_by_parts() -> Iterator[None]:
     """Each rank makes its own part orthogonal: rows of its shard, or its block of what tensor-parallel ranks divide."""
-    right = MatrixUpdate._turn
+    right = MuonUpdate._turn
 
-    def turn(self, arrived, matrices):
+    def turn(self, arrived, homes):
         by_parts = []
-        for matrix, spread in matrices:
-            parts = [(place, columns.stop - columns.start) for _, columns, where in spread for place in where]
+        for home in homes:
+            widths = [(block, block.columns.stop - block.columns.start) for block in home.blocks]
+            parts = [(place, width) for block, width in widths for place in block.places]
             if any((place.stop - place.start) % width for place, width in parts):
-                right(self, arrived, [(matrix, spread)])  # a row is in two shards
+                right(self, arrived, [home])  # a row is in two shards
             else:
                 by_parts += parts
         for place, width in by_parts:
             arrived[place] = orthogonalised(arrived[place].view(-1, width), self._muon).flatten()
 
-    with mock.patch.object(MatrixUpdate, "_turn", turn), mock.patch.object(tuned, "MOST_PADDING", -1.0):
+    with mock.patch.object(MuonUpdate, "_turn", turn), mock.patch.object(tuned, "MOST_PADDING", -1.0):
         yield
 
 
 @contextmanager
 def tall_not_orthogonalised() -> Iterator[None]:
     """A path of its own, for tall matrices, lacks the iteration: theirs is SGD with momentum."""
-    right = MatrixUpdate._turn
+    right = MuonUpdate._turn
 
-    def turn(self, arrived: Tensor, matrices: Sequence[tuple[Matrix, object]]) -> None:
-        if matrices[0][0].rows <= matrices[0][0].columns:
-            right(self, arrived, matrices)
+    def turn(self, arrived, homes):
+        if homes[0].matrix.rows <= homes[0].matrix.columns:
+            right(self, arrived, homes)
 
-    with mock.patch.object(MatrixUpdate, "_turn", turn):
+    with mock.patch.object(MuonUpdate, "_turn", turn):
         yield
 
 
@@ -60,10 +60,11 @@ def muon_per_micro_batch() -> Iterator[None]:
     def wrong(self, *args, **kwargs):
         built(self, *args, **kwargs)
         for bucket in self.buckets:
-            for spec in (slot.spec for slot in bucket.plan.slots if slot.spec.matrices):
-                bucket.named_params[spec.name].register_hook(
-                    lambda grad: orthogonalised(grad.bfloat16(), self.optimizer).to(grad.dtype)
-                )
+            for slot in bucket.plan.slots:
+                if slot.spec.matrices:
+                    bucket.named_params[slot.spec.name].register_hook(
+                        lambda grad: orthogonalised(grad.bfloat16(), self.optimizer).to(grad.dtype)
+                    )
 
     with mock.patch.object(ShardedEngine, "__init__", wrong):
         yield
@@ -72,12 +73,12 @@ def muon_per_micro_batch() -> Iterator[None]:
 @contextmanager
 def momentum_moves_on_skipped() -> Iterator[None]:
     """The gradient enters the momentum before anybody knows that the step is skipped."""
-    right = MatrixUpdate._momentum
+    right = MuonUpdate._momentum
 
-    def momentum(self, exchange, bucket, grad, step):
-        return right(self, exchange, bucket, grad, step._replace(found_inf=torch.zeros_like(step.found_inf)))
+    def momentum(self, exchange, bucket, spans, step):
+        return right(self, exchange, bucket, spans, step._replace(found_inf=torch.zeros_like(step.found_inf)))
 
-    with mock.patch.object(MatrixUpdate, "_momentum", momentum):
+    with mock.patch.object(MuonUpdate, "_momentum", momentum):
         yield
 
 

@@ -1,0 +1,192 @@
+"""What a model has to train: parameters, their groups and axes; and what all ranks have together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megamix.comm.collectives import Collectives
+from megamix.comm.host import gather_json
+from megamix.comm.topology import Axis, Topology
+from megamix.mixed_precision.flat_layout import ParamSpec
+from megamix.mixed_precision.optimizers import Optimizer
+from megamix.mixed_precision.settings import Placement, Sharding
+from megamix.mixed_precision.update_slice import UpdateGroup
+from megamix.names import by_plain_name, plain_name, prefix_of
+
+SAVED_DTYPES = (  # what a checkpoint holds
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+def single_device(model: nn.Module) -> torch.device:
+    """Return where the model lies; one without a tensor anywhere. Raises: ValueError if on more than one device."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model must lie on one device, found {sorted(map(str, devices))}; call model.to(device) first"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+class _Span(NamedTuple):
+    """The memory of a tensor: addresses of its first byte and behind its last one."""
+
+    start: int
+    end: int
+    name: str
+    tensor: Tensor
+
+
+def refuse_shared_elements(model: nn.Module) -> None:
+    """Raises: ValueError naming two tensors of the model that share elements, of which at least one is trained. What is
+    expanded has no values of its own.
+    """
+    spans = list[_Span]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and tensor.layout == torch.strided and 0 not in tensor.stride():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append(_Span(start, start + (reach + 1) * tensor.itemsize, name, tensor))
+    near = list[_Span]()  # those that reach the next one
+    for span in sorted(spans, key=attrgetter("start")):
+        near = [other for other in near if other.end > span.start]
+        for other in near:
+            if (other.tensor.requires_grad or span.tensor.requires_grad) and _share_elements(other, span):
+                both = " and ".join(sorted((plain_name(other.name), plain_name(span.name))))
+                raise ValueError(
+                    f"{both} share elements, and the engine would train them apart: make them one Parameter: "
+                    "module.weight = other.weight; or let them be two: nn.Parameter(other.weight.detach().clone())"
+                )
+        near.append(span)
+
+
+def _share_elements(first: _Span, second: _Span) -> bool:
+    """Return whether they do: slices of one matrix may lie between each other. `second` begins not before `first`."""
+    one, other = first.tensor, second.tensor
+    apart, rest = divmod(second.start - first.start, one.itemsize)
+    if rest or one.itemsize != other.itemsize:
+        return True
+    taken = torch.zeros((max(first.end, second.end) - first.start) // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), apart).any())
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The trainable parameters of this rank."""
+
+    specs: list[ParamSpec]  # in registration order
+    groups: list[UpdateGroup]  # the optimizer's, by `ParamSpec.group`
+    axes: list[Axis]  # of owners, by `ParamSpec.axis`
+
+
+def take_census(model: nn.Module, optimizer: Optimizer, topology: Topology, sharding: Sharding) -> Census:
+    """Describe what this rank trains. A shared parameter is described once, under its first name; frozen and empty ones
+    are not.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in by_plain_name(model.named_parameters(remove_duplicate=False)).items():
+        if param.requires_grad and param.numel():
+            names.setdefault(param, []).append(name)
+        elif param.numel() and topology.tp.size * topology.pp.size > 1:
+            raise ValueError(
+                f"parameter {name} is frozen, but ranks that divide the model must train every parameter: the parts of "
+                "a frozen one are unknown; give it a group with lr_factor=0, or let every rank hold the model"
+            )
+    placements = by_plain_name(sharding.placements.items())
+    groups: dict[UpdateGroup, int] = {}
+    axes = {topology.owners: 0}
+    specs = []
+    for param, (name, *aliases) in names.items():
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter {name} is {param.dtype}; the engine trains real floating-point parameters only"
+            )
+        shape = tuple(param.shape)
+        at = placements.get(name) or Placement(shape, (0,) * len(shape), topology.owners)
+        group = groups.setdefault(optimizer.group_of(name, at.full_shape), len(groups))
+        axis = axes.setdefault(at.owners, len(axes))
+        spec = ParamSpec.whole(name, shape, group, tuple(aliases))
+        spec = replace(spec, matrices=optimizer.matrices(name, at.full_shape))
+        specs.append(replace(spec, full_shape=at.full_shape, offset=at.offset, axis=axis, counts=at.counts))
+    if sharding.shard == "parameters":
+        specs = _with_units(specs, model, sharding.units)
+    return Census(specs, [*groups], [*axes])
+
+
+def _with_units(specs: Sequence[ParamSpec], model: nn.Module, units: Sequence[nn.Module]) -> list[ParamSpec]:
+    """Return the specs with the numbers of their units, 1 for the first; 0 for what belongs to the root: parameters
+    that no unit has alone, and those of other owners than the data-parallel ranks, which lie together.
+
+    Raises: ValueError if a unit is inside another one.
+    """
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(prefix_of(path))
+    for unit in units:
+        if any(other is not unit and other in units for other in unit.modules()):
+            raise ValueError(f"units must not lie in each other, but a {type(unit).__name__} holds another one")
+    numbered = []
+    for spec in specs:
+        # By its names: what two units share is one module, with a name in each.
+        names = (spec.name, *spec.aliases)
+        of = (k for k, unit in enumerate(units, start=1) if all(name.startswith(tuple(paths[unit])) for name in names))
+        numbered.append(replace(spec, unit=0 if spec.axis else next(of, 0)))
+    return numbered
+
+
+class Entry(NamedTuple):
+    """A trained parameter of the model that all ranks hold together, or a buffer that its state_dict has: equal on all
+    ranks of its stage, or the first one's counts.
+    """
+
+    name: str
+    full_shape: tuple[int, ...]
+    dtype: str  # as torch prints it; of a parameter its master's
+    stage: int  # the first of the pipeline that has it
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What the model that all ranks train has, stage by stage, in registration order."""
+
+    params: list[Entry]
+    buffers: list[Entry]
+
+
+def describe_whole(model: nn.Module, specs: Sequence[ParamSpec], pp: Collectives, device: torch.device) -> Entries:
+    """Describe the model that all ranks train, from what this one trains of it. `pp`: among its stages. Every rank must
+    call it. Raises: ValueError naming a buffer that cannot be saved.
+    """
+    persistent = {*map(plain_name, model.state_dict())}
+    stage = pp.axis.rank
+    params = [Entry(spec.name, spec.full_shape, str(torch.float32), stage, spec.aliases) for spec in specs]
+    buffers = [
+        Entry(name, tuple(buffer.shape), str(buffer.dtype), stage)
+        for name, buffer in by_plain_name(model.named_buffers(remove_duplicate=False)).items()
+        if name in persistent and buffer.numel()
+    ]
+    for buffer in buffers:
+        if buffer.dtype not in map(str, SAVED_DTYPES):
+            raise ValueError(
+                f"buffer {buffer.name} is {buffer.dtype}, which no checkpoint holds; keep it out of the state_dict by "
+                "module.register_buffer(..., persistent=False)"
+            )
+    by_stage = gather_json(pp, [params, buffers], device)
+    return Entries(_each_once(own for own, _ in by_stage), _each_once(own for _, own in by_stage))
+
+
+def _each_once(by_stage: Iterable[list[Any]]) -> list[Entry]:
+    found: dict[str, Entry] = {}
+    for name, full_shape, dtype, stage, aliases in chain.from_iterable(by_stage):  # one may be held by two stages
+        found.setdefault(name, Entry(name, tuple(full_shape), dtype, stage, tuple(aliases)))
+    return list(found.values())

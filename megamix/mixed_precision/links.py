@@ -1,0 +1,61 @@
+"""Whom a rank talks to: the other owners of its parameters, and those that hold the rest of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megamix.comm.collectives import Collectives, make_collectives
+from megamix.comm.topology import Axis, Topology, num_on_machine
+from megamix.mixed_precision.flat_layout import BucketPlan
+from megamix.mixed_precision.refusals import require_equal
+from megamix.mixed_precision.settings import Precision, Sharding
+
+log = logging.getLogger("megamix")
+
+_LOADED = 2.0  # times a ring's bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The collectives of an engine."""
+
+    device: torch.device
+    world: Collectives  # all ranks of the model
+    tp: Collectives  # those that divide this rank's parameters
+    pp: Collectives  # those that hold others
+    replicas: Collectives  # those that hold and own the same
+    owners: list[Collectives]  # of each axis of `ParamSpec.axis`, the data-parallel ranks first
+
+    @staticmethod
+    def connect(
+        topology: Topology, axes: Sequence[Axis], precision: Precision, sharding: Sharding, device: torch.device
+    ) -> Links:
+        for axis in axes:
+            _warn_of_load(axis, precision, device)
+        world, tp, pp, replicas = (
+            make_collectives(axis, device) for axis in (topology.world, topology.tp, topology.pp, topology.replicas)
+        )
+        return Links(device, world, tp, pp, replicas, [sharding.collectives(axis, device) for axis in axes])
+
+    def require_equal_order(self, plans: Sequence[BucketPlan]) -> None:
+        """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""
+        for number, owners in enumerate(self.owners):
+            require_equal(owners, self.device, [plan for plan in plans if plan.axis == number])
+
+
+def _warn_of_load(axis: Axis, precision: Precision, device: torch.device) -> None:
+    """Log where the owners load the network between machines far more than the library's own sum would."""
+    exchanges = precision.sum_dtype(axis.size) != precision.own_grad_dtype
+    # In an exchange each rank of a machine sends a part to each rank elsewhere; a ring's sum leaves it once.
+    here, size = num_on_machine(axis), axis.size
+    load = here * (size - here) / max(1, size - 1)
+    if exchanges and device.type == "cuda" and load >= _LOADED and axis.ranks[axis.rank] == 0:
+        log.warning(
+            'reduce_dtype "half_fp32_sum" on %d machines: each sends about %.1f times the bytes that "half" would. '
+            'If steps wait for reduce_scatter, write reduce_dtype = "half"',
+            size // here, load,
+        )  # fmt: skip

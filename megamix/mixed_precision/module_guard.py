@@ -1,0 +1,170 @@
+"""Does the module keep the parameters with which the engine was built, and each its place in the engine's buffers?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from megamix.mixed_precision.bucket import Bucket
+from megamix.names import by_plain_name
+
+log = logging.getLogger("megamix")
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+@dataclass(slots=True, eq=False)
+class _View:
+    """A parameter as the engine has left it. Only while that is so do the engine's writes reach the module."""
+
+    name: str
+    param: nn.Parameter
+    place: int  # bytes from the buffer's address
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """Those of one bucket."""
+
+    flat: Tensor
+    views: list[_View]
+
+
+class ModuleGuard:
+    """Sees that the module keeps the parameters with which the engine was built, each under its names, no more and no
+    fewer, and that these are views into the engine's buffers, which nobody but the engine has written.
+
+    Modules may come and go, and be wrapped by what `by_plain_name` knows, as long as that is so. The engine itself
+    writes through the flat buffers, which moves no parameter's own version counter, but by `note_written`.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]):
+        self._model = model
+        self._names = {param: name for name, param in by_plain_name(model.named_parameters()).items()}
+        self._by_name = by_plain_name(model.named_parameters(remove_duplicate=False))
+        self._trains = [param.requires_grad for param in self._names]
+        self._note_parts()
+        self._told_of_compile = False
+        self._tell_of_compile()
+        with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
+            self._buffers = [
+                _Views(
+                    bucket.params,
+                    [
+                        _View(name, param, param.data_ptr() - bucket.params.data_ptr(), param._version)
+                        for name, param in bucket.named_params.items()
+                    ],
+                )
+                for bucket in buckets
+            ]
+
+    def _note_parts(self) -> None:
+        self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another
+        self._parts = [part.values() for module in self._modules for part in (module._parameters, module._modules)]
+        self._ids = self._ids_now()
+
+    def _ids_now(self) -> list[int]:
+        # By id: tensors would be compared by their elements. Twice a step, 0.2 us for each module.
+        return [*map(id, chain.from_iterable(self._parts))]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a parameter was added, replaced, renamed, taken out, frozen, thawed or written, has
+        lost its view, or has a gradient that is not the engine's.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_names()
+            for buffer in self._buffers:
+                start = buffer.flat.data_ptr()
+                for view in buffer.views:
+                    if (
+                        view.param.data_ptr() - start != view.place
+                        or view.param._version != view.version
+                        or view.param.grad is not None
+                    ):
+                        raise RuntimeError(f"parameter {view.name} {_broken(view, start)}")
+
+    def note_written(self) -> None:
+        """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([view.param for one in self._buffers for view in one.views])
+            # Read, not counted: parameters that were made of one tensor's views share one counter.
+            for buffer in self._buffers:
+                for view in buffer.views:
+                    view.version = view.param._version
+
+    def _check_names(self) -> None:
+        if self._ids_now() != self._ids:
+            self._compare()
+            self._note_parts()
+        self._tell_of_compile()
+        if [*map(_REQUIRES_GRAD, self._names)] != self._trains:
+            for (param, name), trains in zip(self._names.items(), self._trains, strict=True):
+                if param.requires_grad != trains:
+                    raise RuntimeError(_frozen_or_thawed(name, trains))
+
+    def _tell_of_compile(self) -> None:
+        # By name: to import the compiler takes seconds.
+        is_compiled = self._model._compiled_call_impl is not None or type(self._model).__name__ == "OptimizedModule"
+        if is_compiled and not self._told_of_compile:
+            self._told_of_compile = True
+            log.warning(
+                "torch.compile stands around the whole model: its backward is one piece, so all gradients come at its "
+                "end, and their sums over the ranks run beside nothing. Compile what is inside: "
+                "`for block in model.blocks: block.compile()`"
+            )
+
+    def _compare(self) -> None:
+        now = by_plain_name(self._model.named_parameters(remove_duplicate=False))
+        changed = (name for name in {**self._by_name, **now} if now.get(name) is not self._by_name.get(name))
+        if (name := next(changed, None)) is not None:
+            raise RuntimeError(
+                f"parameter {name} {self._change(name, now)}; build the engine after the model is complete"
+            )
+
+    def _change(self, name: str, now: Mapping[str, nn.Parameter]) -> str:
+        if name not in now:
+            return "is no longer in the module under this name: it was taken out, or its module wrapped"
+        if now[name] in self._names:
+            return (
+                f"is now the one that the engine trains as {self._names[now[name]]}: full_weights() and checkpoints "
+                "would be another model's than the one that trains"
+            )
+        was = "is another Parameter now than the one that the engine trains" if name in self._by_name else "was added"
+        return f"{was}: nothing would train it"
+
+
+def _frozen_or_thawed(name: str, trains: bool) -> str:
+    if trains:
+        return (
+            f"parameter {name} was frozen after the engine was built: weight decay and momentum would go on moving it. "
+            "Set requires_grad_(True) again; to freeze it, build the model anew with engine.full_weights(), freeze it "
+            "there, and build an engine on that"
+        )
+    return (
+        f"parameter {name} was frozen when the engine was built and is not now: it has no master, and nothing would "
+        "train it. Build the engine with it trainable; lr_factor=0.0 of a ParamGroup keeps a parameter as it is"
+    )
+
+
+def _broken(view: _View, start: int) -> str:
+    if view.param.data_ptr() - start != view.place:
+        return (
+            "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
+            "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
+        )
+    if view.param._version != view.version:
+        return (
+            "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
+            "and not its FP32 master. To change weights call engine.load_weights(state_dict)"
+        )
+    return (
+        "has a .grad that is not the engine's: a backward would add to it what no loss scale and no sum "
+        "over the ranks knows. Call model.zero_grad(); to change a gradient take param.register_hook(...)"
+    )

@@ -1,0 +1,71 @@
+"""One read of a sum of gradients: each row's sum of squares and max abs, taken apart or while the sum is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamix import tuned
+from megamix.comm.collectives import sum_in_rank_order
+from megamix.mixed_precision.flat_layout import ROW
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """How a machine takes the `row_stats` of a shard, FP32 (2, rows): in one read of it, or while it is summed."""
+
+    of_shard: Callable[[Tensor], Tensor]
+    # From the owners' half parts (ranks, shard_numel) and the FP32 shard (shard_numel,) that takes their sum in rank
+    # order.
+    of_sum: Callable[[Tensor, Tensor], Tensor]
+
+
+def row_stats(grad_shard: Tensor) -> Tensor:
+    """Return [sum of squares, max abs] of every row of 64 elements, in one pass over a shard.
+
+    FP32 within a row, FP64 over rows (see `stats_by_piece`): an FP32 sum would depend on where the shard is cut, and
+    with it the clip coefficient of every rank. A row of FP16 cannot overflow FP32, so the sum is finite exactly if the
+    gradient is; in BF16 and FP32 a gradient beyond about 1e19 counts as an overflow too.
+    Shapes: grad_shard half or FP32 (rows * 64,) -> FP32 (2, rows).
+    """
+    return _stats_of_rows(grad_shard.view(-1, ROW).float())
+
+
+def _stats_of_rows(rows: Tensor) -> Tensor:
+    return torch.stack([rows.square().sum(1), rows.abs().amax(1)])
+
+
+def chunked_row_stats(grad_shard: Tensor) -> Tensor:
+    """Do what `row_stats` does on machines without a compiler, where each operation is a pass of its own: in chunks
+    that stay in a CPU's cache.
+    """
+    size = tuned.piece(tuned.STATS_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
+    return torch.cat([row_stats(chunk) for chunk in torch.split(grad_shard, size)], dim=1)
+
+
+def sum_in_pieces(of_shard: Callable[[Tensor], Tensor], parts: Tensor, grad_shard: Tensor) -> Tensor:
+    """Sum half parts into the FP32 shard, and take the statistics of each piece while it is in a CPU's cache, instead
+    of in a pass of their own.
+    """
+    size = tuned.piece(tuned.SUMMED_PIECE, grad_shard.numel(), on_gpu=not grad_shard.is_cpu)
+    rows = []
+    for piece, piece_parts in zip(torch.split(grad_shard, size), torch.split(parts, size, dim=1), strict=True):
+        sum_in_rank_order(piece_parts, piece)
+        rows.append(of_shard(piece))
+    return torch.cat(rows, dim=1)
+
+
+def sum_at_once(parts: Tensor, grad_shard: Tensor) -> Tensor:
+    """Do the same, with the same bits of the sum, for a GPU's compiler to make one pass of it: 2 bytes of each part and
+    4 of the sum an element, where uncompiled the sum is read and written for every rank.
+
+    Shapes: parts half (ranks, rows, 64), grad_shard FP32 (rows, 64) -> FP32 (2, rows).
+    """
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    grad_shard.copy_(total)
+    return _stats_of_rows(total)

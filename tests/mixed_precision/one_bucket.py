@@ -1,0 +1,30 @@
+"""A bucket without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megamix import Precision, Sharding
+from megamix.comm.collectives import Collectives
+from megamix.comm.topology import Axis
+from megamix.mixed_precision.bucket import Bucket, make_buckets
+from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
+from megamix.mixed_precision.update_slice import UpdateGroup
+
+ALONE = Collectives(Axis())
+
+
+def one_bucket(
+    precision: Precision, groups: Sequence[UpdateGroup] = (UpdateGroup(1.0, 0.0, ()),), numel: int = 64,
+    owners: Collectives = ALONE,
+) -> Bucket:  # fmt: skip
+    """One parameter's, `numel` zeros, with gradients and sums, but no module."""
+    device = torch.get_default_device()
+    layout = build_layout([ParamSpec.whole("weight", (numel,), 0)], [owners.axis.size])
+    (bucket,) = make_buckets(layout, [owners], groups, precision, Sharding(), device)
+    bucket.params = torch.zeros(layout.padded_numel, dtype=precision.dtype, device=device)
+    bucket.param_shard = owners.own_part(bucket.params)
+    bucket.make_grads(owner_adds=False)
+    return bucket
