@@ -137,7 +137,7 @@ class _Sent:
 
 def test_nccl_exchanges_into_two_buffers_so_that_one_waits_for_the_last_but_one_alone(monkeypatch) -> None:
     monkeypatch.setattr(_Sent, "waited", [])
-    monkeypatch.setattr(dist, "all_to_all_single", lambda parts, half_grads, **_: _Sent(parts))
+    monkeypatch.setattr(dist, "all_to_all_single", lambda parts, grads, **_: _Sent(parts))
     ours = NcclCollectives(Axis((0, 1)), torch.device("cpu"))
     flats, summed = [torch.zeros(numel, dtype=torch.float16) for numel in (128, 64, 128, 128)], list[int]()
     pending = []

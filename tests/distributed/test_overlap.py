@@ -112,9 +112,9 @@ def _order_of_events(overlap: bool, flavour: int) -> list[str]:
     launch = among.reduce_scatter
     buckets = {bucket.grads.data_ptr(): index for index, bucket in enumerate(engine.buckets)}
 
-    def record(half_grads, grad_shard, use):
-        events.append(f"launch {buckets[half_grads.data_ptr()]}")
-        return launch(half_grads, grad_shard, use)
+    def record(grads, grad_shard, use):
+        events.append(f"launch {buckets[grads.data_ptr()]}")
+        return launch(grads, grad_shard, use)
 
     among.reduce_scatter = record
     last_of = engine.buckets[-1].plan.slots[0].spec.name

@@ -26,8 +26,8 @@ class ReplicaCollectives(GlooCollectives):
         super().__init__(axis, device)
         self._across = across
 
-    def reduce_scatter(self, half_grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
-        within = super().reduce_scatter(half_grads, grad_shard, use)
+    def reduce_scatter(self, grads: Tensor, grad_shard: Tensor, use: Use | None = None) -> Pending:
+        within = super().reduce_scatter(grads, grad_shard, use)
 
         def add() -> None:
             within.wait()
