@@ -222,8 +222,8 @@ def _plan(muon: MatrixMoves, buckets: Sequence[Bucket], topology: Topology) -> d
             row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
             among = make_collectives(topology.along(*topology.owns, "tp"), device)
             places = [Place(*place) for place in among.table(row).tolist()]
-        for bucket, matrices in zip(holders, find_homes(layout, numbers, places), strict=True):
-            exchanges[bucket] = _exchange(muon, among, matrices)
+        both = zip(holders, find_homes(layout, numbers, places), strict=True)
+        exchanges |= {bucket: _exchange(muon, among, matrices) for bucket, matrices in both}
     return exchanges
 
 

@@ -32,10 +32,10 @@ class UnseenWrites:
         self._names = param_names
         device = buckets[0].master.device
         place = {name: len(param_names) - number for number, name in enumerate(param_names)}
-        self._places = dict[Bucket, Tensor]()
-        for bucket in buckets:
-            places = [place[piece.spec.name] for piece in bucket.pieces]
-            self._places[bucket] = torch.tensor(places, dtype=torch.float32, device=device)
+        self._places = {
+            bucket: torch.tensor([float(place[piece.spec.name]) for piece in bucket.pieces], device=device)
+            for bucket in buckets
+        }
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
         self._looked = False  # since `found` was zero
@@ -50,14 +50,17 @@ class UnseenWrites:
 
     def look(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
-        for bucket in buckets:
+        wanted = {*buckets}
+        for bucket, places in self._places.items():
+            if bucket not in wanted:
+                continue
             self._looked = True
             half, master = bucket.param_shard, bucket.master
             size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
             rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()
             by_piece = torch.stack(torch._foreach_max(torch.split(rows, bucket.piece_rows)))
-            torch.maximum(self.found, (by_piece * self._places[bucket]).amax(), out=self.found)
+            torch.maximum(self.found, (by_piece * places).amax(), out=self.found)
 
     def before_free(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, whose memory goes after somebody could write there, in a step that is checked."""

@@ -246,7 +246,7 @@ class _Judged:
                 want = rule(name, grad, before, lr=lr, weight_decay=0.0, update=count)[MASTER]
                 device = next(self.reference.native.parameters()).device
                 at = (self.number, self.optimizer, name, want, self.after, device, self.asked.tp_size)
-                rule = partial(matrix_update, self.optimizer, judge_matrices(verdict, *at))
+                rule = partial(matrix_rule, self.optimizer, judge_matrices(verdict, *at))
             others = {f"the lr of update {at + 1}": other for at, other in enumerate(table) if abs(at + 1 - count) == 1}
             after = {state: self.after.tensors[state, name] for state in dtypes}
             asked = AskedUpdate(
@@ -273,7 +273,7 @@ def exact_update(
     return {MASTER: new_master, **new_states}
 
 
-def matrix_update(
+def matrix_rule(
     optimizer: Optimizer, direction: Tensor, name: str, grad: Tensor, before: Mapping[str, Tensor], **at: Any
 ) -> Tensors:
     """Return the same of matrices: states by the gradient, the master by the direction that the ranks have found."""
