@@ -5,6 +5,7 @@ for bit, the cast of its masters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,10 +33,8 @@ class UnseenWrites:
         self._names = param_names
         device = buckets[0].master.device
         place = {name: len(param_names) - number for number, name in enumerate(param_names)}
-        self._places = {
-            bucket: torch.tensor([float(place[piece.spec.name]) for piece in bucket.pieces], device=device)
-            for bucket in buckets
-        }
+        number_of = partial(torch.tensor, dtype=torch.float32, device=device)
+        self._places = {bucket: number_of([place[piece.spec.name] for piece in bucket.pieces]) for bucket in buckets}
         self.found = torch.zeros((), dtype=torch.float64, device=device)
         self._slots = [HostSlot(device) for _ in range(_LAG)]
         self._looked = False  # since `found` was zero
