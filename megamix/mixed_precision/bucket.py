@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megamix.comm.collectives import Collectives, Pending, noting
-from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, ParamSpec, Run
+from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.storage import STORAGE, FreedParameter, free, take
@@ -71,7 +71,7 @@ class Bucket:
         self.place = place
         self.precision = precision
         self.storage = STORAGE[sharding.shard]
-        self.spans = plan.shard_runs(owners.axis.rank)  # of this rank's shard, one for each optimizer group in it
+        self.spans = plan.shard_spans(owners.axis.rank)  # of this rank's shard, one for each optimizer group in it
         self.pieces = plan.shard_pieces(owners.axis.rank)  # the parts of parameters in it
         self.piece_rows = [(piece.end - piece.start) // ROW for piece in self.pieces]
         self.row_borders = torch.tensor([0, *(piece.end // ROW for piece in self.pieces)], device=device)
@@ -278,7 +278,7 @@ class Bucket:
 
     # The truth, and its casts on their way to all owners.
 
-    def slice(self, span: Run) -> UpdateSlice:
+    def slice(self, span: GroupSpan) -> UpdateSlice:
         """Return what an update reads and writes of a span of this rank's shard, which lies in one of `spans`."""
         at = slice(span.start, span.end)
         states = self.states_of(span.start, span.end)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megamix.clock import Clock
-from megamix.mixed_precision.flat_layout import Run
+from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
 
@@ -36,7 +36,7 @@ class BucketUpdate:
         for observer in self._observers:
             observer.on_use(GRADIENT, bucket, bucket.grad_sum)
 
-    def _cut(self, bucket: Bucket, spans: Iterable[Run]) -> Iterable[Run]:
+    def _cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterable[GroupSpan]:
         for observer in self._observers:
             spans = observer.cut(bucket, spans)
         return spans

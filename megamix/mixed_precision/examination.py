@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.flat_layout import Run
+from megamix.mixed_precision.flat_layout import GroupSpan
 from megamix.mixed_precision.observer import GRADIENT, StepObserver, Used
 from megamix.mixed_precision.step import Examination
 
@@ -55,14 +55,14 @@ class Examiner(StepObserver):
                 count_exponents(chunk, self.examination.exponents[layer])
                 self.examination.zeros[layer] += chunk.numel() - chunk.count_nonzero()
 
-    def cut(self, bucket: Bucket, spans: Iterable[Run]) -> Iterator[Run]:
+    def cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterator[GroupSpan]:
         """Compare before and after, piece by piece, so that what is compared need not be kept for a whole shard."""
         size = _chunk(bucket.master)
         for span in spans:
             for piece in (one for one in bucket.pieces if span.start <= one.start < span.end):
                 counts = self.examination.updates[self._layer_of[piece.spec.name]]
                 for start in range(piece.start, piece.end, size):
-                    part = Run(span.group, start, min(start + size, piece.end))
+                    part = GroupSpan(span.group, start, min(start + size, piece.end))
                     master = bucket.master[part.start : part.end]
                     old_master = master.clone()
                     yield part

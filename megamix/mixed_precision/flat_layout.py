@@ -1,4 +1,4 @@
-"""Where every parameter lies: buckets, optimizer runs, padding and owners. Pure arithmetic: no tensors, no ranks
+"""Where every parameter lies: buckets, optimizer spans, padding and owners. Pure arithmetic: no tensors, no ranks
 talking.
 """
 
@@ -70,7 +70,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class GroupSpan:
     """Neighbouring elements [start, end) of one optimizer group; both are multiples of ROW."""
 
     group: int
@@ -103,7 +103,7 @@ class BucketPlan:
     """
 
     slots: tuple[Slot, ...]
-    runs: tuple[Run, ...]
+    spans: tuple[GroupSpan, ...]
     padded_numel: int
     num_shards: int
 
@@ -127,11 +127,13 @@ class BucketPlan:
     def shard_numel(self) -> int:
         return self.padded_numel // self.num_shards
 
-    def shard_runs(self, shard: int) -> tuple[Run, ...]:
-        """Return the runs of a shard, counted from its start: at most one per group."""
+    def shard_spans(self, shard: int) -> tuple[GroupSpan, ...]:
+        """Return the spans of a shard, counted from its start: at most one per group."""
         first, last = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        clipped = (Run(run.group, max(run.start, first) - first, min(run.end, last) - first) for run in self.runs)
-        return tuple(run for run in clipped if run.start < run.end)
+        clipped = (
+            GroupSpan(span.group, max(span.start, first) - first, min(span.end, last) - first) for span in self.spans
+        )
+        return tuple(span for span in clipped if span.start < span.end)
 
     def padded_ends(self) -> list[int]:
         """Return where each parameter's padding ends, which is where the next one starts."""
@@ -175,7 +177,8 @@ class FlatLayout:
         for bucket in self.buckets:
             own = range(bucket.num_shards) if shards is None else shards[bucket.axis : bucket.axis + 1]
             total += max(
-                sum((run.end - run.start) * by_group[run.group] for run in bucket.shard_runs(shard)) for shard in own
+                sum((span.end - span.start) * by_group[span.group] for span in bucket.shard_spans(shard))
+                for shard in own
             )
         return total
 
@@ -265,7 +268,7 @@ def _cut(specs: Sequence[ParamSpec], axis_sizes: Sequence[int], bucket_size: int
 
 def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPlan:
     slots: list[Slot] = []
-    runs: list[Run] = []
+    spans: list[GroupSpan] = []
     parts = _packed(specs, num_shards) if pack else [specs]
     size = max(sum(_round_up(spec.numel, ROW) for spec in part) for part in parts)
     for number, part in enumerate(parts):
@@ -273,15 +276,15 @@ def _bucket(specs: list[ParamSpec], num_shards: int, *, pack: bool) -> BucketPla
         for spec in sorted(part, key=lambda spec: spec.group):  # stable: keeps the reverse order within a group
             slots.append(Slot(spec, end))
             end += _round_up(spec.numel, ROW)
-            start = runs.pop().start if runs and runs[-1].group == spec.group else slots[-1].start
-            if runs:
-                runs[-1] = Run(runs[-1].group, runs[-1].start, start)
-            runs.append(Run(spec.group, start, end))
-    # Padding belongs to the run before it: its weights, gradients and states are zeros, and every optimizer keeps them
+            start = spans.pop().start if spans and spans[-1].group == spec.group else slots[-1].start
+            if spans:
+                spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, start)
+            spans.append(GroupSpan(spec.group, start, end))
+    # Padding belongs to the span before it: its weights, gradients and states are zeros, and every optimizer keeps them
     # so.
     padded_numel = _round_up(len(parts) * size, ROW * num_shards)
-    runs[-1] = Run(runs[-1].group, runs[-1].start, padded_numel)
-    return BucketPlan(tuple(slots), tuple(runs), padded_numel, num_shards)
+    spans[-1] = GroupSpan(spans[-1].group, spans[-1].start, padded_numel)
+    return BucketPlan(tuple(slots), tuple(spans), padded_numel, num_shards)
 
 
 def _packed(specs: Sequence[ParamSpec], num_shards: int) -> list[list[ParamSpec]]:

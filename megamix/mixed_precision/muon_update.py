@@ -18,7 +18,7 @@ from megamix.clock import Clock
 from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.bucket_update import BucketUpdate
-from megamix.mixed_precision.flat_layout import FlatLayout, Run
+from megamix.mixed_precision.flat_layout import FlatLayout, GroupSpan
 from megamix.mixed_precision.matrix_layout import (
     BucketMatrices,
     Matrix,
@@ -138,7 +138,7 @@ class MuonUpdate(BucketUpdate):
                 direction = values[span.start : span.end]
                 self._kernel(UpdateSlice(moves, direction, part.master, {}, part.half), step)
 
-    def _momentum(self, exchange: _Exchange, bucket: Bucket, spans: Sequence[Run], step: StepScalars) -> Tensor:
+    def _momentum(self, exchange: _Exchange, bucket: Bucket, spans: Sequence[GroupSpan], step: StepScalars) -> Tensor:
         """Return what is to be orthogonalised of what this rank owns, in the order in which it is sent."""
         wide = torch.zeros_like(bucket.master)
         narrow = torch.zeros_like(wide, dtype=self._muon.ns_dtype)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from megamix.comm.collectives import Pending
-from megamix.mixed_precision.flat_layout import Run
+from megamix.mixed_precision.flat_layout import GroupSpan
 
 if TYPE_CHECKING:  # it is shown buckets, and makes none
     from megamix.mixed_precision.bucket import Bucket
@@ -37,7 +37,7 @@ class StepObserver:
     def on_use(self, what: Used, bucket: Bucket, values: Tensor) -> None:
         """See what the update uses of this rank's part of a bucket. Shapes: values (shard_numel,)."""
 
-    def cut(self, bucket: Bucket, spans: Iterable[Run]) -> Iterable[Run]:
+    def cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterable[GroupSpan]:
         """Yield the spans of a bucket's shard, whole or in smaller ones cut at rows: each is updated while it is out,
         with the same bits however it is cut.
         """

@@ -33,13 +33,13 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
         assert all(end <= slot.start for end, slot in zip(ends, bucket.slots, strict=False))
         assert ends[-1] <= bucket.padded_numel
         # Runs tile the bucket, one per group, and hold that group's parameters.
-        assert [run.start for run in bucket.runs] == [0, *(run.end for run in bucket.runs[:-1])]
-        assert bucket.runs[-1].end == bucket.padded_numel
-        assert len({run.group for run in bucket.runs}) == len(bucket.runs)
+        assert [span.start for span in bucket.spans] == [0, *(span.end for span in bucket.spans[:-1])]
+        assert bucket.spans[-1].end == bucket.padded_numel
+        assert len({span.group for span in bucket.spans}) == len(bucket.spans)
         for slot in bucket.slots:
-            (run,) = [run for run in bucket.runs if run.start <= slot.start < run.end]
-            assert run.group == slot.spec.group
-            assert slot.end <= run.end
+            (span,) = [span for span in bucket.spans if span.start <= slot.start < span.end]
+            assert span.group == slot.spec.group
+            assert slot.end <= span.end
         # The ranks' pieces tile their shards and, put end to end, give every element the last parameter that starts
         # at or before it.
         for rank in range(bucket.num_shards):
@@ -59,11 +59,11 @@ def test_every_parameter_has_one_aligned_place_and_every_element_one_owner(seed:
         shard_numel = bucket.shard_numel
         owned = [0] * bucket.padded_numel
         for rank in range(bucket.num_shards):
-            for run in bucket.shard_runs(rank):
-                assert run.start % ROW == 0
-                for element in range(run.start, run.end):
-                    (whole,) = [r for r in bucket.runs if r.start <= rank * shard_numel + element < r.end]
-                    assert whole.group == run.group
+            for span in bucket.shard_spans(rank):
+                assert span.start % ROW == 0
+                for element in range(span.start, span.end):
+                    (whole,) = [r for r in bucket.spans if r.start <= rank * shard_numel + element < r.end]
+                    assert whole.group == span.group
                     owned[rank * shard_numel + element] += 1
         assert set(owned) == {1}
 
@@ -78,7 +78,7 @@ def test_parameters_of_a_group_stand_together() -> None:
     specs = [ParamSpec.whole(name, (10,), group) for name, group in zip("abcd", (0, 1, 0, 1), strict=True)]
     (bucket,) = build_layout(specs, [2], bucket_size=1000).buckets
     assert [slot.spec.name for slot in bucket.slots] == ["c", "a", "d", "b"]
-    assert [(run.group, run.start, run.end) for run in bucket.runs] == [(0, 0, 128), (1, 128, 256)]
+    assert [(span.group, span.start, span.end) for span in bucket.spans] == [(0, 0, 128), (1, 128, 256)]
 
 
 @pytest.mark.parametrize(
