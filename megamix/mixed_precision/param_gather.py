@@ -86,7 +86,7 @@ class ParamGather:
         """
         with grads:
             yield
-            on_their_way = (bucket for bucket in self._buckets if bucket.gather_pending is not None)
+            on_their_way = (bucket for bucket in self.order if bucket.gather_pending is not None)
             if early := [name for bucket in on_their_way for name in bucket.named_params if self._grads.came(name)]:
                 raise RuntimeError(
                     f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from megamix.comm.collectives import Collectives
+from megamix.comm.starters import refuse_alone
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.settings import Precision, Sharding
 
@@ -120,6 +121,8 @@ def check_arguments(
         raise ValueError(
             "precision.loss_scale is None, but FP16 gradients need one; pass loss_scale=DynamicLossScale()"
         )
+    if sharding.topology is None:
+        refuse_alone()
     if not isinstance(clip_grad, int | float):
         raise TypeError(f"clip_grad must be a number, got {clip_grad!r}; 0 turns clipping off")
     if not clip_grad >= 0:  # NaN neither

@@ -216,8 +216,10 @@ def test_update_goals_are_ratios_of_rates() -> None:
 def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
     for name, (dtype, optimizer) in update_bench.KINDS.items():
         rank = UpdateRank(MODEL, dtype, try_compiler=False, optimizer=optimizer)
-        states = [state for bucket in rank._shard.states for run in bucket for state in run.values()]
-        once, twice = [*rank._grads, *rank._half], [*rank._shard.master, *states]  # read or written, and both
+        once, twice = [], []  # read or written, and both
+        for bucket in rank._buckets:
+            once += [bucket.grads, bucket.params]
+            twice += [bucket.master, *(state for states in bucket.states for state in states.values())]
         moved = sum(tensor.nbytes for tensor in once) + 2 * sum(tensor.nbytes for tensor in twice)
         bytes_a_param = update_bench.update_bytes(optimizer)
         assert moved == bytes_a_param * rank.num_params()
@@ -230,18 +232,17 @@ def test_the_bytes_of_an_update_are_those_of_its_tensors() -> None:
 def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # its timing is at stake here, not its speed
     rank = UpdateRank(MODEL, torch.bfloat16, calls=1)
-    before = [master.clone() for master in rank._shard.master]
+    before = [bucket.master.clone() for bucket in rank._buckets]
     seconds = rank.seconds(3)
     assert [*seconds] == [*rank.variants][3:] + [*rank.variants][:3]
     assert {COMPILED, STATS, LIBRARY, CASTS, COPY} <= set(seconds)
     assert rank.num_params() == sum(master.numel() for master in before)
     for name in (COMPILED, LIBRARY, CASTS):
-        before = [master.clone() for master in rank._shard.master]
+        before = [bucket.master.clone() for bucket in rank._buckets]
         rank.variants[name]()
-        assert not all(map(torch.equal, before, rank._shard.master)), name
-        assert all(torch.equal(half, m.bfloat16()) for half, m in zip(rank._half, rank._shard.master, strict=True)), (
-            name
-        )
+        masters = [bucket.master for bucket in rank._buckets]
+        assert not all(map(torch.equal, before, masters)), name
+        assert all(torch.equal(bucket.params, bucket.master.bfloat16()) for bucket in rank._buckets), name
 
 
 @pytest.mark.parametrize("what", ["fp16", "all"])

@@ -101,7 +101,7 @@ def test_a_dtype_that_no_checkpoint_holds_is_refused_with_the_buffer(dtype: torc
         ShardedEngine(model, AdamW(lr=0.1), compile_update=False)
     model.register_buffer("turns", model.turns, persistent=False)
     engine = ShardedEngine(model, AdamW(lr=0.1), compile_update=False)
-    assert "turns" not in [entry.name for entry in engine.plan.buffers]
+    assert "turns" not in [entry.name for entry in engine.plan.entries.buffers]
 
 
 def test_a_difference_of_a_buffer_is_told(tmp_path: Path) -> None:
