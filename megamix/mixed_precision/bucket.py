@@ -33,10 +33,13 @@ class OwnedRange(NamedTuple):
 class ParamGrad:
     """One parameter's place in its bucket's gradients, and what has come there in this step."""
 
+    name: str
+    bucket: Bucket
     view: Tensor  # gradient dtype, of the parameter's shape
     padding: Tensor  # behind it
     counts: bool  # False: another rank's copy of this gradient is the one that is summed
     touched: bool = False
+    last_pass: int = 0  # in which it came last
     ready: bool = False  # whole: nothing more is to come in this step
 
 
@@ -78,7 +81,7 @@ class Bucket:
         self.master = torch.zeros(plan.shard_numel, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
         self.total: Tensor | None = None
-        self.param_grads: dict[str, ParamGrad] = {}
+        self.param_grads: list[ParamGrad] = []
         self.missing = 0  # how many gradients are not ready
         self.sum_pending: Pending | None = None
         self.gather_pending: Pending | None = None
@@ -158,7 +161,7 @@ class Bucket:
         for slot, padded_end in zip(plan.slots, plan.padded_ends(), strict=True):
             view = self.grads[slot.start : slot.end].view(slot.spec.shape)
             padding = self.grads[slot.end : padded_end]
-            self.param_grads[slot.spec.name] = ParamGrad(view, padding, slot.spec.counts)
+            self.param_grads.append(ParamGrad(slot.spec.name, self, view, padding, slot.spec.counts))
         if self.storage.grads_pass:
             free(self.grads)
             self.rank_sum = torch.zeros(plan.shard_numel, dtype=sum_dtype, device=device)
@@ -179,19 +182,19 @@ class Bucket:
 
     def expect_grads(self) -> None:
         """Forget what has arrived so far: the next gradient is the first."""
-        for place in self.param_grads.values():
+        for place in self.param_grads:
             place.touched = place.ready = False
         self.missing = len(self.param_grads)
 
-    def collect(self, name: str, grad: Tensor, *, completes: bool) -> None:
+    def collect(self, place: ParamGrad, grad: Tensor, completes: bool) -> None:
         """Copy a parameter's first gradient, add the later ones: copying costs 4 bytes an element where zeroing and
         adding costs 8. `completes`: no other comes in this step.
         """
-        place = self.param_grads[name]
         if place.ready and self.missing == 0:
             raise RuntimeError(
-                f"parameter {name} got a second gradient in one backward when its bucket was complete: a reentrant "
-                "checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                f"parameter {place.name} got a second gradient in one backward when its bucket was complete: a "
+                "reentrant checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., "
+                "use_reentrant=False)"
             )
         if not place.counts:
             grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
@@ -210,13 +213,13 @@ class Bucket:
 
     def fill_missing(self) -> list[str]:
         """Let parameters that got no gradient count as zeros; return their names."""
-        silent = [name for name, place in self.param_grads.items() if not place.touched]
+        silent = [place for place in self.param_grads if not place.touched]
         if silent and self.storage.grads_pass:
             take(self.grads)
-        for name in silent:
-            self.param_grads[name].view.zero_()
-            self.param_grads[name].padding.zero_()
-        return silent
+        for place in silent:
+            place.view.zero_()
+            place.padding.zero_()
+        return [place.name for place in silent]
 
     def launch_sum(self, row_stats: RowStats) -> Pending:
         """Start summing the gradients over the owners."""

@@ -29,8 +29,7 @@ class LocalGrads:
     def __init__(self, buckets: Sequence[Bucket], observers: Sequence[StepObserver]):
         self._buckets = buckets
         self._observers = observers
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.named_params}
-        self._last_pass = dict.fromkeys(self._bucket_of, 0)  # in which each one's gradient came last
+        self._places = {place.name: place for bucket in buckets for place in bucket.param_grads}
         self._warned: set[str] = set()
         self.inside_backward = False
         self.passes = 0
@@ -43,7 +42,7 @@ class LocalGrads:
 
     @property
     def names(self) -> Collection[str]:
-        return self._bucket_of.keys()
+        return self._places.keys()
 
     def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for bucket in self._buckets:
@@ -66,14 +65,14 @@ class LocalGrads:
             self._completes = ()
             self._reduce = None
 
-    def came(self, name: str) -> bool:
+    def has_gradient(self, name: str) -> bool:
         """Return whether a parameter's gradient has come in this backward pass."""
-        return self._last_pass[name] == self.passes
+        return self._places[name].last_pass == self.passes
 
     def collect(self, names: Iterable[str]) -> None:
         """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
         for name in names:
-            param = self._bucket_of[name].named_params[name]
+            param = self._places[name].bucket.named_params[name]
             if param.grad is not None:
                 self._on_grad(weakref.ref(self), name, param)
 
@@ -119,9 +118,10 @@ class LocalGrads:
             raise RuntimeError(f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones")
         for observer in self._observers:
             observer.on_gradient(name, self._micro_batch, grad)
-        bucket = self._bucket_of[name]
-        bucket.collect(name, grad, completes=name in self._completes)
-        self._last_pass[name] = self.passes
+        place = self._places[name]
+        bucket = place.bucket
+        bucket.collect(place, grad, name in self._completes)
+        place.last_pass = self.passes
         if bucket.missing == 0 and self._reduce is not None:
             self._reduce.launch()
 

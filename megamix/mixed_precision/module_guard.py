@@ -83,11 +83,9 @@ class ModuleGuard:
             for buffer in self._buffers:
                 start = buffer.flat.data_ptr()
                 for view in buffer.views:
-                    if (
-                        view.param.data_ptr() - start != view.place
-                        or view.param._version != view.version
-                        or view.param.grad is not None
-                    ):
+                    param = view.param
+                    moved = param.data_ptr() - start != view.place
+                    if moved or param._version != view.version or param.grad is not None:
                         raise RuntimeError(f"parameter {view.name} {_broken(view, start)}")
 
     def note_written(self) -> None:

@@ -87,7 +87,8 @@ class ParamGather:
         with grads:
             yield
             on_their_way = (bucket for bucket in self.order if bucket.gather_pending is not None)
-            if early := [name for bucket in on_their_way for name in bucket.named_params if self._grads.came(name)]:
+            names = (name for bucket in on_their_way for name in bucket.named_params)
+            if early := [*filter(self._grads.has_gradient, names)]:
                 raise RuntimeError(
                     f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
                     "were still on their way from the other ranks: Sharding.units awaits them where a unit, or the "

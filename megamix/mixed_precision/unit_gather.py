@@ -51,7 +51,7 @@ class UnitGather:
         grads: LocalGrads, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
         self._overlap = overlap
-        self._grads = grads
+        self._has_gradient = grads.has_gradient
         self._unseen_writes = unseen_writes
         self._clock = clock
         self._observers = observers
@@ -228,7 +228,7 @@ class UnitGather:
     def _is_over(self, unit: Unit) -> bool:
         """Whether a pass that is past a unit needs it no more. A checkpoint of several begins all before one ends."""
         if self._in_backward:
-            return not (unit.begun or unit.called) or all(map(self._grads.came, unit.params))
+            return not (unit.begun or unit.called) or all(map(self._has_gradient, unit.params))
         return not (unit.begun or unit in self._kept)  # what has begun is freed behind its own forward
 
     def _meet_out_of_turn(self, unit: Unit) -> None:

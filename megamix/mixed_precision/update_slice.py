@@ -49,7 +49,7 @@ class StepScalars(NamedTuple):
     coefficients: Tensors  # FP32 (): the optimizer's, e.g. its bias corrections
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class UpdateSlice:
     """Neighbouring elements of one group, which an update changes in place: (n,) each, n a multiple of 64."""
 

@@ -271,7 +271,7 @@ def unit_freed_early() -> Iterator[None]:
 
     def before_backward(self, unit):
         right(self, unit)
-        if not all(map(self._grads.came, unit.params)):
+        if not all(map(self._has_gradient, unit.params)):
             for bucket in unit.buckets:
                 bucket.params.zero_()
 
