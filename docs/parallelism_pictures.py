@@ -69,7 +69,7 @@ def flat_layout() -> FlatLayout:
 
 def draw_shards(axes: Any) -> None:
     layout = flat_layout()
-    widest = layout.largest_bucket
+    widest = max(bucket.padded_numel for bucket in layout.buckets)
     for number, bucket in enumerate(layout.buckets):
         y, scale = -2.3 * number, 12 / widest
         axes.text(-0.15, y + 0.9, f"bucket {number}", ha="right", va="center", fontsize=12)

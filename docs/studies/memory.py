@@ -71,7 +71,7 @@ def engine_bytes(case: Case, num_layers: int) -> Held:
             engine.step()
         engine.wait()
         storage._recount()  # what a step has freed is no operation
-    scratch = engine.plan.layout.largest_bucket * case.grad_dtype.itemsize if engine.topology.world.size > 1 else 0
+    scratch = max(bucket.bytes.grads for bucket in engine.buckets) if engine.topology.world.size > 1 else 0
     return Held(num_layers * WIDTH**2, storage.live_bytes, scratch, storage.peak_bytes)
 
 

@@ -76,7 +76,7 @@ class UpdateRank:
         for bucket in self._buckets:
             bucket.params = torch.zeros(bucket.plan.padded_numel, dtype=dtype)
             bucket.param_shard = bucket.params
-            bucket.make_grads(owner_adds=False)
+            bucket.make_grads()
             bucket.grads.copy_(draw(bucket.plan.padded_numel) * 1e-2)
         count = torch.tensor(10.0)
         coefficients = self._optimizer.coefficients(count.double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from megamix.comm.collectives import Collectives, Pending, noting
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
 from megamix.mixed_precision.settings import Precision, Sharding
-from megamix.mixed_precision.storage import STORAGE, FreedParameter, free, take
+from megamix.mixed_precision.storage import STORAGE, FreedParameter, Storage, free, take
 from megamix.mixed_precision.update_slice import MASTER, States, UpdateGroup, UpdateSlice
 
 log = logging.getLogger("megamix")
@@ -43,6 +43,57 @@ class ParamGrad:
     ready: bool = False  # whole: nothing more is to come in this step
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketBytes:
+    """Bytes of a bucket's buffers on one rank, of each while it has memory."""
+
+    plan: BucketPlan
+    storage: Storage
+    params: int
+    grads: int
+    rank_sum: int  # 0: it lies in `grads`
+    total: int  # 0: there is none
+    master: int
+    states: int
+
+    @classmethod
+    def count(
+        cls, plan: BucketPlan, precision: Precision, sharding: Sharding, groups: Sequence[UpdateGroup],
+        owner_adds: bool, shard: int | None,
+    ) -> BucketBytes:  # fmt: skip
+        """Count without tensors or ranks. `owner_adds`: it adds up a step's micro-batches; `shard`: which one is the
+        rank's; None: the one with the most bytes of states, which no rank exceeds.
+        """
+        storage = STORAGE[sharding.shard]
+        states = [
+            sum((span.end - span.start) * groups[span.group].state_bytes for span in plan.shard_spans(number))
+            for number in (range(plan.num_shards) if shard is None else [shard])
+        ]
+        return cls(
+            plan=plan,
+            storage=storage,
+            params=plan.padded_numel * precision.dtype.itemsize,
+            grads=plan.padded_numel * precision.own_grad_dtype.itemsize,
+            rank_sum=plan.shard_numel * precision.sum_dtype(plan.num_shards).itemsize if storage.grads_pass else 0,
+            total=plan.shard_numel * torch.float32.itemsize if owner_adds else 0,
+            master=plan.shard_numel * torch.float32.itemsize,
+            states=max(states),
+        )
+
+    def held(self) -> int:
+        """Return those of what is there between steps."""
+        params = 0 if self.storage.params_pass else self.params
+        grads = 0 if self.storage.grads_pass else self.grads + self.total
+        return params + grads + self.master + self.states
+
+    def passing(self) -> BucketBytes:
+        """Return those of what is there only while a step needs it."""
+        params = self.params if self.storage.params_pass else 0
+        if self.storage.grads_pass:
+            return replace(self, params=params, master=0, states=0)
+        return replace(self, params=params, grads=0, rank_sum=0, total=0, master=0, states=0)
+
+
 class Bucket:
     """Neighbouring parameters in one flat buffer: the unit of one reduce-scatter, one update and one all-gather.
 
@@ -64,21 +115,23 @@ class Bucket:
 
     def __init__(
         self, number: int, plan: BucketPlan, owners: Collectives, place: int, groups: Sequence[UpdateGroup],
-        precision: Precision, sharding: Sharding, device: torch.device,
+        precision: Precision, sharding: Sharding, device: torch.device, owner_adds: bool,
     ):  # fmt: skip
         """Make the truth, zeros. `owners`: the ranks that have a shard each; `place`: among the buckets of these,
-        from 1 on."""
+        from 1 on; `owner_adds`: it adds up a step's micro-batches.
+        """
         self.number = number
         self.plan = plan
         self.owners = owners
         self.place = place
         self.precision = precision
         self.storage = STORAGE[sharding.shard]
+        self.bytes = BucketBytes.count(plan, precision, sharding, groups, owner_adds, owners.axis.rank)
         self.spans = plan.shard_spans(owners.axis.rank)  # of this rank's shard, one for each optimizer group in it
         self.pieces = plan.shard_pieces(owners.axis.rank)  # the parts of parameters in it
         self.piece_rows = [(piece.end - piece.start) // ROW for piece in self.pieces]
         self.row_borders = torch.tensor([0, *(piece.end // ROW for piece in self.pieces)], device=device)
-        self.master = torch.zeros(plan.shard_numel, device=device)
+        self.master = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
         self.total: Tensor | None = None
         self.param_grads: list[ParamGrad] = []
@@ -147,8 +200,8 @@ class Bucket:
 
     # The gradients, and their sum.
 
-    def make_grads(self, owner_adds: bool) -> None:
-        """Make the buffers of gradients and sums. `owner_adds`: it adds up a step's micro-batches.
+    def make_grads(self) -> None:
+        """Make the buffers of gradients and sums.
 
         A sum lies in the bucket itself, where gradients keep their memory: in its own dtype over this rank's part; in
         FP32, of halves, at the start, all of which has been sent by then: 4 bytes for each element of a share of a
@@ -170,8 +223,8 @@ class Bucket:
             self.rank_sum = self.owners.own_part(self.grads)
         else:
             self.rank_sum = self.grads.view(sum_dtype)[: plan.shard_numel]
-        if owner_adds:
-            self.total = torch.zeros(plan.shard_numel, device=device)
+        if self.bytes.total:
+            self.total = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
             self._free_sum(self.total)
         self.expect_grads()
 
@@ -338,21 +391,15 @@ class Bucket:
             self.gather_pending = None
             pending.wait()
 
-    def storage_tensors(self) -> list[Tensor]:
-        """Return all that takes memory here."""
-        states = [state for states in self.states for state in states.values()]
-        totals = [] if self.total is None else [self.total]
-        return [self.params, self.grads, self.rank_sum, *totals, self.master, *states]
-
 
 def make_buckets(
     layout: FlatLayout, owners_by_axis: Sequence[Collectives], groups: Sequence[UpdateGroup], precision: Precision,
-    sharding: Sharding, device: torch.device,
+    sharding: Sharding, device: torch.device, owner_adds: bool = False,
 ) -> list[Bucket]:  # fmt: skip
     """Return the buckets of a layout, each with its truth, zeros. `owners_by_axis`: by `BucketPlan.axis`."""
     buckets = list[Bucket]()
     for number, plan in enumerate(layout.buckets):
         owners = owners_by_axis[plan.axis]
         place = 1 + sum(other.owners is owners for other in buckets)
-        buckets.append(Bucket(number, plan, owners, place, groups, precision, sharding, device))
+        buckets.append(Bucket(number, plan, owners, place, groups, precision, sharding, device, owner_adds=owner_adds))
     return buckets

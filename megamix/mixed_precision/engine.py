@@ -110,10 +110,12 @@ class ShardedEngine:
         self.plan = self._agree(layout, census, precision, sharding, compile_update)
 
         # Memory, a bucket at a time: the module's own weights go as their bucket comes.
-        self.buckets = make_buckets(layout, self._links.owners, census.groups, precision, sharding, self.device)
+        owner_adds = sharding.owner_adds(grad_accum_steps)
+        owners, groups = self._links.owners, census.groups
+        self.buckets = make_buckets(layout, owners, groups, precision, sharding, self.device, owner_adds)
         take_over(model, self.buckets, self._links, precision.dtype, fill)
         for bucket in self.buckets:
-            bucket.make_grads(owner_adds=sharding.accumulate == "owner" and grad_accum_steps > 1)
+            bucket.make_grads()
         self._connect_stages(census.groups, compile_update)
 
         # What counts, on the device.

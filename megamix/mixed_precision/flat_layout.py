@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from megamix import tuned
 
@@ -162,51 +161,6 @@ class FlatLayout:
     @property
     def padded_numel(self) -> int:
         return sum(bucket.padded_numel for bucket in self.buckets)
-
-    @property
-    def largest_bucket(self) -> int:
-        return max(bucket.padded_numel for bucket in self.buckets)
-
-    def state_bytes(self, by_group: Sequence[int], shards: Sequence[int] | None = None) -> int:
-        """Return the bytes of the optimizer's states that one rank holds.
-
-        `by_group`: of one element's. `shards`: which one of each axis is the rank's; None: the largest of each
-        bucket, which no rank exceeds.
-        """
-        total = 0
-        for bucket in self.buckets:
-            own = range(bucket.num_shards) if shards is None else shards[bucket.axis : bucket.axis + 1]
-            total += max(
-                sum((span.end - span.start) * by_group[span.group] for span in bucket.shard_spans(shard))
-                for shard in own
-            )
-        return total
-
-    @property
-    def owned_numel(self) -> int:
-        return sum(bucket.shard_numel for bucket in self.buckets)
-
-    def passing_grads(self, grad_bytes: int) -> list[int]:
-        """Return the bytes of gradients while backward fills each bucket, where a bucket's come with its first one and
-        go with its sum: the bucket before it travels meanwhile.
-        """
-        numels = [0, *(bucket.padded_numel for bucket in self.buckets)]
-        return [grad_bytes * sum(pair) for pair in pairwise(numels)]
-
-    def passing_params(self, half_bytes: int) -> list[int]:
-        """Return the bytes of half parameters while backward fills each bucket, where they come and go by units: the
-        root's, those of the unit that computes, and of the next one that backward comes to.
-        """
-        by_unit: dict[int, int] = {0: 0}
-        for bucket in self.buckets:
-            by_unit[bucket.unit] = by_unit.get(bucket.unit, 0) + bucket.padded_numel
-        root, order = by_unit.pop(0), [*by_unit]
-        found, pair = [], slice(0)
-        for bucket in self.buckets:
-            if bucket.unit:
-                pair = slice(place := order.index(bucket.unit), place + 2)
-            found.append(half_bytes * (root + sum(by_unit[unit] for unit in order[pair])))
-        return found
 
 
 def default_bucket_size(numel: int, dp_size: int) -> int:

@@ -101,3 +101,7 @@ class Sharding:
                 'sharding.shard "parameters" gathers a unit at a time, but units is empty: all of the model would be '
                 "one; pass e.g. units=[*model.blocks]"
             )
+
+    def owner_adds(self, micro_batches: int) -> bool:
+        """Return whether owners add up a step's micro-batches. One alone is a sum already."""
+        return self.accumulate == "owner" and micro_batches > 1

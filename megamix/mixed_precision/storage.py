@@ -4,7 +4,7 @@ read while their values are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,6 @@ def free(flat: Tensor) -> bool:
         return False
     storage.resize_(0)
     return True
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes behind these tensors, what several share once."""
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 # What may be asked of a parameter whose values are not there.

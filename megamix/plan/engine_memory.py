@@ -1,4 +1,4 @@
-"""What an engine holds and what each stage needs on top, in bytes, from the layout alone: before there is an engine.
+"""What an engine holds and what each stage needs on top, in bytes, added up from its buckets: before there is any.
 
 The numbers are those of the stages' own buffers. A few scalars (counters, loss scale, learning rate of the step) are
 left out.
@@ -6,147 +6,178 @@ left out.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from megamix import tuned
-from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout
-from megamix.mixed_precision.settings import Precision, Sharding
+from megamix.mixed_precision.bucket import BucketBytes
+from megamix.mixed_precision.flat_layout import ROW, BucketPlan
+from megamix.mixed_precision.settings import Precision
 from megamix.mixed_precision.update_slice import UpdateGroup
 
-_FP32 = 4
-_FP64 = 8
-_INT64 = 8
+FP32 = torch.float32.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Bytes of what comes and goes, while backward fills one bucket."""
+
+    bucket: BucketPlan
+    params: int  # half: the root's, those of the unit that computes, and of the next one that backward comes to
+    grads: int  # from the first one of a bucket to its sum: the bucket before this one travels meanwhile
+    sums: int  # with the scratch in which parts of these arrive
+
+
 class EngineMemory:
-    """Holds the bytes of one rank: first what lives between steps, then what a stage has beside it while it runs."""
+    """Counts the bytes of one rank, the one with the most pieces: all ranks hold the same, but for the tables and for
+    states that not all parameters have.
+    """
 
-    held: dict[str, int]  # by category
-    tables: int  # borders and places of the pieces, learning rates
+    def __init__(
+        self, buckets: Sequence[BucketBytes], precision: Precision, groups: Sequence[UpdateGroup],
+        grad_accum_steps: int, *, num_updates: int, on_gpu: bool, compiled: bool,
+    ):  # fmt: skip
+        """`num_updates`: entries of the learning rate's table; `compiled`: the update is."""
+        self.buckets = buckets
+        self.passing = [bucket.passing() for bucket in buckets]  # what comes and goes of each
+        self.largest_shard = max(bucket.plan.shard_numel for bucket in buckets)  # elements
+        self.on_gpu = on_gpu
+        self.compiled = compiled
+        self._precision = precision
+        self._groups = groups
+        self._num_updates = num_updates
+        self._owner_adds = buckets[0].total > 0
+        self._grads_stay = grad_accum_steps > 1 and not self._owner_adds  # until the last micro-batch; else their sums
+        self._sum_dtype = precision.sum_dtype(max(bucket.plan.num_shards for bucket in buckets))
+
+    # Between steps.
+
+    def held(self) -> dict[str, int]:
+        """Return them by category."""
+        storage = self.buckets[0].storage
+        return {
+            "half parameters": 0 if storage.params_pass else sum(bucket.params for bucket in self.buckets),
+            "half gradients": 0 if storage.grads_pass else sum(bucket.grads for bucket in self.buckets),
+            "FP32 sums of micro-batches": 0 if storage.grads_pass else sum(bucket.total for bucket in self.buckets),
+            "FP32 masters": sum(bucket.master for bucket in self.buckets),
+            "optimizer states": sum(bucket.states for bucket in self.buckets),
+        }
+
+    def tables(self) -> int:
+        """Return those of borders and places of the pieces, and of learning rates."""
+        pieces = most_pieces([bucket.plan for bucket in self.buckets])
+        return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + self._num_updates)
 
     # What comes and goes.
-    passing_params: list[int]  # half parameters while backward fills each bucket
-    passing_grads: list[int]  # gradients then, with their sums and the scratch in which parts of these arrive
-    left_params: int  # when backward has ended, and what compares them with the masters
-    left_grads: int  # with their sum, where it is added to others
-    accumulated: int  # of micro-batches before the last one: gradients, or their sums and scratch
-    sums: int  # and scratch: there until a step ends
 
-    fp32_bucket: int  # the values of the largest bucket, when full weights are asked for
-    building: int  # while the engine is built, beside what it has by then
-    reduce: int
-    landing: int  # while the last bucket's sum ends
-    statistics: int
-    rows: int  # beside both
-    update: int
-    updated_params: list[int]  # of each bucket, beside that, while it is updated
+    def fillings(self) -> list[Filling]:
+        """Return it for each bucket, in the order in which backward fills them."""
+        units = {0: 0}
+        for bucket in self.passing:
+            units[bucket.plan.unit] = units.get(bucket.plan.unit, 0) + bucket.params
+        order = [unit for unit in units if unit]
+        found, computing = [], list[int]()
+        for number, bucket in enumerate(self.passing):
+            if bucket.plan.unit:
+                first = order.index(bucket.plan.unit)
+                computing = order[first : first + 2]
+            params = sum(units[unit] for unit in (0, *computing))
+            before = self.passing[:number]
+            travelling = before[-1:]
+            filled = [*travelling, *self.passing[number:]] if self._grads_stay else [*travelling, bucket]
+            grads = sum(one.grads for one in filled)
+            sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
+            sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
+            found.append(Filling(bucket.plan, params, grads, sums))
+        return found
+
+    def accumulated(self) -> int:
+        """Return what micro-batches before the last one leave: gradients, or their sums and scratch."""
+        if self._owner_adds:
+            return sum(bucket.total for bucket in self.passing) + self._scratch(self.buckets)
+        return sum(bucket.grads for bucket in self.passing) if self._grads_stay else 0
+
+    def sums(self) -> int:
+        """Return those of sums, and scratch: there until a step ends."""
+        return self._scratch(self.buckets) + sum(bucket.total or bucket.rank_sum for bucket in self.passing)
+
+    # Of a stage, beside that.
+
+    def building(self) -> int:
+        """Return the most while the engine is built, beside what it has by then: a trial run of the compiled update, or
+        of the largest bucket its weights, as they come with the casts of a rank's own, or its gradients.
+        """
+        half = self._precision.dtype.itemsize
+        grad = FP32 if self._owner_adds else self._sum_dtype.itemsize
+        states = max(group.state_bytes for group in self._groups)
+        trial = tuned.TRIAL * (half + grad + FP32 + states) if self.compiled else 0
+        weights = max(bucket.params for bucket in self.passing)
+        casts = half * self.largest_shard if weights and half < FP32 else 0
+        return max(trial, weights + casts, *(bucket.grads for bucket in self.passing))
+
+    def reduce(self) -> int:
+        """Return those of a sum in FP32 that is rounded."""
+        is_rounded = self._scratch(self.buckets) and self._sum_dtype != torch.float32
+        return FP32 * min(tuned.SUM_PIECE, self.largest_shard) if is_rounded else 0
+
+    def statistics(self) -> int:
+        """Return the most while the last bucket's sum ends, and while sums are read or, where half parameters come and
+        go, these are compared with the masters.
+        """
+        # In a few steps: of a piece the masters' casts, and two bytes an element for the bits that differ.
+        half = self._precision.dtype.itemsize
+        piece = min(tuned.HASH_PIECE_GPU if self.on_gpu else tuned.HASH_PIECE, self.largest_shard)
+        compared = piece * (2 + (half if half < FP32 else 0))
+        last = self.passing[-1]
+        params = sum(bucket.params for bucket in self.passing if bucket.plan.unit == 0)
+        left = params + compared if last.params else 0
+        reads_while_it_sums = self._precision.sum_dtype(last.plan.num_shards) != self._precision.own_grad_dtype
+        landing = max(left, self.reduce(), self._squares(last.plan) if reads_while_it_sums else 0)
+        landing += last.grads + (last.rank_sum if self._owner_adds else 0)
+        rows = (2 * FP32 * sum(bucket.plan.shard_numel for bucket in self.buckets)) // ROW
+        rows += 2 * torch.float64.itemsize * self.largest_shard // ROW
+        return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
+
+    def update(self) -> int:
+        """Return those of an update that is not compiled: of a piece its gradient and its half states, in FP32."""
+        if self.compiled:
+            return 0
+        halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
+        return (1 + max(halves)) * FP32 * tuned.piece(tuned.UPDATE_PIECE, self.largest_shard, on_gpu=self.on_gpu)
+
+    # What these are made of.
+
+    def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
+        """Return those in which parts of sums arrive: as much as the largest bucket of each set of owners that
+        exchanges anything.
+        """
+        if self.on_gpu and self._sum_dtype == self._precision.own_grad_dtype:
+            return 0
+        largest: dict[int, int] = {}
+        for bucket in buckets:
+            if bucket.plan.num_shards > 1:
+                largest[bucket.plan.axis] = max(largest.get(bucket.plan.axis, 0), bucket.grads)
+        return (2 if self.on_gpu else 1) * sum(largest.values())
+
+    def _squares(self, bucket: BucketPlan) -> int:
+        """Return those of statistics that are not compiled: of a piece its squares, and its FP32 copy unless it is
+        FP32.
+        """
+        if self.compiled:
+            return 0
+        is_wide = self._owner_adds or self._precision.sum_dtype(bucket.num_shards) == torch.float32
+        return (1 if is_wide else 2) * FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=self.on_gpu)
 
 
-def engine_memory(
-    layout: FlatLayout, precision: Precision, sharding: Sharding, groups: Sequence[UpdateGroup], *,
-    grad_accum_steps: int, num_updates: int, on_gpu: bool, compiled: bool, shards: Sequence[int] | None = None,
-) -> EngineMemory:  # fmt: skip
-    """Count for the rank with the most pieces: all ranks hold the same, but for the tables and for states that not all
-    parameters have. Of these the most are counted, or those of a rank's own shards, by axis. `num_updates`: entries of
-    the learning rate's table; `compiled`: the update is.
+def most_pieces(buckets: Sequence[BucketPlan]) -> int:
+    """Return how many parts of parameters the rank with the most of them owns: all that differs between the memory of
+    ranks with equal layouts.
     """
-    half, grad = precision.dtype.itemsize, precision.own_grad_dtype
-    sum_dtype = precision.sum_dtype(max(bucket.num_shards for bucket in layout.buckets))
-    shard_numels = [bucket.shard_numel for bucket in layout.buckets]
-    owned, largest_shard = sum(shard_numels), max(shard_numels)
-    arrivals = 0 if on_gpu and sum_dtype == grad else 1 + on_gpu
-    scratch = [
-        arrivals * grad.itemsize * _largest_by_owners(layout.buckets[:end]) for end in range(len(layout.buckets) + 1)
-    ]
-    rounds = arrivals and scratch[-1] and sum_dtype != torch.float32
-    adds = sharding.accumulate == "owner" and grad_accum_steps > 1
-    grad_of_update = torch.float32 if adds else sum_dtype
-    by_torch = not compiled
-    pieces = max(pieces_by_shard(layout))
-    # In a few steps: of a piece the masters' casts, and two bytes an element for the bits that differ.
-    compared = min(tuned.HASH_PIECE_GPU if on_gpu else tuned.HASH_PIECE, largest_shard) * (2 + half * (half < _FP32))
-    by_group = [sum(dtype.itemsize for _, dtype in group.states) for group in groups]
-    state_bytes = layout.state_bytes(by_group, shards)
-    trial = 0 if by_torch else tuned.TRIAL * (half + grad_of_update.itemsize + _FP32 + max(by_group))
-    piece = partial(tuned.piece, numel=largest_shard, on_gpu=on_gpu)
-    grads_pass, params_pass = sharding.shard != "states", sharding.shard == "parameters"
-    all_grads, totals = layout.padded_numel * grad.itemsize, adds * owned * _FP32
-    # Those of several micro-batches stay until the last one, or their sums do, and what arrives for these.
-    kept = all_grads if grads_pass and grad_accum_steps > 1 and not adds else 0
-    root = sum(bucket.padded_numel for bucket in layout.buckets if bucket.unit == 0)
-    sums = [
-        grads_pass * bucket.shard_numel * precision.sum_dtype(bucket.num_shards).itemsize for bucket in layout.buckets
-    ]
-    # Of the largest: its weights, as they come with the casts of a rank's own, or its gradients.
-    of_bucket = max(
-        params_pass * half * (layout.largest_bucket + (half < _FP32) * largest_shard),
-        grads_pass * grad.itemsize * layout.largest_bucket,
-    )
-    accumulated = kept + adds * (grads_pass * totals + scratch[-1])
-    passing_grads = []
-    for number, passing in enumerate(layout.passing_grads(grad.itemsize)):  # the bucket before it travels
-        travels = max(0, number - 1)
-        left = all_grads - grad.itemsize * sum(bucket.padded_numel for bucket in layout.buckets[:travels])
-        summed = grads_pass * totals + sum(sums[travels:number]) if adds else sum(sums[:number])
-        passing_grads.append(max(accumulated, (left if kept else grads_pass * passing) + summed + scratch[number]))
-    reduce = _FP32 * min(tuned.SUM_PIECE, largest_shard) if rounds else 0
-    # Of a piece: its squares, and its FP32 copy unless it is FP32.
-    statistics = [
-        by_torch * (1 if adds or precision.sum_dtype(bucket.num_shards) == torch.float32 else 2)
-        * _FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=on_gpu)
-        for bucket in layout.buckets
-    ]  # fmt: skip
-    # Of a piece: its gradient and its half states, in FP32.
-    wide = 1 + max(sum(dtype != torch.float32 for _, dtype in group.states) for group in groups)
-    return EngineMemory(
-        held={
-            "half parameters": 0 if params_pass else layout.padded_numel * half,
-            "half gradients": 0 if grads_pass else all_grads,
-            "FP32 sums of micro-batches": 0 if grads_pass else totals,
-            "FP32 masters": owned * _FP32,
-            "optimizer states": state_bytes,
-        },
-        tables=_INT64 * (pieces + len(layout.buckets)) + _FP32 * (pieces + num_updates),
-        passing_params=layout.passing_params(params_pass * half),
-        passing_grads=passing_grads,
-        left_params=params_pass * (root * half + compared),
-        left_grads=grads_pass * layout.buckets[-1].padded_numel * grad.itemsize + adds * sums[-1],
-        accumulated=accumulated,
-        sums=scratch[-1] + (grads_pass * totals or sum(sums)),
-        fp32_bucket=_FP32 * layout.largest_bucket,
-        building=max(trial, of_bucket),
-        reduce=reduce,
-        landing=max(reduce, statistics[-1] if precision.sum_dtype(layout.buckets[-1].num_shards) != grad else 0),
-        statistics=max(*statistics, compared),
-        rows=2 * _FP32 * owned // ROW + 2 * _FP64 * largest_shard // ROW,
-        update=by_torch * wide * _FP32 * piece(tuned.UPDATE_PIECE),
-        updated_params=[params_pass * half * bucket.padded_numel for bucket in layout.buckets],
-    )
-
-
-def _largest_by_owners(buckets: Sequence[BucketPlan]) -> int:
-    """Return the elements of the largest bucket of each set of owners that exchanges anything, added up."""
-    largest: dict[int, int] = {}
+    counts = [0] * max(bucket.num_shards for bucket in buckets)
     for bucket in buckets:
-        if bucket.num_shards > 1:
-            largest[bucket.axis] = max(largest.get(bucket.axis, 0), bucket.padded_numel)
-    return sum(largest.values())
-
-
-def pieces_by_shard(layout: FlatLayout) -> list[int]:
-    """Return how many parts of parameters the owners of the first, second, ... shards have: all that differs between
-    the memory of ranks with equal layouts.
-    """
-    counts = [0] * max(bucket.num_shards for bucket in layout.buckets)
-    for bucket in layout.buckets:
-        starts = [slot.start for slot in bucket.slots]
-        for shard in range(bucket.num_shards):
-            first = bisect_right(starts, shard * bucket.shard_numel) - 1
-            counts[shard] += bisect_left(starts, (shard + 1) * bucket.shard_numel) - first
-    return counts
+        for slot, end in zip(bucket.slots, bucket.padded_ends(), strict=True):
+            for shard in range(slot.start // bucket.shard_numel, (end - 1) // bucket.shard_numel + 1):
+                counts[shard] += 1
+    return max(counts)

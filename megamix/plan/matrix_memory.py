@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,14 +12,14 @@ import torch
 from megamix import tuned
 from megamix.comm.topology import Topology
 from megamix.live_storage import LiveStorage
+from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.orthogonal import orthogonalised
-from megamix.plan.engine_memory import EngineMemory
+from megamix.plan.engine_memory import FP32, EngineMemory
 from megamix.plan.stand_ins import without_memory
 
-_FP32 = 4  # bytes
 _OF_EQUATION = 3  # FP32 tensors at the most while Muon's runs on torch's own kernels
 
 
@@ -47,27 +47,23 @@ class MatrixPlan:
 
 def plan_matrices(
     layout: FlatLayout, specs: Sequence[ParamSpec], axis_sizes: Sequence[int], optimizer: Muon, topology: Topology,
-    engine: EngineMemory, *, compiled: bool, on_gpu: bool,
+    engine: EngineMemory,
 ) -> MatrixPlan:  # fmt: skip
     """Count for a rank of this stage. `specs` and `axis_sizes`: what the layout was built for."""
-    of_run = engine.update
-    if not compiled:
-        largest = max(bucket.shard_numel for bucket in layout.buckets)
-        of_run += _OF_EQUATION * _FP32 * tuned.piece(tuned.EQUATION_PIECE, largest, on_gpu=on_gpu)
-    blocks, found = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)], []
-    for axis, buckets in buckets_with_matrices(layout).items():
-        owners = [Place(shard) for shard in range(layout.buckets[buckets[0]].num_shards)]
-        found += find_homes(layout, buckets, blocks if axis is None else owners)
+    blocks = [Place(dp, tp) for dp in range(topology.dp.size) for tp in range(topology.tp.size)]
+    found = list[BucketMatrices]()
+    for axis, numbers in buckets_with_matrices(layout).items():
+        owners = [Place(shard) for shard in range(layout.buckets[numbers[0]].num_shards)]
+        found += find_homes(layout, numbers, blocks if axis is None else owners)
     numels = [matrix.numel for homes in found for matrix in homes.matrices]
     moved = 2 * optimizer.ns_dtype.itemsize * sum(part.numel for homes in found for part in homes.sent)
     numel = sum(spec.numel for spec in specs)
-    most = engine.update + max(engine.updated_params)
+    by_number = {homes.number: homes for homes in found}
+    of_buckets = [(bucket, by_number.get(number)) for number, bucket in enumerate(engine.passing)]
+    most = engine.update() + max(bucket.params for bucket in engine.passing)
     for rank in range(max((len(homes.parts) for homes in found), default=0)):
-        own = {homes.number: homes for homes in found if rank < len(homes.parts)}
-        # About the order in which forward needs them.
-        by_bucket = map(own.get, range(len(layout.buckets)))
-        turns = [_stages(bucket, rank, layout, optimizer, of_run, on_gpu) for bucket in by_bucket]
-        most = max(most, _most_under_way(turns[::-1], engine.updated_params[::-1]))
+        updates = [_update_of(bucket, homes, rank, optimizer, engine) for bucket, homes in of_buckets]
+        most = max(most, _most_under_way(updates[::-1]))  # about the order in which forward needs them
     travelling = sum(len({part.matrix for part in homes.sent}) for homes in found)
     return MatrixPlan(
         most, len(numels), travelling, moved / max(sum(numels), 1), moved // len(blocks),
@@ -85,27 +81,39 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
     return None if is_divided or is_across or 4 * size > sum(spec.numel for spec in specs) else size
 
 
-_Stages = list[tuple[int, int]]  # of a bucket's update: the most bytes in each, and what is left behind it
+@dataclass(slots=True)
+class _Update:
+    """Bytes of one bucket's update."""
+
+    params: int  # of half parameters, from its first stage until it has ended, and those before it have
+    stages: deque[int]  # the most in each that has not begun
+    between: int = 0  # what one leaves for the next
+    left: int = 0  # of that, now
 
 
-def _stages(
-    homes: BucketMatrices | None, rank: int, layout: FlatLayout, optimizer: Muon, of_run: int, on_gpu: bool
-) -> _Stages:
-    if homes is None:
-        return [(0, 0)]
-    size, shard = optimizer.ns_dtype.itemsize, layout.buckets[homes.number].shard_numel
+def _update_of(
+    bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory
+) -> _Update:
+    if homes is None or rank >= len(homes.parts):
+        return _Update(bucket.params, deque([0]))
+    on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
+    of_span = engine.update()
+    if not engine.compiled:
+        of_span += _OF_EQUATION * FP32 * tuned.piece(tuned.EQUATION_PIECE, engine.largest_shard, on_gpu=on_gpu)
     pieces = [part.numel for part in homes.parts[rank]]
     own = [matrix for matrix, home in zip(homes.matrices, homes.homes, strict=True) if home == rank]
     shapes = Counter((matrix.rows, matrix.columns) for matrix in own)
     counts = shapes if optimizer.batched else dict.fromkeys(shapes, 1)
-    turn = max((_turn(count, *shape, optimizer.ns_dtype, on_gpu) for shape, count in counts.items()), default=0)
+    turn = max((_turn(count, *shape, ns_dtype, on_gpu) for shape, count in counts.items()), default=0)
+    size = ns_dtype.itemsize
     sent, arrived = size * sum(pieces), size * sum(matrix.numel for matrix in own)
-    momentum = (_FP32 + size) * shard + max(sent, of_run)
-    direction = _FP32 * shard + max(of_run, sent + _FP32 * max(pieces, default=0) * (size < _FP32))
+    momentum = (FP32 + size) * shard + max(sent, of_span)
+    direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))
     if not homes.sent:
-        return [(max(momentum, sent + turn, direction), 0)]
+        return _Update(bucket.params, deque([max(momentum, sent + turn, direction)]))
     both = sent + arrived  # until an exchange has ended
-    return [(max(momentum, both), both), (max(both, arrived + turn), both), (max(both, direction), 0)]
+    stages = deque([max(momentum, both), max(both, arrived + turn), max(both, direction)])
+    return _Update(bucket.params, stages, both)
 
 
 @cache
@@ -118,18 +126,17 @@ def _turn(count: int, rows: int, columns: int, dtype: torch.dtype, on_gpu: bool)
         return most
 
 
-def _most_under_way(buckets: Sequence[_Stages], params: Sequence[int]) -> int:
-    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first. `params`:
-    of each bucket until it has ended, and those before it have.
-    """
-    left, first, most = [0] * len(buckets), 0, 0
-    for turn in range(len(buckets) + 2):
-        newest = min(turn, len(buckets) - 1)
-        for number in range(newest, first - 1, -1):
-            if turn - number < len(buckets[number]):
-                now, then = buckets[number][turn - number]
-                most = max(most, sum(params[first : newest + 1]) + sum(left) - left[number] + now)
-                left[number] = then
-        while first <= newest and turn - first >= len(buckets[first]) - 1:
-            first += 1
+def _most_under_way(updates: Sequence[_Update]) -> int:
+    """Return the most bytes where each bucket's next stage begins with the next bucket, the newest one first."""
+    most, under_way = 0, deque[_Update]()
+    for newest in (*updates, None, None):  # the last one has two more stages
+        if newest is not None:
+            under_way.append(newest)
+        for update in reversed(under_way):
+            if update.stages:
+                update.left = 0
+                most = max(most, update.stages.popleft() + sum(other.params + other.left for other in under_way))
+                update.left = update.between if update.stages else 0
+        while under_way and not under_way[0].stages:
+            under_way.popleft()
     return most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -12,20 +13,20 @@ from torch import Tensor, nn
 from megamix.checkpoint.snapshot import pinned_sizes
 from megamix.comm.topology import Topology
 from megamix.config import Config, grad_accum_steps
+from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.census import take_census
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.flat_layout import FlatLayout, build_layout
+from megamix.mixed_precision.flat_layout import BucketPlan, build_layout
 from megamix.mixed_precision.muon import Muon
 from megamix.mixed_precision.settings import Sharding
 from megamix.parallel.build import outline
 from megamix.parallel.stages import StagePlan
 from megamix.plan.activations import Activations, Machine, TracedWork, trace_stage
-from megamix.plan.engine_memory import EngineMemory, engine_memory
+from megamix.plan.engine_memory import FP32, EngineMemory
 from megamix.plan.matrix_memory import MatrixPlan, plan_matrices
 from megamix.plan.pipeline_memory import PipelineRank
 from megamix.train.build import build_optimizer, build_precision, plan_pipeline
 
-FP32 = 4  # bytes
 # Batches that the loader has ready, and the one being read (data/loader.py).
 LOADED_BATCHES = 5
 PIPELINE, EVALUATION = LATER = ("buffers of the pipeline", "buffers of an evaluation")  # not there when a job is built
@@ -101,7 +102,7 @@ def plan_rank(
         micro_batch_size=config.training.micro_batch_size,
         grad_accum_steps=grad_accum_steps(config, dp_size),
         parameters=part.weights // FP32,
-        buckets=len(part.layout.buckets),
+        buckets=len(part.engine.buckets),
         matrices=part.matrices,
         held=part.held,
         in_step=_in_step(passes, activations),
@@ -122,7 +123,6 @@ class _RankPart(NamedTuple):
     """A rank's part of the model, and the engine that will train it."""
 
     engine: EngineMemory
-    layout: FlatLayout
     matrices: MatrixPlan | None
     weights: int  # bytes in FP32, without padding
     held: dict[str, int]
@@ -144,23 +144,20 @@ def _plan_part(
     specs, groups = census.specs, census.groups
     sizes = [axis.size for axis in census.axes]
     layout = build_layout(specs, sizes, section.bucket_size)
-    engine = engine_memory(
-        layout,
-        precision,
-        sharding,
-        groups,
-        grad_accum_steps=micro_batches,
-        num_updates=training.steps,
-        on_gpu=machine == "gpu",
-        compiled=config.optimizer.compile,
-        shards=[axis.rank for axis in census.axes] if own_states else None,
+    owner_adds = sharding.owner_adds(micro_batches)
+    shards = [axis.rank if own_states else None for axis in census.axes]
+    buckets = [
+        BucketBytes.count(plan, precision, sharding, groups, owner_adds, shards[plan.axis]) for plan in layout.buckets
+    ]
+    on_gpu, compiled = machine == "gpu", config.optimizer.compile
+    engine = EngineMemory(
+        buckets, precision, groups, micro_batches, num_updates=training.steps, on_gpu=on_gpu, compiled=compiled
     )
-    matrices, compiled = None, config.optimizer.compile
+    matrices = None
     if isinstance(optimizer, Muon):
-        of_stage = (layout, specs, sizes, optimizer, topology, engine)
-        matrices = plan_matrices(*of_stage, compiled=compiled, on_gpu=machine == "gpu")
+        matrices = plan_matrices(layout, specs, sizes, optimizer, topology, engine)
     buffers = sum(buffer.nbytes for buffer in module.buffers())
-    held = engine.held | {"model buffers": buffers, "tables": engine.tables}
+    held = engine.held() | {"model buffers": buffers, "tables": engine.tables()}
     work = TracedWork(
         model=config.model,
         batch=(training.micro_batch_size, config.model.seq_len),
@@ -175,7 +172,7 @@ def _plan_part(
     if stages:
         pipeline = PipelineRank(work, stages, topology.pp.rank, section.pp_schedule, micro_batches)
         held[PIPELINE] = pipeline.held_buffers()
-    return _RankPart(engine, layout, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
+    return _RankPart(engine, matrices, FP32 * sum(spec.numel for spec in specs), held, work, pipeline)
 
 
 def _activations(part: _RankPart) -> Activations:
@@ -188,7 +185,8 @@ def _activations(part: _RankPart) -> Activations:
     )  # fmt: skip
 
 
-class _Pass(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Pass:
     """Bytes at the most of forward, of backward through the blocks, or of the rest of it."""
 
     blocks: int  # what they keep for backward
@@ -196,30 +194,39 @@ class _Pass(NamedTuple):
     params: int  # halves that come and go
     grads: int
 
+    def all(self) -> int:
+        return self.blocks + self.work + self.params + self.grads
+
 
 def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
-    params, grads, buckets = part.engine.passing_params, part.engine.passing_grads, part.layout.buckets
-    names = [[slot.spec.name.split(".") for slot in bucket.slots] for bucket in buckets]
-    blocks = [dict.fromkeys(name[1] for name in own if name[0] == "blocks") for own in names]  # of each bucket
-    end = max((number + 1 for number, own in enumerate(blocks) if own), default=len(buckets))
-    order = [*dict.fromkeys(block for own in blocks for block in own)]
-    through = []
-    for number, own in enumerate(blocks):
+    fillings, accumulated = part.engine.fillings(), part.engine.accumulated()
+    blocks = [_blocks(filling.bucket) for filling in fillings]
+    order = [*dict.fromkeys(chain.from_iterable(blocks))]
+    end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
+    backward, behind = [], []
+    for filling, own in zip(fillings, blocks, strict=True):
+        grads = max(accumulated, filling.grads + filling.sums)
+        behind.append(_Pass(0, activations.end, filling.params, grads))
         # What the blocks kept behind its first one is gone by now. A pipeline has other micro-batches' meanwhile.
         gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
-        kept, work = int((1 - gone) * activations.blocks), activations.backward - activations.blocks
-        of_pass = (kept, work) if number < end else (0, activations.end)
-        through.append(_Pass(*of_pass, params[number], grads[number]))
-    forward = activations.blocks, activations.forward - activations.blocks
+        kept = int((1 - gone) * activations.blocks)
+        backward.append(_Pass(kept, activations.backward - activations.blocks, filling.params, grads))
+    two_units = max(filling.params for filling in fillings)  # have memory in forward, too
     return {
-        "forward": _Pass(*forward, max(params), part.engine.accumulated),  # two units have memory here, too
-        "backward": max(through[:end], key=sum),
-        "end": max(through[end:], key=sum, default=_Pass(0, activations.end, params[-1], grads[-1])),
+        "forward": _Pass(activations.blocks, activations.forward - activations.blocks, two_units, accumulated),
+        "backward": max(backward[:end], key=_Pass.all),
+        "end": max(behind[end:] or behind[-1:], key=_Pass.all),
     }
 
 
+def _blocks(bucket: BucketPlan) -> list[str]:
+    """Return the numbers of the blocks of which it has parameters."""
+    names = [slot.spec.name.split(".") for slot in bucket.slots]
+    return [name[1] for name in names if name[0] == "blocks"]
+
+
 def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, int]:
-    most = max(passes.values(), key=sum)
+    most = max(passes.values(), key=_Pass.all)
     others = min(activations.others, most.work)
     return {
         "activations of the blocks": most.blocks,
@@ -233,16 +240,15 @@ def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, in
 def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
-    in_step = held + engine.sums
-    landing = engine.left_grads + max(engine.left_params, engine.landing)
+    updated = engine.update() + max(bucket.params for bucket in engine.passing)
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
-        "build": held - later + engine.building,
-        "forward": held + sum(passes["forward"]),
-        "backward": held + max(sum(passes["backward"]), sum(passes["end"]), engine.reduce),
-        "statistics": in_step + engine.rows + max(engine.statistics, landing),
-        "update": in_step + (part.matrices.update if part.matrices else engine.update + max(engine.updated_params)),
-        "final weights": held + engine.fp32_bucket,
+        "build": held - later + engine.building(),
+        "forward": held + passes["forward"].all(),
+        "backward": held + max(passes["backward"].all(), passes["end"].all(), engine.reduce()),
+        "statistics": held + engine.statistics(),
+        "update": held + engine.sums() + (part.matrices.update if part.matrices else updated),
+        "final weights": held + FP32 * max(bucket.plan.padded_numel for bucket in engine.buckets),
     }
 
 

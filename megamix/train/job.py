@@ -22,7 +22,6 @@ from megamix.data.loader import BatchLoader
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec
-from megamix.mixed_precision.storage import storage_bytes
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
@@ -296,9 +295,7 @@ def _describe(config: Config, engine: ShardedEngine, device: torch.device) -> st
         machine = f"{torch.cuda.get_device_name(device)}, NCCL, cuDNN {cudnn}"
     kept = "".join(f' | {key} = "{it}"' for key, it in config.parallelism if it in ("gradients", "parameters", "owner"))
     numel, buckets = parameter_count(config.model), engine.buckets
-    flat = (part for bucket in buckets for part in (bucket.params, bucket.grads, bucket.grad_sum, bucket.master))
-    states = (state for bucket in buckets for of_span in bucket.states for state in of_span.values())
-    held = storage_bytes([*flat, *states])
+    held = sum(bucket.bytes.held() for bucket in buckets)
     return (
         f"megamix | {topology} on {machine} | torch {torch.__version__} | {config.precision.dtype} | "
         f"update {engine.update_path}\n"

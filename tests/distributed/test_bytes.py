@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megamix import NAG, AdamW, DynamicLossScale, Precision, ShardedEngine, Sharding, tuned
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.flat_layout import ROW
+from megamix.plan.engine_memory import EngineMemory
 from tests.distributed.models import loss_of, make_batch, make_model
 
 
@@ -29,10 +30,10 @@ def _bytes(optimizer, num_states: int, grad_dtype: torch.dtype, reduce_dtype: st
             engine.backward(loss_of(model, make_batch(step, rank, 0)))
             engine.step()
         engine.wait()
-    grad_bytes, layout = grad_dtype.itemsize, engine.plan.layout
+    layout = engine.plan.layout
     # Half parameters and gradients whole, masters and states by share.
-    resident = layout.padded_numel * (2 + grad_bytes) + layout.owned_numel * 4
-    resident += layout.state_bytes([4 * num_states] * 2, [rank])
+    resident = layout.padded_numel * (2 + grad_dtype.itemsize)
+    resident += sum(bucket.plan.shard_numel for bucket in engine.buckets) * (4 + 4 * num_states)
     padding = layout.padded_numel - num_params
     per_param = (resident - padding * (resident / layout.padded_numel)) / num_params
     return _live(tracker, resident), resident, per_param
@@ -106,10 +107,11 @@ def _passing_bytes(shard: str, reduce_dtype: str) -> tuple[int, int, int, int]:
                 engine.backward(loss_of(model, make_batch(step, rank, 0)))
                 engine.step()
         engine.wait()
-    layout = engine.plan.layout
-    resident = (shard == "gradients") * 2 * layout.padded_numel + 12 * layout.owned_numel
-    grads, halves = layout.passing_grads(2), layout.passing_params(2)
-    peak = max(grads) if shard == "gradients" else max(map(sum, zip(grads, halves, strict=True)))
+    plans = engine.plan.layout.buckets
+    resident = sum((shard == "gradients") * 2 * plan.padded_numel + 12 * plan.shard_numel for plan in plans)
+    buckets = [bucket.bytes for bucket in engine.buckets]
+    memory = EngineMemory(buckets, precision, [], 1, num_updates=1, on_gpu=False, compiled=False)
+    peak = max(filling.grads + filling.params for filling in memory.fillings())
     return _live(tracker, resident), resident, passing.most, peak
 
 

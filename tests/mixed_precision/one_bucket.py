@@ -26,5 +26,5 @@ def one_bucket(
     (bucket,) = make_buckets(layout, [owners], groups, precision, Sharding(), device)
     bucket.params = torch.zeros(layout.padded_numel, dtype=precision.dtype, device=device)
     bucket.param_shard = owners.own_part(bucket.params)
-    bucket.make_grads(owner_adds=False)
+    bucket.make_grads()
     return bucket

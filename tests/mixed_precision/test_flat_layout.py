@@ -95,23 +95,6 @@ def test_default_bucket_size(numel: int, dp_size: int, want: int) -> None:
     assert default_bucket_size(numel, dp_size) == want
 
 
-def test_bytes_by_hand() -> None:
-    layout = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2], bucket_size=None)
-    padded = 10_112  # 10,000 rounded up to a multiple of 128
-    assert layout.padded_numel == layout.largest_bucket == padded
-    assert layout.owned_numel == padded // 2
-    assert layout.state_bytes([8]) == padded * 8 // 2
-
-
-def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
-    specs = [ParamSpec.whole(name="w", shape=(64, 6), group=0), ParamSpec.whole(name="b", shape=(128,), group=1)]
-    layout = build_layout(specs, [2])
-    assert layout.padded_numel == 512  # the first shard has 256 elements of w, the second the other 128 and b
-    assert [layout.state_bytes([2, 8], [shard]) for shard in (0, 1)] == [2 * 256, 2 * 128 + 8 * 128]
-    assert layout.state_bytes([2, 8]) == 2 * 128 + 8 * 128
-    assert layout.state_bytes([0, 0]) == 0
-
-
 def test_buckets_stand_in_the_order_of_backward_whoever_owns_them_and_what_more_ranks_share_is_last() -> None:
     def spec(name: str, axis: int) -> ParamSpec:
         return replace(ParamSpec.whole(name=name, shape=(64,), group=0), axis=axis)

@@ -14,7 +14,6 @@ from megamix.config import Config, ModelConfig, config_from_dict, grad_accum_ste
 from megamix.data.loader import Batch
 from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.storage import storage_bytes
 from megamix.model.transformer import Block, Transformer
 from megamix.parallel.build import build_model, drawn
 from megamix.parallel.passes import MicroBatch
@@ -24,6 +23,7 @@ from megamix.plan.report import report_lines
 from megamix.train.build import build_engine, build_passes, plan_pipeline
 from megamix.verify.layouts import parse_layout
 from tests.conftest import FULL, also_wide
+from tests.storages import storage_bytes
 
 BASE = {
     "model": {"vocab_size": 512, "seq_len": 96, "hidden_size": 128, "num_layers": 3, "num_heads": 4},

@@ -1,0 +1,118 @@
+"""The bytes that a bucket says its buffers take are those behind its tensors, of two ranks and of one: each format of
+gradients and of sums, each `shard`, with sums at the owner, with unlike states; FP32 whatever torch's default is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamix import AdamW, Muon, Precision, ShardedEngine, Sharding, StaticLossScale
+from megamix.mixed_precision.bucket import Bucket, BucketBytes
+from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
+from megamix.mixed_precision.storage import take
+from megamix.mixed_precision.update_slice import UpdateGroup
+from tests.distributed.models import make_model
+from tests.storages import storage_bytes
+
+FORMATS = {
+    "fp16": Precision(torch.float16, loss_scale=StaticLossScale(1.0)),
+    "bf16, FP32 sums": Precision(torch.bfloat16, reduce_dtype="half_fp32_sum"),
+    "bf16, FP32 gradients": Precision(torch.bfloat16, torch.float32),
+    "fp32": Precision(torch.float32),
+}
+OPTIMIZERS = {"adamw": AdamW(lr=0.01), "muon": Muon(lr=0.01), "bf16 states": AdamW(lr=0.01, state_dtype=torch.bfloat16)}
+
+
+def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
+    return {
+        "params": [bucket.params],
+        "grads": [bucket.grads],
+        "rank_sum": [bucket.rank_sum],
+        "total": [] if bucket.total is None else [bucket.total],
+        "master": [bucket.master],
+        "states": [state for states in bucket.states for state in states.values()],
+    }
+
+
+def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
+    """What each case's buckets say, and what is behind their tensors: between steps, and of each buffer with memory."""
+    found = []
+    shards = ("states", "gradients", "parameters")
+    cases = [*itertools.product(FORMATS, shards, ("local", "owner"), ["adamw"])]
+    cases += [*itertools.product(["fp16"], shards, ["local"], ["muon", "bf16 states"])]
+    for case in cases:
+        precision, shard, accumulate, optimizer = case
+        model = make_model(tied=False)
+        sharding = Sharding([*model.blocks], bucket_size=2000, shard=shard, accumulate=accumulate)
+        engine = ShardedEngine(
+            model, OPTIMIZERS[optimizer], FORMATS[precision], sharding, grad_accum_steps=2, compile_update=False
+        )
+        assert len(engine.buckets) > 2
+        for bucket in engine.buckets:
+            buffers = _buffers(bucket)
+            told = {"held": bucket.bytes.held(), **{name: getattr(bucket.bytes, name) for name in buffers}}
+            measured = {"held": storage_bytes(itertools.chain.from_iterable(buffers.values()))}
+            seen = list[Tensor]()
+            for name, tensors in buffers.items():
+                for tensor in tensors:
+                    take(tensor)
+                measured[name] = storage_bytes([*seen, *tensors]) - storage_bytes(seen)
+                seen += tensors
+            passing = bucket.bytes.passing()
+            told["all"] = told["held"] + passing.params + passing.grads + passing.rank_sum + passing.total
+            measured["all"] = storage_bytes(seen)
+            found.append((case, told, measured))
+    return found
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_what_a_bucket_says_is_behind_its_tensors(run_ranks, dp_size: int) -> None:
+    for told_and_measured in [_told_and_measured()] if dp_size == 1 else run_ranks(_told_and_measured, dp_size):
+        for case, told, measured in told_and_measured:
+            assert told == measured, case
+
+
+def test_masters_and_sums_of_micro_batches_are_fp32_whatever_torchs_default_is() -> None:
+    model = make_model(tied=False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        engine = ShardedEngine(
+            model, AdamW(lr=0.01), Precision(torch.bfloat16), Sharding(accumulate="owner"), grad_accum_steps=2,
+            compile_update=False,
+        )  # fmt: skip
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (bucket,) = engine.buckets
+    assert bucket.total is not None
+    assert (bucket.master.dtype, bucket.total.dtype) == (torch.float32, torch.float32)
+
+
+def test_bytes_by_hand() -> None:
+    groups = [UpdateGroup(1.0, 0.0, (("m", torch.float32), ("v", torch.bfloat16)))]
+    (plan,) = build_layout([ParamSpec.whole(name="w", shape=(100, 100), group=0)], [2]).buckets
+    padded = 10_112  # 10,000 rounded up to a multiple of 128
+    for shard, rank_sum in (("states", 0), ("gradients", 4 * padded // 2)):
+        told = BucketBytes.count(
+            plan, FORMATS["bf16, FP32 sums"], Sharding(shard=shard), groups, owner_adds=False, shard=0
+        )
+        assert astuple(told)[2:] == (2 * padded, 2 * padded, rank_sum, 0, 4 * padded // 2, 6 * padded // 2)
+
+
+def test_states_that_not_all_groups_have_take_only_their_own_bytes() -> None:
+    specs = [ParamSpec.whole(name="w", shape=(64, 6), group=0), ParamSpec.whole(name="b", shape=(128,), group=1)]
+    (plan,) = build_layout(specs, [2]).buckets
+    assert plan.padded_numel == 512  # the first shard has 256 elements of w, the second the other 128 and b
+    one, two = (("m", torch.bfloat16),), (("m", torch.float32), ("v", torch.float32))
+    groups = [UpdateGroup(1.0, 0.0, one), UpdateGroup(1.0, 0.0, two)]
+
+    def states(shard: int | None, groups: list[UpdateGroup]) -> int:
+        return BucketBytes.count(plan, Precision(), Sharding(), groups, owner_adds=False, shard=shard).states
+
+    assert [states(shard, groups) for shard in (0, 1)] == [2 * 256, 2 * 128 + 8 * 128]
+    assert states(None, groups) == 2 * 128 + 8 * 128
+    assert states(None, [UpdateGroup(1.0, 0.0, ())] * 2) == 0
