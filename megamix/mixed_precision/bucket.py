@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,12 +35,10 @@ class ParamGrad:
     """One parameter's place in its bucket's gradients, and what has come there in this step."""
 
     name: str
-    bucket: Bucket
     view: Tensor  # gradient dtype, of the parameter's shape
     padding: Tensor  # behind it
     counts: bool  # False: another rank's copy of this gradient is the one that is summed
     touched: bool = False
-    last_pass: int = 0  # in which it came last
     ready: bool = False  # whole: nothing more is to come in this step
 
 
@@ -134,7 +133,7 @@ class Bucket:
         self.master = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
         self.total: Tensor | None = None
-        self.param_grads: list[ParamGrad] = []
+        self.param_grads: dict[str, ParamGrad] = {}
         self.missing = 0  # how many gradients are not ready
         self.sum_pending: Pending | None = None
         self.gather_pending: Pending | None = None
@@ -214,7 +213,7 @@ class Bucket:
         for slot, padded_end in zip(plan.slots, plan.padded_ends(), strict=True):
             view = self.grads[slot.start : slot.end].view(slot.spec.shape)
             padding = self.grads[slot.end : padded_end]
-            self.param_grads.append(ParamGrad(slot.spec.name, self, view, padding, slot.spec.counts))
+            self.param_grads[slot.spec.name] = ParamGrad(slot.spec.name, view, padding, slot.spec.counts)
         if self.storage.grads_pass:
             free(self.grads)
             self.rank_sum = torch.zeros(plan.shard_numel, dtype=sum_dtype, device=device)
@@ -235,17 +234,18 @@ class Bucket:
 
     def expect_grads(self) -> None:
         """Forget what has arrived so far: the next gradient is the first."""
-        for place in self.param_grads:
+        for place in self.param_grads.values():
             place.touched = place.ready = False
         self.missing = len(self.param_grads)
 
-    def collect(self, place: ParamGrad, grad: Tensor, completes: bool) -> None:
+    def collect(self, name: str, grad: Tensor, completes: bool) -> None:
         """Copy a parameter's first gradient, add the later ones: copying costs 4 bytes an element where zeroing and
         adding costs 8. `completes`: no other comes in this step.
         """
+        place = self.param_grads[name]
         if place.ready and self.missing == 0:
             raise RuntimeError(
-                f"parameter {place.name} got a second gradient in one backward when its bucket was complete: a "
+                f"parameter {name} got a second gradient in one backward when its bucket was complete: a "
                 "reentrant checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., "
                 "use_reentrant=False)"
             )
@@ -266,7 +266,7 @@ class Bucket:
 
     def fill_missing(self) -> list[str]:
         """Let parameters that got no gradient count as zeros; return their names."""
-        silent = [place for place in self.param_grads if not place.touched]
+        silent = [place for place in self.param_grads.values() if not place.touched]
         if silent and self.storage.grads_pass:
             take(self.grads)
         for place in silent:
@@ -398,8 +398,10 @@ def make_buckets(
 ) -> list[Bucket]:  # fmt: skip
     """Return the buckets of a layout, each with its truth, zeros. `owners_by_axis`: by `BucketPlan.axis`."""
     buckets = list[Bucket]()
+    num_owned = Counter[Collectives]()
     for number, plan in enumerate(layout.buckets):
         owners = owners_by_axis[plan.axis]
-        place = 1 + sum(other.owners is owners for other in buckets)
+        num_owned[owners] += 1
+        place = num_owned[owners]
         buckets.append(Bucket(number, plan, owners, place, groups, precision, sharding, device, owner_adds=owner_adds))
     return buckets

@@ -29,10 +29,11 @@ class LocalGrads:
     def __init__(self, buckets: Sequence[Bucket], observers: Sequence[StepObserver]):
         self._buckets = buckets
         self._observers = observers
-        self._places = {place.name: place for bucket in buckets for place in bucket.param_grads}
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.param_grads}
         self._warned: set[str] = set()
         self.inside_backward = False
         self.passes = 0
+        self._came = set[str]()  # in this pass
         self._micro_batch = 0
         self._completes: Collection[str] = ()
         self._reduce: GradReduce | None = None  # while some gradients are whole
@@ -42,7 +43,7 @@ class LocalGrads:
 
     @property
     def names(self) -> Collection[str]:
-        return self._places.keys()
+        return self._bucket_of.keys()
 
     def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
         for bucket in self._buckets:
@@ -55,6 +56,7 @@ class LocalGrads:
         """
         self.inside_backward = True
         self.passes += 1
+        self._came.clear()
         self._micro_batch = micro_batch
         self._completes = completes
         self._reduce = reduce
@@ -67,12 +69,12 @@ class LocalGrads:
 
     def has_gradient(self, name: str) -> bool:
         """Return whether a parameter's gradient has come in this backward pass."""
-        return self._places[name].last_pass == self.passes
+        return name in self._came
 
     def collect(self, names: Iterable[str]) -> None:
         """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
         for name in names:
-            param = self._places[name].bucket.named_params[name]
+            param = self._bucket_of[name].named_params[name]
             if param.grad is not None:
                 self._on_grad(weakref.ref(self), name, param)
 
@@ -118,10 +120,9 @@ class LocalGrads:
             raise RuntimeError(f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones")
         for observer in self._observers:
             observer.on_gradient(name, self._micro_batch, grad)
-        place = self._places[name]
-        bucket = place.bucket
-        bucket.collect(place, grad, name in self._completes)
-        place.last_pass = self.passes
+        bucket = self._bucket_of[name]
+        bucket.collect(name, grad, name in self._completes)
+        self._came.add(name)
         if bucket.missing == 0 and self._reduce is not None:
             self._reduce.launch()
 

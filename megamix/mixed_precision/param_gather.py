@@ -52,6 +52,7 @@ class ParamGather:
         # The root's own buckets first, then unit by unit: the same on every rank, since collectives match by order
         # of issue.
         self.order = [*dict.fromkeys(bucket for need in needs for bucket in need.buckets)]
+        self.under_way: dict[Bucket, None] = {}  # those whose gather is, in the order of launch
         self._beside_forward = overlap and len(needs) > 1 and any(bucket.owners.axis.size > 1 for bucket in buckets)
         self.before_read = _before_read
         if self._beside_forward:
@@ -71,6 +72,7 @@ class ParamGather:
         awaited, unless they can travel beside the next forward.
         """
         pending = bucket.launch_gather()
+        self.under_way[bucket] = None
         for observer in self._observers:
             observer.on_transfer("all_gather", bucket, pending)
         if not self._overlap:
@@ -86,8 +88,7 @@ class ParamGather:
         """
         with grads:
             yield
-            on_their_way = (bucket for bucket in self.order if bucket.gather_pending is not None)
-            names = (name for bucket in on_their_way for name in bucket.named_params)
+            names = (name for bucket in self.under_way for name in bucket.named_params)
             if early := [*filter(self._grads.has_gradient, names)]:
                 raise RuntimeError(
                     f"the forward read {early[0]}{f' and {len(early) - 1} more' * (len(early) > 1)} while the values "
@@ -111,18 +112,15 @@ class ParamGather:
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
-        self.wait(self.order)
+        self.wait([*self.under_way])
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
         """Return once these half parameters may be read: on NCCL by what the current stream does next."""
         for bucket in buckets:
-            if bucket.gather_pending is not None:
+            if bucket in self.under_way:
+                del self.under_way[bucket]
                 with self._clock.span("exposed_all_gather"):
                     bucket.wait_for_params()
-
-    @property
-    def is_under_way(self) -> bool:
-        return any(bucket.gather_pending is not None for bucket in self._buckets)
 
     def note_copy(self) -> None:
         """Say once what a copy in half is no good for."""
@@ -137,8 +135,9 @@ class ParamGather:
 
 
 def _before_read(gather: ParamGather, buckets: Sequence[Bucket]) -> None:
-    # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
-    gather.wait(buckets if torch.is_grad_enabled() else gather.order)
+    if gather.under_way:
+        # Without gradients nothing would tell `backward_pass` of weights that are read and that no call awaits.
+        gather.wait(buckets if torch.is_grad_enabled() else gather.order)
 
 
 class _Await:
@@ -163,7 +162,7 @@ class _Await:
         Raises: RuntimeError while gathers are under way: some of the module's weights may be in the copy already.
         """
         gather = self._gather()
-        if gather is not None and gather.is_under_way:
+        if gather is not None and gather.under_way:
             raise RuntimeError(
                 "this module's weights are still on their way from the other ranks (Sharding.units): call "
                 "engine.wait() before you copy or pickle it"

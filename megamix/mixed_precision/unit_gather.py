@@ -24,8 +24,10 @@ from megamix.names import plain_name
 log = logging.getLogger("megamix")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Unit:
+    """Parameters that come and go together. Hooks hold it weakly, for it holds the buckets."""
+
     name: str
     buckets: list[Bucket]
     params: dict[str, nn.Parameter]

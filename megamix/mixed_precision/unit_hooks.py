@@ -58,22 +58,22 @@ def refuse_transforms(name: str) -> None:
 
 
 class OfModule:
-    """The hook of a module: call a method with `given`. It holds the method's object weakly, as ParamGather's hooks
-    do; in a copy or a pickle it does nothing.
+    """The hook of a module: call a method with `given`. It holds the method's object and `given` weakly, as
+    ParamGather's hooks do; in a copy or a pickle it does nothing.
 
     may_import: the compiler, which takes seconds, so as never to be traced. If it may not, what is loaded counts.
     """
 
     def __init__(self, method: OnForward | None = None, given: object = None, *, may_import: bool = True):
         self._method = (lambda: None) if method is None else weakref.WeakMethod(method)
-        self._given = given
+        self._given = (lambda: None) if given is None else weakref.ref(given)
         self._run = _run
         if method is not None and (may_import or "torch._dynamo" in sys.modules):  # never traced, as in ParamGather
             self._run = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]  # no types
 
     def __call__(self, module: nn.Module, args: object, output: object = None) -> None:
         if (method := self._method()) is not None:
-            self._run(method, self._given, module, output)
+            self._run(method, self._given(), module, output)
 
     def __reduce__(self) -> tuple[type[OfModule], tuple[()]]:
         return OfModule, ()
@@ -115,22 +115,24 @@ def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, object], loss: Tenso
 
 def _tell(gather: Gather, unit: object, node: Any) -> None:
     told = node.metadata.setdefault(_OnGradient, {})
-    if unit not in told:
-        told[unit] = node.register_prehook(_OnGradient(gather, unit))
+    held = weakref.ref(unit)  # a graph that outlives its engine must not keep the unit's buckets
+    if held not in told:
+        told[held] = node.register_prehook(_OnGradient(gather, held))
 
 
 class _OnGradient:
     """The hook of a node."""
 
-    def __init__(self, gather: Gather, unit: object):
-        self._gather, self._unit = weakref.ref(gather), unit
+    def __init__(self, gather: Gather, unit: weakref.ref[object]):
+        self._gather = weakref.ref(gather)
+        self._unit = unit
 
     def __call__(self, grads: object) -> None:
         if (gather := self._gather()) is None:
             raise RuntimeError(
                 "a backward through a module whose engine is gone, and with it the weights: hold the engine as long"
             )
-        gather.before_backward(self._unit)
+        gather.before_backward(self._unit())
 
 
 def tensors_in(given: object) -> Iterator[Tensor]:

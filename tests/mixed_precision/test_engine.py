@@ -398,16 +398,27 @@ def test_a_second_engine_on_the_same_model_is_refused() -> None:
     assert _train(first) == _train(_engine())  # the first one is as it was
 
 
-def test_a_dropped_engine_gives_its_memory_back() -> None:
-    def use() -> list[weakref.ref]:
-        engine = _engine()
-        _train(engine)
-        flats = (flat for bucket in engine.buckets for flat in (bucket.params, bucket.grads, bucket.master))
-        return [weakref.ref(one) for one in (engine.world, *(bucket.owners for bucket in engine.buckets), *flats)]
+@pytest.mark.parametrize("shard", get_args(Shard))
+def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
+    """At once, for the next engine would have no room beside it, though its module and a loss of that live on."""
 
-    used = use()
+    def use() -> tuple[nn.Module, Tensor, list[weakref.ref]]:
+        model = make_model()
+        engine = _engine(model, sharding=Sharding([*model.blocks], shard=shard))
+        _train(engine)
+        loss = loss_of(model, make_batch(0, 0, 0))
+        flats = (flat for bucket in engine.buckets for flat in (bucket.params, bucket.grads, bucket.master))
+        held = (engine, engine.world, *(bucket.owners for bucket in engine.buckets), *flats)
+        return model, loss, [weakref.ref(one) for one in held]
+
+    use()  # what is imported by the first one
     gc.collect()
-    assert [one() for one in used] == [None] * len(used)
+    gc.disable()
+    try:
+        *_alive, used = use()
+        assert [one() for one in used] == [None] * len(used)
+    finally:
+        gc.enable()
 
 
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
