@@ -147,7 +147,7 @@ def test_nobody_names_the_inside_of_an_engine() -> None:
         ("make_engine(model).layout", "layout"),
         ("getattr(engine, '_lr_table')", "_lr_table"),
         ("mock.patch.object(ShardedEngine, '_forget_step', wrong)", "_forget_step"),
-        ("def f():\n    plain = ShardedEngine(model)\n    plain.step(), plain.local_grads", "local_grads"),
+        ("def f():\n    plain = ShardedEngine(model)\n    plain.step(), plain.sums_of_mine", "sums_of_mine"),
         ("def f():\n    one, other = _engine(), 3\n    return one.layout, other.real", "layout"),
         ("def f():\n    one, other = (_engine() for _ in range(2))\n    return other.layout", "layout"),
         ("def make() -> ShardedEngine: ...\ndef f():\n    one, other = make(), make()\n    one.layout", "layout"),

@@ -17,8 +17,7 @@ from megamix.bench.ranks import Settings, Side, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress
 from megamix.bench.sides import Ours, Work, make_model, product_dtype
 from megamix.bench.train_bench import exposed, measure, result, speed_up
-from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.muon import Muon, orthogonalised
 
 LARGE_BATCH = 16  # sequences, beside those of `settings`
 

@@ -17,13 +17,10 @@ bucket         one flat buffer: gradients, their sum, masters and states, half p
 observer       how anybody looks into a step
 
 Optimizers:
-bucket_update  the update, bucket by bucket: each element by itself
-optimizers     what every optimizer is made of: settings, groups, an equation, its update
+optimizers     what every optimizer is made of: settings, groups, an equation, and the update of bucket after bucket
 half_states    moments in BF16: when and how they are rounded by chance
 adamw          Adam with decoupled weight decay
 nag            gradient descent with Nesterov's momentum
-orthogonal     Newton and Schulz's iteration
-muon_update    the update of whole matrices: momentum, exchange, direction, and back to their owners
 muon           matrices by orthogonalised momentum, all else by AdamW
 
 What an engine is built from:
@@ -35,8 +32,7 @@ module_guard   does the module keep its parameters, each in its place?
 
 The stages, in the order in which the data flows:
 foreign_params  parameters that a loss reads and the module does not have
-grad_reduce    reduce-scatter to the owners while backward runs
-local_grads    gradients of backward, taken into the buckets by hooks
+grad_reduce    gradients into their buckets by hooks, and these to their owners while backward runs
 grad_stats     one agreement of all ranks: overflow, norm, loss
 fused_update   one write: unscale, clip, the optimizer's equation, cast to half
 unseen_writes  were half parameters written past the engine? In a few steps, and before weights are saved

@@ -353,19 +353,6 @@ class Bucket:
                 states = self.states_of(piece.start, piece.start + piece.numel)
                 yield OwnedRange(piece.spec, piece.first, {MASTER: self.master[piece.elements], **states})
 
-    def joined_states(self) -> tuple[Tensor, ...]:
-        """Return copies of the states, each name's of all spans that have it behind each other."""
-        return tuple(torch.cat(parts) for parts in self._states_by_name())
-
-    def load_states(self, joined: Sequence[Tensor]) -> None:
-        """Copy back what `joined_states` gave."""
-        for parts, whole in zip(self._states_by_name(), joined, strict=True):
-            torch._foreach_copy_(parts, torch.split(whole, [part.numel() for part in parts]))
-
-    def _states_by_name(self) -> list[list[Tensor]]:
-        names = dict.fromkeys(name for states in self.states for name in states)
-        return [[states[name] for states in self.states if name in states] for name in names]
-
     def gather_master(self) -> Tensor:
         """Return the master weights of all owners: FP32 (padded_numel,). All of them must call it."""
         return self.owners.gather(self.master).view(-1)

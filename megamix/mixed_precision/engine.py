@@ -30,10 +30,9 @@ from megamix.mixed_precision.examination import Examiner
 from megamix.mixed_precision.flat_layout import FlatLayout, Piece, build_layout
 from megamix.mixed_precision.foreign_params import warn_of_foreign_params
 from megamix.mixed_precision.fused_update import choose_kernels
-from megamix.mixed_precision.grad_reduce import GradReduce
+from megamix.mixed_precision.grad_reduce import GradReduce, refuse_second_engine
 from megamix.mixed_precision.grad_stats import GradStats, agree, decide, stats_by_piece
 from megamix.mixed_precision.links import Links
-from megamix.mixed_precision.local_grads import LocalGrads, refuse_second_engine
 from megamix.mixed_precision.loss_scale import SMALLEST_USED, StaticLossScale
 from megamix.mixed_precision.module_guard import ModuleGuard
 from megamix.mixed_precision.moving_buffers import MovingBuffers
@@ -151,7 +150,8 @@ class ShardedEngine:
         units, overlap = self.plan.sharding.units, self.plan.sharding.overlap
         self._observers = observers = list[StepObserver]()
         self._examiner: Examiner | None = None
-        self._local_grads = grads = LocalGrads(buckets, observers)
+        self._kernels = choose_kernels(self.optimizer, groups, buckets, self._links.world, compile_update)
+        self._grads = grads = GradReduce(buckets, self._kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(
             self.grad_accum_steps, self.device, lambda: model.training and not grads.inside_backward
         )
@@ -162,11 +162,7 @@ class ShardedEngine:
         else:
             self._gather = ParamGather(model, units, overlap, buckets, grads, clock, observers)
         self._links.require_equal_order([bucket.plan for bucket in self._gather.order])
-        self._kernels = choose_kernels(self.optimizer, groups, buckets, self._links.world, compile_update)
-        self._reduce = GradReduce(buckets, self._kernels.row_stats, overlap, clock, observers)
-        self._update = self.optimizer.bucket_update(
-            self._kernels.update, buckets, self.topology, clock, observers, len(groups)
-        )
+        self._update = self.optimizer.bucket_update(self._kernels.update, buckets, self.topology, clock, observers)
         self._guard = ModuleGuard(model, buckets)
         self._moving_buffers = MovingBuffers(model)
 
@@ -212,10 +208,10 @@ class ShardedEngine:
         """
         refusals.check_loss(loss, weight)
         number = self.progress.micro_batches
-        if self._local_grads.passes == 0 or (self.progress.examined and number == 0):
+        if self._grads.passes == 0 or (self.progress.examined and number == 0):
             warn_of_foreign_params(loss, self.module.parameters())
         last = last or number == self.grad_accum_steps - 1
-        completes = self._local_grads.names if last or self._reduce.takes_each else ()
+        completes = self._grads.names if last or self._grads.takes_each else ()
         with self._taking(1, last), self.backward_pass(number, completes, loss):
             self.progress.scaled(loss, weight, counts=self.topology.counts_loss).backward()  # type: ignore[no-untyped-call]  # no types
 
@@ -245,11 +241,8 @@ class ShardedEngine:
                 raise
             self._moving_buffers.note()
             ends = self.progress.add(micro_batches, last)
-            if ends or self._reduce.takes_each:
-                self._local_grads.end_micro_batch()
-                self._reduce.launch(all_are_full=True)
-            if not ends and self._reduce.takes_each:
-                self._reduce.expect_sums()
+            if ends or self._grads.takes_each:
+                self._grads.end_micro_batch(ends)
 
     def backward_pass(self, micro_batch: int, completes: Collection[str], loss: Tensor | None = None) -> Context[None]:
         """Take the gradients of one pass through the model, or through a stage of it, by the ready hooks.
@@ -257,12 +250,11 @@ class ShardedEngine:
         `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
         when all of it is. `loss`: what is back-propagated, for what it reads beside the model's output.
         """
-        grads = self._local_grads.backward_pass(micro_batch, completes, self._reduce)
-        return self._gather.backward_pass(grads, loss)
+        return self._gather.backward_pass(self._grads.backward_pass(micro_batch, completes), loss)
 
     def collect(self, names: Iterable[str]) -> None:
         """Take the gradients that a pass has put into `param.grad` of these parameters without firing ready hooks."""
-        self._local_grads.collect(names)
+        self._grads.collect(names)
 
     def set_lr(self, lr: float | Sequence[float]) -> None:
         """Replace the learning rate, from the next `step()` on: a number, or one per update as in the constructor, of
@@ -289,8 +281,7 @@ class ShardedEngine:
         self._gather.end()
 
     def _forget_step(self) -> None:
-        self._local_grads.discard()
-        self._reduce.reset()
+        self._grads.discard()
         self._end_examination()
         self.progress.reset()
         self._moving_buffers.put_back(torch.ones_like(self.stop_request, dtype=torch.bool))
@@ -318,7 +309,7 @@ class ShardedEngine:
             by_piece, stats = self._sum_and_agree("step()")
             # The scale that backward used: the next step's may differ from it by the growth factor.
             scale_used = self.progress.scale_used
-            with self._reduce.freed_after(), self._examined() as examination:
+            with self._grads.freed_after(), self._examined() as examination:
                 with self.clock.span("update"):
                     number = self.applied_updates + 1
                     scalars, grad_norm = decide(stats, scale_used, self.clip_grad, self.optimizer, number)
@@ -357,7 +348,7 @@ class ShardedEngine:
         Nothing else changes, so the first step may take the same batch. Every rank must call it.
         """
         _, stats = self._sum_and_agree("probe_loss_scale()")
-        self._reduce.reset()
+        self._grads.reset()
         self.loss_scale.update_(stats.found_inf, stats.max_abs, self.progress.scale_used)
         self._moving_buffers.put_back(torch.ones_like(stats.found_inf))
 
@@ -370,7 +361,7 @@ class ShardedEngine:
         if self._unseen_writes.due:
             self._unseen_writes.look(self._kept_buckets)
         for bucket in self.buckets:
-            self._reduce.wait(bucket)
+            self._grads.wait(bucket)
         with self.clock.span("update"):
             by_piece = stats_by_piece(self.buckets, self._kernels.row_stats, self.topology.saves_shard)
             lr = lr_of(self._lr_table, self.applied_updates + 1)
@@ -426,7 +417,7 @@ class ShardedEngine:
             "layout": self.plan.fingerprint,
             "rank": self.topology.world.rank,
             "master": [bucket.master.clone() for bucket in self.buckets],
-            "states": [bucket.joined_states() for bucket in self.buckets],
+            "states": [state.clone() for state in self._states()],
             "applied_updates": self.applied_updates.clone(),
             "skipped_steps": self.skipped_steps.clone(),
             "loss_scale": self.loss_scale.state_dict(),
@@ -441,13 +432,16 @@ class ShardedEngine:
         """
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
-        for bucket, master, states in zip(self.buckets, state["master"], state["states"], strict=True):
-            bucket.master.copy_(master)
-            bucket.load_states(states)
+        torch._foreach_copy_([bucket.master for bucket in self.buckets], state["master"])
+        for own, saved in zip(self._states(), state["states"], strict=True):
+            own.copy_(saved)
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
         self.loss_scale.load_state_dict(state["loss_scale"])
+
+    def _states(self) -> list[Tensor]:
+        return [state for bucket in self.buckets for states in bucket.states for state in states.values()]
 
     def owned_ranges(self) -> list[OwnedRange]:
         """Return what this rank owns of masters and states: views, to read or, before `publish_masters`, to write."""

@@ -1,22 +1,36 @@
-"""Reduce-scatter: each bucket's gradients go to their owners while backward still fills the next buckets."""
+"""Backward's product: each gradient goes into its bucket as soon as it is ready, and each bucket to its owners while
+backward still fills the next ones.
+"""
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.row_stats import RowStats
 
+log = logging.getLogger("megamix")
+
 
 class GradReduce:
-    """Launches the buckets' sums strictly in the order of the buckets.
+    """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, and each bucket's over its
+    owners.
 
-    Ranks may fill equal buckets in different orders (one misses a parameter that another has). Collectives are
-    matched by order of issue, so a bucket that is full before its predecessor waits for it.
+    A parameter's hook hands the gradient to the bucket, then drops `param.grad`: an FP32 `.grad` on a half parameter
+    would make torch.compile refuse the block. Within the pass that completes a step's gradients, a bucket that is full
+    starts its sum, strictly in the order of the buckets: ranks may fill equal buckets in different orders (one misses a
+    parameter that another has), and collectives are matched by order of issue. So a bucket that is full before its
+    predecessor waits for it.
     """
 
     def __init__(
@@ -30,13 +44,68 @@ class GradReduce:
         self._observers = observers
         self._queue = deque(buckets)  # those whose sum is not launched yet
         self._travelling: Bucket | None = None  # the last one whose was
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.param_grads}
+        self.takes_each = buckets[0].total is not None  # each micro-batch's gradients are reduced by themselves
+        self.inside_backward = False
+        self.passes = 0
+        self._came = set[str]()  # in this pass
+        self._micro_batch = 0
+        self._completes: Collection[str] = ()
+        self._warned: set[str] = set()
+        for name, param in self._params():
+            hook = partial(GradReduce._on_grad, weakref.ref(self), name)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # no types
 
     @property
-    def takes_each(self) -> bool:
-        """Whether every micro-batch's gradients are reduced by themselves."""
-        return self._buckets[0].total is not None
+    def names(self) -> Collection[str]:
+        return self._bucket_of.keys()
 
-    def launch(self, *, all_are_full: bool = False) -> None:
+    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for bucket in self._buckets:
+            yield from bucket.named_params.items()
+
+    @contextmanager
+    def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
+        """Take the gradients of one backward pass. Those of the parameters in `completes` are whole with it; when all
+        of a bucket are, its sum starts.
+        """
+        self.inside_backward = True
+        self.passes += 1
+        self._came.clear()
+        self._micro_batch = micro_batch
+        self._completes = completes
+        try:
+            yield
+        finally:
+            self.inside_backward = False
+            self._completes = ()
+
+    def has_gradient(self, name: str) -> bool:
+        """Return whether a parameter's gradient has come in this backward pass."""
+        return name in self._came
+
+    def collect(self, names: Iterable[str]) -> None:
+        """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
+        for name in names:
+            param = self._bucket_of[name].named_params[name]
+            if param.grad is not None:
+                self._on_grad(weakref.ref(self), name, param)
+
+    def end_micro_batch(self, ends: bool) -> None:
+        """Start what is left, now that backward is over; what got no gradient counts as zeros, and the log names it
+        once. `ends`: the step, too; else the next micro-batch's gradients come.
+        """
+        new = [name for bucket in self._buckets for name in bucket.fill_missing() if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
+        self._launch(all_are_full=True)
+        for bucket in self._buckets:
+            bucket.expect_grads()
+        if not ends:
+            self._expect_sums()
+
+    def _launch(self, *, all_are_full: bool = False) -> None:
         """Start the sum of every bucket whose turn it is: from within backward of those that are full, behind it of all
         that are left.
         """
@@ -68,21 +137,72 @@ class GradReduce:
         finally:
             self.reset()
 
+    def discard(self) -> None:
+        """Forget a step, and the gradients that a backward which failed has left."""
+        for _, param in self._params():
+            param.grad = None
+        for bucket in self._buckets:
+            bucket.expect_grads()
+        self.reset()
+
     def reset(self) -> None:
         """Expect the next step's buckets, and free the sums: the step has used them, or its backward has failed.
 
         What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
         over the gradients of the next attempt.
         """
-        self.expect_sums()
+        self._expect_sums()
         for bucket in self._buckets:
             bucket.discard_sum()
         for owners in {bucket.owners for bucket in self._buckets}:
             owners.release()
 
-    def expect_sums(self) -> None:
-        """Let the next micro-batch's buckets come: what was begun ends."""
+    def _expect_sums(self) -> None:
         for bucket in self._buckets:
             bucket.expect_sum()
         self._queue = deque(self._buckets)
         self._travelling = None
+
+    @staticmethod
+    def _on_grad(grad_reduce: weakref.ref[GradReduce], name: str, param: Tensor) -> None:
+        """The ready hook. It must not hold what holds the parameter: torch never frees such a cycle (2.13), nor with it
+        the buffers and process groups of an engine that was dropped.
+        """
+        self = grad_reduce()
+        if self is None:
+            return
+        grad, param.grad = param.grad, None
+        if grad is None:
+            raise RuntimeError(
+                f"a hook on parameter {name} has set its .grad to None before the engine took it: remove the hook, or "
+                "register it after the engine is built"
+            )
+        if not self.inside_backward:
+            raise RuntimeError(
+                f"a gradient reached parameter {name} outside the engine: loss.backward() knows no loss scale and "
+                "no reduction. Call engine.backward(loss) instead"
+            )
+        if grad.layout != torch.strided:
+            raise RuntimeError(f"parameter {name} got a {grad.layout} gradient; build its module without sparse ones")
+        for observer in self._observers:
+            observer.on_gradient(name, self._micro_batch, grad)
+        bucket = self._bucket_of[name]
+        bucket.collect(name, grad, name in self._completes)
+        self._came.add(name)
+        if bucket.missing == 0:
+            self._launch()
+
+
+def refuse_second_engine(model: nn.Module) -> None:
+    """Raises: ValueError if the model is or was another engine's: of two the first to run would rob the other; or if a
+    parameter that is to be trained has a gradient already, which the first step would add.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.grad is not None:
+            raise ValueError(
+                f"parameter {name} has a .grad already, and the first step would add it to its own; call "
+                "model.zero_grad() before you build the engine"
+            )
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            if isinstance(hook, partial) and hook.func is GradReduce._on_grad:
+                raise ValueError(f"parameter {name} belongs to another engine, or did; give a new engine a new model")

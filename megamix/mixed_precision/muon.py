@@ -1,5 +1,8 @@
 """Muon: a matrix moves by its momentum made orthogonal, all else by AdamW (Jordan et al. 2024, "Muon: An optimizer for
 hidden layers in neural networks"; Liu et al. 2025, "Muon is scalable for LLM training", for the width rule).
+
+Momentum in the shards, each matrix to one rank, its direction, and back to its owners: what a rank computes with a
+matrix does not depend on who owns its elements, so neither does the result.
 """
 
 from __future__ import annotations
@@ -8,26 +11,28 @@ import fnmatch
 import glob
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Literal, Self
+from itertools import accumulate, chain, groupby
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
+from megamix.comm.collectives import Collectives, make_collectives
 from megamix.comm.topology import Topology
+from megamix.machine import native_halves
+from megamix.mixed_precision import matrix_layout
 from megamix.mixed_precision.adamw import AdamW
-from megamix.mixed_precision.bucket_update import BucketUpdate
-from megamix.mixed_precision.muon_update import MuonUpdate
-from megamix.mixed_precision.observer import StepObserver
-from megamix.mixed_precision.optimizers import are_numbers, require_finite
-from megamix.mixed_precision.update_slice import Kernel, States, UpdateGroup, UpdateScalars
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.flat_layout import FlatLayout, GroupSpan
+from megamix.mixed_precision.matrix_layout import BucketMatrices, Matrix, MatrixPiece, Place
+from megamix.mixed_precision.observer import DIRECTION, SOURCE, StepObserver
+from megamix.mixed_precision.optimizers import BucketUpdate, are_numbers, require_finite
+from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
 from megamix.names import by_plain_name
-
-if TYPE_CHECKING:
-    from megamix.mixed_precision.bucket import Bucket
 
 MOMENTUM = "momentum_buffer"
 # What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
@@ -158,9 +163,9 @@ class Muon(AdamW):
 
     def bucket_update(
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
-        observers: Sequence[StepObserver], num_groups: int,
+        observers: Sequence[StepObserver],
     ) -> BucketUpdate:  # fmt: skip
-        return MuonUpdate(kernel, buckets, topology, clock, observers, self, num_groups)
+        return MuonUpdate(kernel, buckets, topology, clock, observers, self)
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """As AdamW, for what it moves. For matrices there are two: with the momentum, whose result takes master's place
@@ -196,3 +201,253 @@ def _params_of(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.P
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows and columns of a matrix, and where what came of these lies, in their order."""
+
+    rows: slice
+    columns: slice
+    places: list[slice]
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """A matrix that this rank computes with."""
+
+    matrix: Matrix
+    blocks: list[_Block]
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One bucket's matrices, as this rank sees them."""
+
+    among: Collectives  # the ranks that hold any of them
+    pieces: list[MatrixPiece]  # what it owns, in the order in which it is sent: by home
+    scales: list[float]  # of each piece's direction
+    to: list[int]  # elements for each rank, and of each
+    of: list[int]
+    homes: list[_Home]
+    travels: bool  # whether anything does, between any two ranks
+
+
+class MuonUpdate(BucketUpdate):
+    """Updates buckets, those that hold matrices in three stages, with an exchange between each two: momentum;
+    directions; masters and half parameters.
+
+    While a bucket's matrices travel, the next one's momentum is computed, and the directions of the one before. Each
+    direction is computed once, whether the step is skipped or not: the host does not know.
+    """
+
+    def __init__(
+        self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
+        observers: Sequence[StepObserver], muon: Muon,
+    ):  # fmt: skip
+        """`kernel`: for the groups of parameters and, behind them, as many of masters that move along directions. Every
+        rank must call it.
+        """
+        super().__init__(kernel, clock, observers)
+        self._muon = muon
+        specs = [slot.spec for bucket in buckets for slot in bucket.plan.slots]
+        self._num_groups = 1 + max(spec.group for spec in specs)
+        self._matrix_groups = {spec.group for spec in specs if spec.matrices}
+        self._exchanges = _plan(muon, buckets, topology)
+
+    def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
+        under_way: deque[_UnderWay] = deque()
+
+        def advance() -> Iterator[Bucket]:
+            # The newest first: what it sends travels while the older ones compute.
+            ended = [next(one.stages, True) for one in reversed(under_way)]
+            while under_way and ended.pop():
+                yield under_way.popleft().bucket
+
+        for bucket in buckets:
+            under_way.append(_UnderWay(bucket, self._stages(bucket, step)))
+            yield from advance()
+        while under_way:
+            yield from advance()
+
+    def _stages(self, bucket: Bucket, step: StepScalars) -> Iterator[bool]:
+        """Do one stage after the other; yield False behind each but the last."""
+        self._begin(bucket)
+        plain = [span for span in bucket.spans if span.group not in self._matrix_groups]
+        of_matrices = [span for span in bucket.spans if span.group in self._matrix_groups]
+        with self._clock.span("update"):
+            for span in self._cut(bucket, plain):
+                self._kernel(bucket.slice(span), step)
+            exchange = self._exchanges.get(bucket)
+            if exchange is None:
+                return
+            values = self._momentum(exchange, bucket, of_matrices, step)
+        values = yield from self._sent(exchange, bucket, values, exchange.to, exchange.of)
+        with self._clock.span("update"):
+            for homes in self._together(exchange.homes):
+                self._turn(values, homes)
+        values = yield from self._sent(exchange, bucket, values, exchange.of, exchange.to)
+        with self._clock.span("update"):
+            values = self._direction(exchange, bucket, values)
+            # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
+            step = step._replace(multiplier=torch.ones_like(step.multiplier))
+            for span in self._cut(bucket, of_matrices):
+                part = bucket.slice(span)
+                moves = self._num_groups + span.group
+                direction = values[span.start : span.end]
+                self._kernel(UpdateSlice(moves, direction, part.master, {}, part.half), step)
+
+    def _momentum(self, exchange: _Exchange, bucket: Bucket, spans: Sequence[GroupSpan], step: StepScalars) -> Tensor:
+        """Return what is to be orthogonalised of what this rank owns, in the order in which it is sent."""
+        wide = torch.zeros_like(bucket.master)
+        narrow = torch.zeros_like(wide, dtype=self._muon.ns_dtype)
+        for span in spans:
+            part = bucket.slice(span)
+            at = slice(span.start, span.end)
+            self._kernel(UpdateSlice(span.group, part.grad, wide[at], part.states, narrow[at]), step)
+        for observer in self._observers:
+            observer.on_use(SOURCE, bucket, narrow)
+        return torch.cat([narrow[:0], *(narrow[piece.start : piece.end] for piece in exchange.pieces)])
+
+    def _direction(self, exchange: _Exchange, bucket: Bucket, values: Tensor) -> Tensor:
+        """Return by what this rank's masters move."""
+        direction = torch.zeros_like(bucket.master)
+        parts = torch.split(values, [piece.numel for piece in exchange.pieces])
+        for piece, part, scale in zip(exchange.pieces, parts, exchange.scales, strict=True):
+            torch.mul(part.float(), scale, out=direction[piece.start : piece.end])
+        for observer in self._observers:
+            observer.on_use(DIRECTION, bucket, direction)
+        return direction
+
+    def _sent(
+        self, exchange: _Exchange, bucket: Bucket, values: Tensor, to: Sequence[int], of: Sequence[int]
+    ) -> Generator[bool, None, Tensor]:
+        """Send values to the ranks and return what these have sent; yield while it is under way."""
+        if not exchange.travels:
+            return values
+        with self._clock.span("update"):
+            arrived = values.new_empty(sum(of))
+            pending = exchange.among.exchange(values, arrived, to, of)
+            for observer in self._observers:
+                observer.on_transfer("matrices", bucket, pending)
+        yield False
+        with self._clock.span("exposed_matrices"):
+            pending.wait()
+        return arrived
+
+    def _together(self, homes: Sequence[_Home]) -> list[list[_Home]]:
+        if not self._muon.batched:
+            return [[home] for home in homes]
+        by_shape: dict[tuple[int, int], list[_Home]] = {}
+        for home in homes:
+            by_shape.setdefault((home.matrix.rows, home.matrix.columns), []).append(home)
+        return [*by_shape.values()]
+
+    def _turn(self, arrived: Tensor, homes: Sequence[_Home]) -> None:
+        """Put the directions of matrices of one shape in their place."""
+        whole = arrived.new_empty(len(homes), homes[0].matrix.rows, homes[0].matrix.columns)
+        for out, home in zip(whole, homes, strict=True):
+            for block in home.blocks:
+                values = out[block.rows, block.columns]
+                values.copy_(torch.cat([arrived[place] for place in block.places]).view(values.shape))
+        directions = orthogonalised(whole if len(homes) > 1 else whole[0], self._muon).view(whole.shape)
+        for direction, home in zip(directions, homes, strict=True):
+            for block in home.blocks:
+                values = direction[block.rows, block.columns].reshape(-1)
+                parts = values.split([place.stop - place.start for place in block.places])
+                for place, part in zip(block.places, parts, strict=True):
+                    arrived[place].copy_(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A bucket amid its stages."""
+
+    bucket: Bucket
+    stages: Iterator[bool]
+
+
+def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Bucket, _Exchange]:
+    """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
+    exchanges: dict[Bucket, _Exchange] = {}
+    # Of each axis apart: its ranks alone know all of its matrices.
+    layout = FlatLayout(tuple(bucket.plan for bucket in buckets))
+    for axis, numbers in matrix_layout.buckets_with_matrices(layout).items():
+        holders = [bucket for bucket in buckets if bucket.number in numbers]
+        among = holders[0].owners
+        places = [Place(rank) for rank in range(among.axis.size)]
+        if axis is None:
+            device = holders[0].master.device
+            row = torch.tensor([among.axis.rank, topology.tp.rank], device=device)
+            among = make_collectives(topology.along(*topology.owns, "tp"), device)
+            places = [Place(*place) for place in among.table(row).tolist()]
+        both = zip(holders, matrix_layout.find_homes(layout, numbers, places), strict=True)
+        exchanges |= {bucket: _exchange(muon, among, matrices) for bucket, matrices in both}
+    return exchanges
+
+
+def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchange:
+    rank = among.axis.rank
+    matrices = found.matrices
+
+    def home(part: MatrixPiece) -> int:
+        return found.homes[part.matrix]
+
+    def block(part: MatrixPiece) -> tuple[int, int, int]:
+        return part.matrix, part.rows.start, part.columns.start
+
+    mine = sorted(found.parts[rank], key=home)  # stable: by matrix within
+    coming = [part for own in found.parts for part in own if home(part) == rank]
+    ends = accumulate(part.numel for part in coming)
+    placed = [_Placed(part, slice(end - part.numel, end)) for part, end in zip(coming, ends, strict=True)]
+    placed.sort(key=lambda one: (*block(one.part), one.part.first))
+    blocks: dict[int, list[_Block]] = {}
+    for _, group in groupby(placed, key=lambda one: block(one.part)):
+        together = [*group]
+        part = together[0].part
+        blocks.setdefault(part.matrix, []).append(_Block(part.rows, part.columns, [one.place for one in together]))
+    return _Exchange(
+        among,
+        mine,
+        scales=[muon.lr_scale(matrices[part.matrix].rows, matrices[part.matrix].columns) for part in mine],
+        to=[sum(part.numel for part in mine if home(part) == other) for other in range(among.axis.size)],
+        of=[sum(part.numel for part in own if home(part) == rank) for own in found.parts],
+        homes=[_Home(matrices[number], of_matrix) for number, of_matrix in blocks.items()],
+        travels=bool(found.sent),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Where a piece of a matrix lies in what has arrived."""
+
+    part: MatrixPiece
+    place: slice
+
+
+def orthogonalised(momentum: Tensor, muon: Muon) -> Tensor:
+    """Return about U V^T of each matrix U S V^T; zeros stay zeros, and NaN or inf anywhere is NaN everywhere.
+
+    The iteration begins with singular values of at most 1: the matrix over its Frobenius norm, which is summed in FP32
+    along rows and in FP64 over them.
+    Shapes: BF16 or FP32 (..., rows, columns), contiguous -> the same.
+    """
+    norm = momentum.float().square().sum(-1).double().sum(-1).sqrt().clamp(min=1e-7)
+    return iterated((momentum * norm.reciprocal().float()[..., None, None]).to(momentum.dtype), muon)
+
+
+def iterated(x: Tensor, muon: Muon) -> Tensor:
+    """Turn singular values to about 1 by Newton and Schulz's iteration, which is products alone. Shapes: as above."""
+    a, b, c = muon.ns_coefficients
+    if is_tall := x.shape[-2] > x.shape[-1]:
+        x = x.mT.contiguous()
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    # On a CPU without BF16 arithmetic: FP32 is as fast with AVX-512, 40 times with AVX2; each result rounds once, too.
+    widens = x.is_cpu and x.dtype == torch.bfloat16 and x.dtype not in native_halves()
+    dtype = torch.float32 if widens else x.dtype
+    for _ in range(muon.ns_steps):
+        wide = x.to(dtype)
+        gram = (wide @ wide.mT).to(x.dtype).to(dtype)
+        turned = multiply_add(gram, gram, gram, beta=b, alpha=c).to(x.dtype)
+        x = multiply_add(wide, turned.to(dtype), wide, beta=a).to(x.dtype)
+    return x.mT.contiguous() if is_tall else x

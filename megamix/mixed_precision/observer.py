@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from megamix.comm.collectives import Pending
+from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import GroupSpan
-
-if TYPE_CHECKING:  # it is shown buckets, and makes none
-    from megamix.mixed_precision.bucket import Bucket
 
 # What an update uses of a bucket: the sum over ranks and micro-batches, with the loss scale in it; what Muon makes
 # orthogonal, and by what the masters of matrices move then, both with zeros where no matrix is.

@@ -13,10 +13,10 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,18 @@ from torch import Tensor, nn
 from megamix import tuned
 from megamix.clock import Clock
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.bucket_update import BucketUpdate
-from megamix.mixed_precision.observer import StepObserver
-from megamix.mixed_precision.update_slice import MASTER, Kernel, States, Tensors, UpdateGroup, UpdateScalars
-
-if TYPE_CHECKING:
-    from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.flat_layout import GroupSpan
+from megamix.mixed_precision.observer import GRADIENT, StepObserver
+from megamix.mixed_precision.update_slice import (
+    MASTER,
+    Kernel,
+    States,
+    StepScalars,
+    Tensors,
+    UpdateGroup,
+    UpdateScalars,
+)
 
 log = logging.getLogger("megamix")
 
@@ -202,10 +208,10 @@ class Optimizer:
 
     def bucket_update(
         self, kernel: Kernel, buckets: Sequence[Bucket], topology: Topology, clock: Clock,
-        observers: Sequence[StepObserver], num_groups: int,
+        observers: Sequence[StepObserver],
     ) -> BucketUpdate:  # fmt: skip
-        """Return what updates the buckets by `kernel`, which takes slices of any of `kernel_groups`, the first
-        `num_groups` of them the parameters'. Every rank must call it.
+        """Return what updates the buckets by `kernel`, which takes slices of any of `kernel_groups`. Every rank must
+        call it.
         """
         if any(slot.spec.matrices for bucket in buckets for slot in bucket.plan.slots):
             raise TypeError(f"{type(self).__name__} has matrices, but only a Muon moves any; derive it from that")
@@ -222,6 +228,34 @@ class Optimizer:
         pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for piece_grad, piece_master, *rest in pieces:
             gated_update_(self.equation, piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
+
+
+class BucketUpdate:
+    """Moves each element by itself. An optimizer that takes more at once has one of its own."""
+
+    def __init__(self, kernel: Kernel, clock: Clock, observers: Sequence[StepObserver]):
+        self._kernel = kernel
+        self._clock = clock
+        self._observers = observers
+
+    def in_turn(self, buckets: Iterable[Bucket], step: StepScalars) -> Iterator[Bucket]:
+        """Update this rank's part of the buckets; yield each one, in this order, when it is done."""
+        for bucket in buckets:
+            self._begin(bucket)
+            with self._clock.span("update"):
+                for span in self._cut(bucket, bucket.spans):
+                    self._kernel(bucket.slice(span), step)
+            yield bucket
+
+    def _begin(self, bucket: Bucket) -> None:
+        bucket.take_params()
+        for observer in self._observers:
+            observer.on_use(GRADIENT, bucket, bucket.grad_sum)
+
+    def _cut(self, bucket: Bucket, spans: Iterable[GroupSpan]) -> Iterable[GroupSpan]:
+        for observer in self._observers:
+            spans = observer.cut(bucket, spans)
+        return spans
 
 
 def gated_update_(

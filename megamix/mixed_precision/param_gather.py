@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megamix.clock import Clock
 from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.local_grads import LocalGrads
+from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
 from megamix.names import prefix_of
 
@@ -41,7 +41,7 @@ class ParamGather:
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
-        grads: LocalGrads, clock: Clock, observers: Sequence[StepObserver],
+        grads: GradReduce, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
         self._buckets = buckets
         self._overlap = overlap

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megamix.clock import Clock
 from megamix.comm.collectives import noting
 from megamix.mixed_precision.bucket import Bucket
-from megamix.mixed_precision.local_grads import LocalGrads
+from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
 from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
 from megamix.mixed_precision.unseen_writes import UnseenWrites
@@ -50,7 +50,7 @@ class UnitGather:
 
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
-        grads: LocalGrads, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
+        grads: GradReduce, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
         self._overlap = overlap
         self._has_gradient = grads.has_gradient

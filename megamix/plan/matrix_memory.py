@@ -15,8 +15,7 @@ from megamix.live_storage import LiveStorage
 from megamix.mixed_precision.bucket import BucketBytes
 from megamix.mixed_precision.flat_layout import FlatLayout, ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import BucketMatrices, Place, buckets_with_matrices, find_homes
-from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.plan.engine_memory import FP32, EngineMemory
 from megamix.plan.stand_ins import without_memory
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.verify.reference import MicroBatches, Reference, Step
 from megamix.verify.verdict import UNIT, Tensors
 

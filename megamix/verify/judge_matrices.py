@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
-from megamix.mixed_precision.orthogonal import orthogonalised
 from megamix.verify.hypotheses import factor_of, nearest
 from megamix.verify.observe import Whole
 from megamix.verify.verdict import U32, UNIT, Verdict

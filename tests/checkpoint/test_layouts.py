@@ -118,9 +118,9 @@ def _loaded_and_uninterrupted(folder: Path, shard: Shard) -> tuple[list[float], 
     went_on, again = _train(source, range(3, 6)), _train(resumed, range(3, 6))
     one, other = source.state_dict(), resumed.state_dict()
     unequal = [
-        f"bucket {k}"
-        for k in range(len(one["master"]))
-        for a, b in zip((one["master"][k], *one["states"][k]), (other["master"][k], *other["states"][k]), strict=True)
+        f"{key} {number}"
+        for key in ("master", "states")
+        for number, (a, b) in enumerate(zip(one[key], other[key], strict=True))
         if not torch.equal(a, b)
     ]
     return went_on, again, unequal

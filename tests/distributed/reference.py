@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megamix.mixed_precision.muon import MOMENTUM, Muon
+from megamix.mixed_precision.muon import MOMENTUM, Muon, orthogonalised
 from megamix.mixed_precision.nag import NAG
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.orthogonal import orthogonalised
 
 
 @dataclass

@@ -19,11 +19,10 @@ from torch import Tensor
 from megamix import Precision, ShardedEngine, Sharding, StaticLossScale, tuned
 from megamix.comm.collectives import GlooCollectives, Pending
 from megamix.live_storage import LiveStorage
-from megamix.mixed_precision import muon_update
+from megamix.mixed_precision import muon
 from megamix.mixed_precision.matrix_layout import matrices_of
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, StepObserver
-from megamix.mixed_precision.orthogonal import orthogonalised
 from megamix.mixed_precision.update_slice import MASTER
 from tests.conftest import FULL, also_wide
 from tests.distributed import test_equals_reference as plain
@@ -174,7 +173,7 @@ def _counted(uncut: bool, ns_dtype: torch.dtype, overflow: bool) -> tuple[int, i
 
     with (
         _laid_out(uncut=uncut),
-        mock.patch.object(muon_update, "orthogonalised", counted),
+        mock.patch.object(muon, "orthogonalised", counted),
         mock.patch.object(GlooCollectives, "exchange", sent),
     ):
         engine, _ = _train(case)
@@ -253,7 +252,7 @@ def _live() -> tuple[list[int], int, int]:
     observer.on_use = lambda what, *_: count((4 + 2) * shard) if what == DIRECTION else None
     with (
         LiveStorage() as tracker,
-        mock.patch.object(muon_update, "orthogonalised", counted),
+        mock.patch.object(muon, "orthogonalised", counted),
         engine.observe(observer),
     ):
         for _ in range(2):

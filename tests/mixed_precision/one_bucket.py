@@ -25,6 +25,7 @@ def one_bucket(
     layout = build_layout([ParamSpec.whole("weight", (numel,), 0)], [owners.axis.size])
     (bucket,) = make_buckets(layout, [owners], groups, precision, Sharding(), device)
     bucket.params = torch.zeros(layout.padded_numel, dtype=precision.dtype, device=device)
+    bucket.named_params = {}
     bucket.param_shard = owners.own_part(bucket.params)
     bucket.make_grads()
     return bucket

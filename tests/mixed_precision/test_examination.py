@@ -78,6 +78,7 @@ def _trained(examined: bool, dtype: torch.dtype, grad_dtype: torch.dtype, recomp
         *result, recorded, examination = engine.step()
         assert (examination is not None) == examined
         said += [*result, recorded.table]
+    engine.wait()
     for bucket in engine.buckets:
         said += [bucket.params, bucket.master, *(state for states in bucket.states for state in states.values())]
     return [*said, engine.applied_updates]

@@ -17,8 +17,7 @@ from torch.optim import _muon
 from megamix import NAG, AdamW, Muon, Optimizer, ParamGroup, Precision, ShardedEngine
 from megamix.mixed_precision.flat_layout import ParamSpec, build_layout
 from megamix.mixed_precision.matrix_layout import Place, choose_homes, is_cut, matrices_of, pieces_of
-from megamix.mixed_precision.muon import MOMENTUM
-from megamix.mixed_precision.orthogonal import iterated, orthogonalised
+from megamix.mixed_precision.muon import MOMENTUM, iterated, orthogonalised
 
 U32 = 2.0**-24
 STEPS = 6

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from megamix import Muon, Precision, ShardedEngine, Sharding
 from megamix.comm.topology import Topology
-from megamix.mixed_precision.muon import MOMENTUM
-from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.muon import MOMENTUM, orthogonalised
 from megamix.mixed_precision.settings import Placement
 from megamix.mixed_precision.update_slice import MASTER
 from tests.parallel import layouts

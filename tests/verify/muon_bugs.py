@@ -11,9 +11,7 @@ import torch
 
 from megamix import tuned
 from megamix.mixed_precision.engine import ShardedEngine
-from megamix.mixed_precision.muon import Muon
-from megamix.mixed_precision.muon_update import MuonUpdate
-from megamix.mixed_precision.orthogonal import orthogonalised
+from megamix.mixed_precision.muon import Muon, MuonUpdate, orthogonalised
 
 FAMILY = "tests.verify.per_head"
 

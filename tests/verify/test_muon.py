@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamix.mixed_precision.muon import Muon
+from megamix.mixed_precision.muon import Muon, orthogonalised
 from megamix.mixed_precision.observer import DIRECTION, SOURCE
-from megamix.mixed_precision.orthogonal import orthogonalised
 from megamix.verify.judge import judge
 from megamix.verify.judge_matrices import exact_direction, judge_matrices
 from megamix.verify.observe import Whole, observe
