@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.half_states import by_chance, needs_chance, require_state_dtype
 from megamix.mixed_precision.optimizers import Optimizer, are_numbers
-from megamix.mixed_precision.update_slice import States, Tensors, UpdateScalars
+from megamix.mixed_precision.update_slice import States, StepScalars, Tensors, UpdateScalars, UpdateSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +62,16 @@ class AdamW(Optimizer):
                 new[name] = by_chance(new[name], master, *update)
         return master, new
 
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
-        if type(self).equation is not AdamW.equation or self.takes_chances:
-            super(AdamW, self).library_update_(grad, master, states, at, update, found_inf)
-        else:
-            self._fused_update_(grad, master, states, at, update, found_inf)
+    def has_torchs_equation(self, states: States) -> bool:
+        """Return whether torch's fused AdamW does the same with these states."""
+        return type(self).equation is AdamW.equation and not self.takes_chances
 
-    def _fused_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
+    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
+        if not self.has_torchs_equation(part.states):
+            return False
         torch._fused_adamw_(
-            [master], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [update],
+            [part.master], [part.grad], [part.states["exp_avg"]], [part.states["exp_avg_sq"]], [], [step.update],
             lr=at.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=float(at.weight_decay), eps=self.eps,
-            amsgrad=False, maximize=False, found_inf=found_inf.float(),
+            amsgrad=False, maximize=False, found_inf=step.found_inf.float(),
         )  # fmt: skip
+        return True

@@ -19,7 +19,7 @@ from megamix import tuned
 from megamix.comm.collectives import Collectives
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
-from megamix.mixed_precision.optimizers import Optimizer, gated_update_
+from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
 from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
 
@@ -105,11 +105,36 @@ class LibraryUpdate:
             grad = unscaled[: piece.stop - start].copy_(part.grad[piece]).mul_(step.multiplier)
             states = {name: state[piece] for name, state in part.states.items()}
             wide = {name: state.float() for name, state in states.items()}  # FP32 ones themselves
-            self._optimizer.library_update_(grad, part.master[piece], wide, at, step.update, step.found_inf)
+            unscaled_part = UpdateSlice(part.group, grad, part.master[piece], wide, part.half[piece])
+            if not self._optimizer.library_update_(unscaled_part, at, step):
+                self._by_operations(unscaled_part, at, step)
             for name, state in states.items():
                 if wide[name] is not state:
                     state.copy_(wide[name])
             part.half[piece].copy_(part.master[piece])
+
+    def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
+        """Do one operation of torch's after the other."""
+        tensors = (part.grad, part.master, *part.states.values())
+        size = tuned.piece(tuned.EQUATION_PIECE, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        for grad, master, *rest in zip(*(torch.split(tensor, size) for tensor in tensors), strict=True):
+            states = dict(zip(part.states, rest, strict=True))
+            gated_update_(self._optimizer.equation, grad, master, states, at, step.found_inf)
+
+
+def gated_update_(
+    equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]], grad: Tensor, master: Tensor,
+    states: States, at: UpdateScalars, found_inf: Tensor,
+) -> None:  # fmt: skip
+    """Put what an equation gives into master and states; leave them as they were where `found_inf` is set. States in
+    their own dtypes.
+    """
+    wide = {name: state.float() for name, state in states.items()}
+    new_master, new_states = equation(grad, master, wide, at)
+    # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
+    master.copy_(torch.where(found_inf, master, new_master))
+    for name, state in states.items():
+        state.copy_(torch.where(found_inf, wide[name], new_states[name]))
 
 
 @dataclass(frozen=True, slots=True)

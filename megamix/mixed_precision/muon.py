@@ -178,13 +178,8 @@ class Muon(AdamW):
         momentum = torch.lerp(states[MOMENTUM], grad, 1 - self.momentum)
         return torch.lerp(grad, momentum, self.momentum) if self.nesterov else momentum, {MOMENTUM: momentum}
 
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
-        if "exp_avg" in states and not self.takes_chances:
-            self._fused_update_(grad, master, states, at, update, found_inf)
-        else:
-            super(Muon, self).library_update_(grad, master, states, at, update, found_inf)
+    def has_torchs_equation(self, states: States) -> bool:
+        return "exp_avg" in states and type(self).equation is Muon.equation and not self.takes_chances
 
 
 def _is_sequence(values: object, kind: type) -> bool:

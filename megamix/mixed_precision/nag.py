@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megamix.mixed_precision.half_states import needs_chance, require_state_dtype
 from megamix.mixed_precision.optimizers import Optimizer
-from megamix.mixed_precision.update_slice import States, UpdateScalars
+from megamix.mixed_precision.update_slice import States, StepScalars, UpdateScalars, UpdateSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +57,13 @@ class NAG(Optimizer):
         momentum_buffer = self.momentum * states["momentum_buffer"] + grad
         return master - at.lr * (grad + self.momentum * momentum_buffer), {"momentum_buffer": momentum_buffer}
 
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
+    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
         own_equation = type(self).equation is not NAG.equation
         if self.decoupled_weight_decay or self.momentum_form == "velocity" or own_equation:
-            super(NAG, self).library_update_(grad, master, states, at, update, found_inf)
-            return
+            return False
         torch._fused_sgd_(
-            [master], [grad], [*states.values()],
+            [part.master], [part.grad], [*part.states.values()],
             weight_decay=float(at.weight_decay), momentum=self.momentum, lr=at.lr, dampening=0.0,
-            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=found_inf.float(),
+            nesterov=self.momentum > 0, maximize=False, is_first_step=False, found_inf=step.found_inf.float(),
         )  # fmt: skip
+        return True

@@ -13,7 +13,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Integral, Real
 from typing import Self
@@ -21,7 +21,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from megamix import tuned
 from megamix.clock import Clock
 from megamix.comm.topology import Topology
 from megamix.mixed_precision.bucket import Bucket
@@ -35,6 +34,7 @@ from megamix.mixed_precision.update_slice import (
     Tensors,
     UpdateGroup,
     UpdateScalars,
+    UpdateSlice,
 )
 
 log = logging.getLogger("megamix")
@@ -217,17 +217,11 @@ class Optimizer:
             raise TypeError(f"{type(self).__name__} has matrices, but only a Muon moves any; derive it from that")
         return BucketUpdate(kernel, clock, observers)
 
-    def library_update_(
-        self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars, update: Tensor, found_inf: Tensor
-    ) -> None:
-        """Do the same in place, for machines without a compiler: one operation of torch's after the other, unless torch
-        has a fused kernel of this equation. `update` FP32 (): its number, 1 for the first.
+    def library_update_(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> bool:
+        """Update in place by a fused kernel of torch's, for machines without a compiler; return False where none has
+        this very equation. Of `part` the gradient is unscaled and the states are FP32; its half is not written.
         """
-        tensors = (grad, master, *states.values())
-        size = tuned.piece(tuned.EQUATION_PIECE, grad.numel(), on_gpu=not grad.is_cpu)
-        pieces = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
-        for piece_grad, piece_master, *rest in pieces:
-            gated_update_(self.equation, piece_grad, piece_master, dict(zip(states, rest, strict=True)), at, found_inf)
+        return False
 
 
 class BucketUpdate:
@@ -256,18 +250,3 @@ class BucketUpdate:
         for observer in self._observers:
             spans = observer.cut(bucket, spans)
         return spans
-
-
-def gated_update_(
-    equation: Callable[[Tensor, Tensor, States, UpdateScalars], tuple[Tensor, States]], grad: Tensor, master: Tensor,
-    states: States, at: UpdateScalars, found_inf: Tensor,
-) -> None:  # fmt: skip
-    """Put what an equation gives into master and states; leave them as they were where `found_inf` is set. States in
-    their own dtypes.
-    """
-    wide = {name: state.float() for name, state in states.items()}
-    new_master, new_states = equation(grad, master, wide, at)
-    # The gate selects. Multiplying by zero would not do: 0 * inf is NaN, and would poison the states for ever.
-    master.copy_(torch.where(found_inf, master, new_master))
-    for name, state in states.items():
-        state.copy_(torch.where(found_inf, wide[name], new_states[name]))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megamix import NAG, AdamW, Precision, ShardedEngine, Sharding, tuned
+from megamix.mixed_precision.fused_update import gated_update_
 from megamix.mixed_precision.half_states import by_chance, needs_chance
-from megamix.mixed_precision.optimizers import gated_update_
 from megamix.mixed_precision.update_slice import UpdateScalars
 from tests.distributed.models import loss_of, make_batch, make_model
 

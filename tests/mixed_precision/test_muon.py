@@ -342,3 +342,22 @@ def test_homes_share_the_work() -> None:
     assert [homes.count(rank) for rank in range(4)] == [2, 2, 2, 2]
     assert choose_homes([100] * 3, [[60, 0]] * 3, 2) == [0, 0, 0]  # whole ones stay, whoever has them
     assert choose_homes([100] * 4, [[0, 60, 40], [50, 50, 0], [10, 20, 70], [30, 40, 30]], 3)[0] == 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Still(Muon):
+    """Moves nothing that AdamW moves."""
+
+    def equation(self, grad, master, states, at):
+        return (master, states) if "exp_avg" in states else super().equation(grad, master, states, at)
+
+
+def test_an_equation_of_ones_own_counts_where_nothing_compiles_too() -> None:
+    model = nn.Linear(8, 8)
+    engine = ShardedEngine(model, _Still(lr=0.1), Precision(torch.float32), compile_update=False)
+    before = engine.full_weights()
+    engine.backward(model(torch.ones(2, 8)).square().sum())
+    engine.step()
+    after = engine.full_weights()
+    assert torch.equal(before["bias"], after["bias"])
+    assert not torch.equal(before["weight"], after["weight"])
