@@ -117,7 +117,7 @@ class UpdateRank:
         """Update as engine.step() does: bucket by bucket, span by span."""
         for bucket in self._buckets:
             for span in bucket.spans:
-                kernel(bucket.slice(span), self._scalars)
+                kernel(bucket.part(span), self._scalars)
 
     def _make_casts(self) -> Callable[[], None]:
         """Cast the gradients to FP32, torch's fused AdamW, cast the masters to half. It neither unscales nor clips."""

@@ -334,7 +334,7 @@ class Bucket:
 
     # The truth, and its casts on their way to all owners.
 
-    def slice(self, span: GroupSpan) -> UpdateSlice:
+    def part(self, span: GroupSpan) -> UpdateSlice:
         """Return what an update reads and writes of a span of this rank's shard, which lies in one of `spans`."""
         at = slice(span.start, span.end)
         states = self.states_of(span.start, span.end)

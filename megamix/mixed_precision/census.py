@@ -1,4 +1,4 @@
-"""What a model has to train: parameters, their groups and axes; and what all ranks have together."""
+"""The census of a model: its parameters, their groups and axes, and what all ranks have together."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What the model that all ranks train has, stage by stage, in registration order."""
+    """Parameters and buffers of the model that all ranks train, stage by stage, in registration order."""
 
     params: list[Entry]
     buffers: list[Entry]

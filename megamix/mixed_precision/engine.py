@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager as Context
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megamix.clock import Clock
-from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Topology
 from megamix.mixed_precision import refusals
 from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
@@ -49,7 +48,7 @@ from megamix.mixed_precision.weights import Fill, full_weights, load_weights, ta
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What an engine was built for. Nothing of it changes."""
+    """Says for what an engine was built. Nothing of it changes."""
 
     precision: Precision
     sharding: Sharding
@@ -102,10 +101,11 @@ class ShardedEngine:
         self.device = single_device(model)
         self.clock = Clock(self.device)
 
-        # What there is, where it lies, and who talks to whom: arithmetic, then one agreement of all ranks.
+        # Parameters, their places, and who talks to whom: arithmetic, then one agreement of all ranks.
         census = take_census(model, self.optimizer, self.topology, sharding)
         layout = build_layout(census.specs, [axis.size for axis in census.axes], sharding.bucket_size)
         self._links = Links.connect(self.topology, census.axes, precision, sharding, self.device)
+        self.world = self._links.world  # all ranks of the model
         self.plan = self._agree(layout, census, precision, sharding, compile_update)
 
         # Memory, a bucket at a time: the module's own weights go as their bucket comes.
@@ -117,7 +117,7 @@ class ShardedEngine:
             bucket.make_grads()
         self._connect_stages(census.groups, compile_update)
 
-        # What counts, on the device.
+        # Counters, on the device.
         self.loss_scale.to(self.device)
         self.applied_updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -146,12 +146,15 @@ class ShardedEngine:
 
     def _connect_stages(self, groups: Sequence[UpdateGroup], compile_update: bool) -> None:
         """Make the stages of a step, in the order in which the data flows."""
-        model, buckets, clock = self.module, self.buckets, self.clock
+        model, clock = self.module, self.clock
+        buckets = self.buckets
         units, overlap = self.plan.sharding.units, self.plan.sharding.overlap
         self._observers = observers = list[StepObserver]()
         self._examiner: Examiner | None = None
-        self._kernels = choose_kernels(self.optimizer, groups, buckets, self._links.world, compile_update)
-        self._grads = grads = GradReduce(buckets, self._kernels.row_stats, overlap, clock, observers)
+        kernels = choose_kernels(self.optimizer, groups, buckets, self.world, compile_update)
+        self.update_path = kernels.path
+        self._row_stats = kernels.row_stats
+        self._grads = grads = GradReduce(buckets, kernels.row_stats, overlap, clock, observers)
         self.progress = StepProgress(
             self.grad_accum_steps, self.device, lambda: model.training and not grads.inside_backward
         )
@@ -162,7 +165,7 @@ class ShardedEngine:
         else:
             self._gather = ParamGather(model, units, overlap, buckets, grads, clock, observers)
         self._links.require_equal_order([bucket.plan for bucket in self._gather.order])
-        self._update = self.optimizer.bucket_update(self._kernels.update, buckets, self.topology, clock, observers)
+        self._update = self.optimizer.bucket_update(kernels.update, buckets, self.topology, clock, observers)
         self._guard = ModuleGuard(model, buckets)
         self._moving_buffers = MovingBuffers(model)
 
@@ -176,16 +179,6 @@ class ShardedEngine:
         except RuntimeError as error:
             refusals.explain_dtypes(error, args, kwargs, self.plan.precision.dtype)
             raise
-
-    @property
-    def world(self) -> Collectives:
-        """Return what all ranks of the model do together."""
-        return self._links.world
-
-    @property
-    def update_path(self) -> Literal["compiled", "library"]:
-        """Return whether the update is compiled, or made of torch's own kernels."""
-        return self._kernels.path
 
     @contextmanager
     def observe(self, observer: StepObserver) -> Iterator[None]:
@@ -250,7 +243,10 @@ class ShardedEngine:
         `completes`: the parameters whose gradients of this step are whole with it; a bucket's sum over the ranks begins
         when all of it is. `loss`: what is back-propagated, for what it reads beside the model's output.
         """
-        return self._gather.backward_pass(self._grads.backward_pass(micro_batch, completes), loss)
+        grads = self._grads.backward_pass(micro_batch, completes)
+        if isinstance(self._gather, UnitGather):
+            return self._gather.backward_pass(grads, loss)
+        return self._gather.backward_pass(grads)
 
     def collect(self, names: Iterable[str]) -> None:
         """Take the gradients that a pass has put into `param.grad` of these parameters without firing ready hooks."""
@@ -278,7 +274,10 @@ class ShardedEngine:
         rank must call it.
         """
         self._forget_step()
-        self._gather.end()
+        if isinstance(self._gather, UnitGather):
+            self._gather.end()
+        else:
+            self._gather.wait_all()
 
     def _forget_step(self) -> None:
         self._grads.discard()
@@ -314,7 +313,7 @@ class ShardedEngine:
                     number = self.applied_updates + 1
                     scalars, grad_norm = decide(stats, scale_used, self.clip_grad, self.optimizer, number)
                 for bucket in self._update.in_turn(self._gather.order, scalars):
-                    self._gather.send(bucket)
+                    self._gather.updated(bucket)
             self.applied_updates += ~stats.found_inf
             self.skipped_steps += stats.found_inf
             self.loss_scale.update_(stats.found_inf, stats.max_abs, scale_used)
@@ -357,13 +356,13 @@ class ShardedEngine:
         self.progress.require_complete(call)
         self._guard.check()
         self._unseen_writes.refuse_told()
-        self._gather.release_for_write(call)  # what no forward has awaited, e.g. of a unit it skipped
+        self._release_for_write(call)  # what no forward has awaited, e.g. of a unit it skipped
         if self._unseen_writes.due:
             self._unseen_writes.look(self._kept_buckets)
         for bucket in self.buckets:
             self._grads.wait(bucket)
         with self.clock.span("update"):
-            by_piece = stats_by_piece(self.buckets, self._kernels.row_stats, self.topology.saves_shard)
+            by_piece = stats_by_piece(self.buckets, self._row_stats, self.topology.saves_shard)
             lr = lr_of(self._lr_table, self.applied_updates + 1)
             found = self._unseen_writes.found
             stats = agree(by_piece, self.progress, self.stop_request, lr, found, self.world)
@@ -454,7 +453,7 @@ class ShardedEngine:
         for bucket in self._gather.order:
             if not bucket.storage.params_pass:  # else the next gather casts
                 bucket.cast_master()
-                self._gather.send(bucket)
+                self._gather.updated(bucket)
         self._unseen_writes.forget()
         self._guard.note_written()
 
@@ -473,4 +472,16 @@ class ShardedEngine:
     def _require_between_steps(self, call: str, writes: bool = False) -> None:
         self.progress.require_empty(call, "right after step()")
         self._guard.check()
-        self._gather.release_for_write(call) if writes else self._gather.wait_all()
+        if writes:
+            self._release_for_write(call)
+        else:
+            self._gather.wait_all()
+
+    def _release_for_write(self, call: str) -> None:
+        """Let nothing be read of half parameters, for `call` is about to write the masters."""
+        if not isinstance(self._gather, UnitGather):
+            self._gather.wait_all()
+        elif self._gather.is_whole:
+            raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
+        else:
+            self._gather.release_for_write()

@@ -139,7 +139,7 @@ def gated_update_(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a machine computes an update with."""
+    """Hold what a machine computes an update with."""
 
     update: Kernel
     row_stats: RowStats

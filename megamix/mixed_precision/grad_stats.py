@@ -44,9 +44,9 @@ def _by_piece(buckets: Sequence[Bucket], rows: Sequence[Tensor], kind: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class GradStats:
-    """What every rank knows of this step's gradients, all of it still on the device."""
+    """Holds what every rank knows of this step's gradients, all of it still on the device."""
 
-    # Of the ranks' one table by the same operation, so equal on every rank.
+    # Taken from the ranks' one table by the same operation, so equal on every rank.
     sum_of_squares: Tensor  # FP64 (): of the summed gradient, with the scale
     max_abs: Tensor  # FP64 (): likewise
     loss_sum: Tensor  # FP64 (): over ranks and micro-batches, without the scale

@@ -36,10 +36,14 @@ class Links:
     ) -> Links:
         for axis in axes:
             _warn_of_load(axis, precision, device)
-        world, tp, pp, replicas = (
-            make_collectives(axis, device) for axis in (topology.world, topology.tp, topology.pp, topology.replicas)
+        return Links(
+            device,
+            world=make_collectives(topology.world, device),
+            tp=make_collectives(topology.tp, device),
+            pp=make_collectives(topology.pp, device),
+            replicas=make_collectives(topology.replicas, device),
+            owners=[sharding.collectives(axis, device) for axis in axes],
         )
-        return Links(device, world, tp, pp, replicas, [sharding.collectives(axis, device) for axis in axes])
 
     def require_equal_order(self, plans: Sequence[BucketPlan]) -> None:
         """Raises: ValueError on every rank if owners of the same buckets have other ones, or in another order."""

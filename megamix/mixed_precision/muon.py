@@ -35,7 +35,7 @@ from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, Up
 from megamix.names import by_plain_name
 
 MOMENTUM = "momentum_buffer"
-# What has a row for each token or position, and what holds queries, keys and values together, by the usual names.
+# Tables, with a row for each token or position, and what holds queries, keys and values together, by the usual names.
 TABLES = (
     "*embed*", "emb.*", "*_emb", "*_emb.*", "*wte.*", "*wpe.*", "shared.weight",
     "*lm_head.*", "head.*", "*.head.*", "output.*", "classifier.*", "*.classifier.*", "score.*", "*.score.*",
@@ -272,7 +272,7 @@ class MuonUpdate(BucketUpdate):
         of_matrices = [span for span in bucket.spans if span.group in self._matrix_groups]
         with self._clock.span("update"):
             for span in self._cut(bucket, plain):
-                self._kernel(bucket.slice(span), step)
+                self._kernel(bucket.part(span), step)
             exchange = self._exchanges.get(bucket)
             if exchange is None:
                 return
@@ -287,7 +287,7 @@ class MuonUpdate(BucketUpdate):
             # A direction has no length of the gradient's, so nothing to clip, and no scale of the loss.
             step = step._replace(multiplier=torch.ones_like(step.multiplier))
             for span in self._cut(bucket, of_matrices):
-                part = bucket.slice(span)
+                part = bucket.part(span)
                 moves = self._num_groups + span.group
                 direction = values[span.start : span.end]
                 self._kernel(UpdateSlice(moves, direction, part.master, {}, part.half), step)
@@ -297,7 +297,7 @@ class MuonUpdate(BucketUpdate):
         wide = torch.zeros_like(bucket.master)
         narrow = torch.zeros_like(wide, dtype=self._muon.ns_dtype)
         for span in spans:
-            part = bucket.slice(span)
+            part = bucket.part(span)
             at = slice(span.start, span.end)
             self._kernel(UpdateSlice(span.group, part.grad, wide[at], part.states, narrow[at]), step)
         for observer in self._observers:
@@ -365,7 +365,7 @@ class _UnderWay:
 def _plan(muon: Muon, buckets: Sequence[Bucket], topology: Topology) -> dict[Bucket, _Exchange]:
     """Return each bucket's exchange: who computes with which matrix, and what goes where. Every rank must call it."""
     exchanges: dict[Bucket, _Exchange] = {}
-    # Of each axis apart: its ranks alone know all of its matrices.
+    # Each axis apart: its ranks alone know all of its matrices.
     layout = FlatLayout(tuple(bucket.plan for bucket in buckets))
     for axis, numbers in matrix_layout.buckets_with_matrices(layout).items():
         holders = [bucket for bucket in buckets if bucket.number in numbers]
@@ -414,7 +414,7 @@ def _exchange(muon: Muon, among: Collectives, found: BucketMatrices) -> _Exchang
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """Where a piece of a matrix lies in what has arrived."""
+    """A piece of a matrix, and its place in what has arrived."""
 
     part: MatrixPiece
     place: slice

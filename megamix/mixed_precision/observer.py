@@ -11,7 +11,7 @@ from megamix.comm.collectives import Pending
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import GroupSpan
 
-# What an update uses of a bucket: the sum over ranks and micro-batches, with the loss scale in it; what Muon makes
+# An update uses of a bucket: the sum over ranks and micro-batches, with the loss scale in it; what Muon makes
 # orthogonal, and by what the masters of matrices move then, both with zeros where no matrix is.
 Used = Literal["gradient", "direction's input", "direction"]
 GRADIENT: Used = "gradient"

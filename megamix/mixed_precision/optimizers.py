@@ -1,4 +1,4 @@
-"""What every optimizer is made of: settings, groups of parameters, and its equation as a pure elementwise function in
+"""The parts of every optimizer: settings, groups of parameters, and its equation as a pure elementwise function in
 FP32.
 
 An optimizer is settings and formulas; its states live in the master shard and its equation runs in the fused update.
@@ -39,7 +39,7 @@ from megamix.mixed_precision.update_slice import (
 
 log = logging.getLogger("megamix")
 
-# What stands beside states in checkpoints, in their export and in `megamix verify`.
+# These stand beside states in checkpoints, in their export and in `megamix verify`.
 TAKEN_NAMES = (MASTER, "buffer", "direction", "gradient", "step")
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,7 +85,7 @@ def are_numbers(values: object, count: int) -> bool:
     return isinstance(values, Sequence) and len(values) == count and all(isinstance(one, Real) for one in values)
 
 
-# Of a setting, by how its class declares it; others are not looked at.
+# The kind of a setting, by how its class declares it; others are not looked at.
 _KINDS: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"), "int": (Integral, "a whole number"), "float": (Real, "a number"),
 }  # fmt: skip
@@ -93,7 +93,7 @@ _KINDS: dict[str, tuple[type, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What every optimizer has.
+    """Holds what every optimizer has.
 
     `lr`: a number, or one per update; past the end the last one holds. `groups`: the first pattern that matches a
     parameter wins; weight decay is 0 for parameters of fewer than two dims (norms, biases) unless a group says
@@ -238,7 +238,7 @@ class BucketUpdate:
             self._begin(bucket)
             with self._clock.span("update"):
                 for span in self._cut(bucket, bucket.spans):
-                    self._kernel(bucket.slice(span), step)
+                    self._kernel(bucket.part(span), step)
             yield bucket
 
     def _begin(self, bucket: Bucket) -> None:

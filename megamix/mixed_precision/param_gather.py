@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.clock import Clock
 from megamix.mixed_precision.bucket import Bucket
@@ -36,7 +36,7 @@ class ParamGather:
     subtree touches; parameters outside all units are awaited at the root. Hooks on smaller modules than units would not
     do: some modules read a child's weight without calling the child. The `state_dict()` of any submodule awaits all;
     who reads in another way calls `wait_all` first.
-    Without units nothing would overlap: the last `send` awaits all, and every read after it is right.
+    Without units nothing would overlap: the last `updated` awaits all, and every read after it is right.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ParamGather:
             module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]  # no types
         self._told_of_copy = buckets[0].params.dtype == torch.float32
 
-    def send(self, bucket: Bucket) -> None:
+    def updated(self, bucket: Bucket) -> None:
         """Send this rank's shard of a bucket, which is up to date, and receive the others'. Behind the last one all are
         awaited, unless they can travel beside the next forward.
         """
@@ -81,7 +81,7 @@ class ParamGather:
             self.wait_all()
 
     @contextmanager
-    def backward_pass(self, grads: AbstractContextManager[None], loss: Tensor | None) -> Iterator[None]:
+    def backward_pass(self, grads: AbstractContextManager[None]) -> Iterator[None]:
         """Take the gradients of one pass, inside `grads`.
 
         Raises: RuntimeError for those of weights that nothing has awaited.
@@ -101,14 +101,6 @@ class ParamGather:
         """Let all parameters be there inside, as they always are."""
         self.wait_all()
         return nullcontext()
-
-    def end(self) -> None:
-        """Await all: nothing else comes or goes."""
-        self.wait_all()
-
-    def release_for_write(self, call: str) -> None:
-        """Await all, since `call` is about to write them."""
-        self.wait_all()
 
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""

@@ -1,4 +1,4 @@
-"""What is refused, each with what to do instead; and whether all ranks were given the same."""
+"""Refusals, each with what to do instead; and whether all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megamix.mixed_precision.settings import Precision, Sharding
 # Wrappers that move the module's parameters or reduce its gradients themselves. By name: to import FSDP takes a second.
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
-# What people look for on an engine, since torch's optimizers, modules or wrappers have it.
+# Names that people look for on an engine, since torch's optimizers, modules or wrappers have it.
 _INSTEAD = {
     "param_groups": "it is no torch optimizer, and no torch scheduler can set its learning rate: give AdamW(lr=[...]) "
     "one per update, or call engine.set_lr(lr) before step()",

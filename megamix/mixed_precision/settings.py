@@ -1,4 +1,4 @@
-"""What a user of the engine chooses."""
+"""Settings of the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Shard = Literal["states", "gradients", "parameters"]
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What is half and what is scaled."""
+    """Says what is half and what is scaled."""
 
     dtype: torch.dtype = torch.bfloat16  # of parameters, activations and gradients: FP16, BF16, or FP32 as a reference
     grad_dtype: torch.dtype | None = None  # in which micro-batches are summed; None: `dtype`
@@ -61,7 +61,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a parameter of this rank's module stands in the model that all ranks train together."""
+    """The place of a parameter of this rank's module in the model that all ranks train together."""
 
     full_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of this rank's block in it

@@ -1,4 +1,4 @@
-"""What is under way of a step on this rank, and what a step tells when it is over."""
+"""A step under way on this rank, and the result that it tells when it is over."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Reduce = Literal["mean", "sum", "max", "min"]
 
 
 class Recorded(NamedTuple):
-    """What one rank has recorded in a step. A name that has no values is of an earlier one."""
+    """Holds what one rank has recorded in a step. A name that has no values is of an earlier one."""
 
     names: tuple[tuple[str, Reduce], ...]
     table: Tensor  # FP32 (names, 2): of each name's values the sum, the largest or the smallest, and their number

@@ -17,7 +17,7 @@ from megamix.mixed_precision.settings import Shard
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Which of a bucket's buffers come and go."""
+    """Says which of a bucket's buffers come and go."""
 
     grads_pass: bool  # gradients from the first one to their sum, and sums to the end of the step
     params_pass: bool  # half parameters, with the unit that computes with them
@@ -50,7 +50,7 @@ def free(flat: Tensor) -> bool:
     return True
 
 
-# What may be asked of a parameter whose values are not there.
+# These may be asked of a parameter whose values are not there.
 _OF_ANY_VALUES: set[object] = {
     *(
         getattr(Tensor, name)

@@ -78,7 +78,7 @@ class UnitGather:
         self._launched = 0  # of these
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
         self._in_backward = False
-        self._is_whole = False
+        self.is_whole = False
         self._thread = OneThread()
         for unit, module in zip(found, [model, *units], strict=True):
             if unit in self._units:
@@ -86,7 +86,7 @@ class UnitGather:
                 module.register_forward_pre_hook(OfModule(self.before_forward, unit), prepend=True)
                 module.register_forward_hook(OfModule(self.after_forward, unit))
 
-    def send(self, bucket: Bucket) -> None:
+    def updated(self, bucket: Bucket) -> None:
         """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
         bucket.free_params()
 
@@ -100,30 +100,28 @@ class UnitGather:
 
     def end(self) -> None:
         """Return once no parameter has memory, nor is under way, unless all shall have it. Every rank must call it."""
-        if not self._is_whole:
+        if not self.is_whole:
             self._end()
             self._drop()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let all parameters be there inside."""
-        if self._is_whole:
+        if self.is_whole:
             yield
             return
         self.end()
         try:
             for unit in self._units:
                 self._await(unit)
-            self._is_whole = True
+            self.is_whole = True
             yield
         finally:
-            self._is_whole = False
+            self.is_whole = False
             self._drop()
 
-    def release_for_write(self, call: str) -> None:
-        """Free all, since `call` is about to write the masters. Raises: RuntimeError inside `whole`."""
-        if self._is_whole:
-            raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
+    def release_for_write(self) -> None:
+        """Free all, for the masters are about to be written. Every rank must call it."""
         self.end()
         self._writes += 1
 
@@ -146,7 +144,7 @@ class UnitGather:
             self._in_backward = False  # what is left of a pass that failed is gathered with the next one
 
     def before_forward(self, unit: Unit, *_: object) -> None:
-        if not self._is_whole:
+        if not self.is_whole:
             refuse_transforms(unit.name)
             self._thread.enter(unit.name, self._in_backward, stays=unit is self._root and not self._in_backward)
         if unit is self._root:
@@ -166,7 +164,7 @@ class UnitGather:
             self._end()
             self._thread.leave()
             return
-        if not self._is_whole:
+        if not self.is_whole:
             _refuse_views(unit, tensors_in(output))
         if unit not in self._kept:
             self._free([unit])
@@ -174,7 +172,7 @@ class UnitGather:
             on_gradient(self, unit, module, output)
 
     def before_backward(self, unit: Unit) -> None:
-        if not (self._in_backward or self._is_whole):
+        if not (self._in_backward or self.is_whole):
             raise RuntimeError(
                 f"{unit.name} is differentiated outside of engine.backward(loss), where its weights have no memory: "
                 "call engine.backward(loss), or do forward and backward inside `with engine.whole_parameters():`"
@@ -250,7 +248,7 @@ class UnitGather:
         self._advance(max(launched))
 
     def _launch(self, unit: Unit) -> None:
-        if unit.live or self._is_whole:
+        if unit.live or self.is_whole:
             return
         unit.live = True
         for bucket in unit.buckets:
@@ -261,7 +259,7 @@ class UnitGather:
                 observer.on_transfer("all_gather", bucket, pending)
 
     def _number(self, place: int) -> int:
-        """Of a gather: ranks that are not at the same unit and the same values wait, where they could mix them."""
+        """Return a gather's number: ranks that are not at the same unit and the same values wait, where they could mix them."""
         return place + (self._writes << 20)
 
     def _await(self, unit: Unit) -> None:
@@ -274,7 +272,7 @@ class UnitGather:
                 bucket.show_params()
 
     def _free(self, units: Iterable[Unit]) -> None:
-        if self._is_whole:
+        if self.is_whole:
             return
         for unit in units:
             if unit.live:

@@ -1,4 +1,4 @@
-"""Where a unit's forward and its backward begin and end: hooks on modules, and on the nodes of what these give."""
+"""Hooks where a unit's forward and its backward begin and end: on modules, and on the nodes of what these give."""
 
 from __future__ import annotations
 

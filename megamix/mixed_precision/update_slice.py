@@ -1,4 +1,4 @@
-"""What an update is told: a slice of a bucket's shard, what its parameters share, and what the step has decided."""
+"""An update's arguments: a slice of a bucket's shard, what its parameters share, and what the step has decided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ States = dict[str, Tensor]  # by name
 
 
 class UpdateGroup(NamedTuple):
-    """What the parameters of one group share."""
+    """Holds what the parameters of one group share."""
 
     lr_factor: float
     weight_decay: float
@@ -32,7 +32,7 @@ class UpdateGroup(NamedTuple):
 
 
 class UpdateScalars(NamedTuple):
-    """What the equation needs besides tensors: FP32 () on the device, so that no value is baked into compiled code."""
+    """Holds what the equation needs besides tensors: FP32 () on the device, so that no value is baked into compiled code."""
 
     lr: Tensor  # with the group's factor
     weight_decay: Tensor | float  # a number only where nothing is compiled
@@ -40,7 +40,7 @@ class UpdateScalars(NamedTuple):
 
 
 class StepScalars(NamedTuple):
-    """What a step decides once for all buckets: device scalars, never read by the host."""
+    """Holds what a step decides once for all buckets: device scalars, never read by the host."""
 
     multiplier: Tensor  # FP32 (): clip coefficient / (loss_scale * sum of weights)
     found_inf: Tensor  # bool (): nothing may change

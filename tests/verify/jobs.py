@@ -253,14 +253,14 @@ def scale_applied_twice() -> object:
 @contextmanager
 def stale_gather() -> Iterator[None]:
     """The other ranks' parts of one bucket never arrive."""
-    right = ParamGather.send
+    right = ParamGather.updated
 
-    def send(self, bucket: Bucket) -> None:
+    def updated(self, bucket: Bucket) -> None:
         shared = [one for one in self._buckets if one.owners.axis.size > 1]
         if bucket is not shared[0]:
             right(self, bucket)
 
-    with mock.patch.object(ParamGather, "send", send):
+    with mock.patch.object(ParamGather, "updated", updated):
         yield
 
 
