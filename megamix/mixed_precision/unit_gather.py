@@ -259,7 +259,7 @@ class UnitGather:
                 observer.on_transfer("all_gather", bucket, pending)
 
     def _number(self, place: int) -> int:
-        """Return a gather's number: ranks that are not at the same unit and the same values wait, where they could mix them."""
+        """Return a gather's number: ranks that are not at the same unit and values wait, where they could mix them."""
         return place + (self._writes << 20)
 
     def _await(self, unit: Unit) -> None:

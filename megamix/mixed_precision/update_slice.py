@@ -32,7 +32,7 @@ class UpdateGroup(NamedTuple):
 
 
 class UpdateScalars(NamedTuple):
-    """Holds what the equation needs besides tensors: FP32 () on the device, so that no value is baked into compiled code."""
+    """Holds what the equation needs besides tensors: FP32 () on the device, so that no value is baked into code."""
 
     lr: Tensor  # with the group's factor
     weight_decay: Tensor | float  # a number only where nothing is compiled
