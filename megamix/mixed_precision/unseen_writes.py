@@ -49,14 +49,14 @@ class UnseenWrites:
 
     def look(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, which have memory, and note the first parameter that differs in `found`."""
-        for bucket in buckets:
+        for one in buckets:
             self._looked = True
-            half, master = bucket.param_shard, bucket.master
+            half, master = one.param_shard, one.master
             size = tuned.HASH_PIECE if half.is_cpu else tuned.HASH_PIECE_GPU
             both = zip(torch.split(half, size), torch.split(master, size), strict=True)
             rows = torch.cat([_rows_that_differ(*pair) for pair in both]).float()
-            by_piece = torch.stack(torch._foreach_max(torch.split(rows, bucket.piece_rows)))
-            torch.maximum(self.found, (by_piece * self._places[bucket]).amax(), out=self.found)
+            by_piece = torch.stack(torch._foreach_max(torch.split(rows, one.piece_rows)))
+            torch.maximum(self.found, (by_piece * self._places[one]).amax(), out=self.found)
 
     def before_free(self, buckets: Iterable[Bucket]) -> None:
         """Compare these buckets, whose memory goes after somebody could write there, in a step that is checked."""

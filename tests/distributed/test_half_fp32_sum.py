@@ -47,7 +47,7 @@ def _reduce(dtype: torch.dtype, numels: list[int]) -> list[tuple[float, float, b
     buckets = [one_bucket(precision, numel=size * numel, owners=owners) for numel in numels]
     for number, bucket in enumerate(buckets):
         bucket.grads.copy_(_halves(rank, number, bucket.plan.padded_numel, dtype))
-        bucket.param_grads[0].touched = True  # or it would count as zeros
+        bucket.param_grads["weight"].touched = True  # or it would count as zeros
     stats = RowStats(chunked_row_stats, partial(sum_in_pieces, chunked_row_stats))
     reduce = GradReduce(buckets, stats, overlap=True, clock=Clock(cpu), observers=[])
     reduce.end_micro_batch(ends=True)
