@@ -72,7 +72,7 @@ class ParamGather:
         awaited, unless they can travel beside the next forward.
         """
         pending = bucket.launch_gather()
-        self.under_way[bucket] = None
+        self.under_way.setdefault(bucket)
         for observer in self._observers:
             observer.on_transfer("all_gather", bucket, pending)
         if not self._overlap:
@@ -110,7 +110,7 @@ class ParamGather:
         """Return once these half parameters may be read: on NCCL by what the current stream does next."""
         for bucket in buckets:
             if bucket in self.under_way:
-                del self.under_way[bucket]
+                self.under_way.pop(bucket)
                 with self._clock.span("exposed_all_gather"):
                     bucket.wait_for_params()
 
