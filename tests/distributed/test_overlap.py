@@ -30,7 +30,7 @@ def _train_with_late_gathers(units: bool, forget: bool, tied: bool) -> list[str]
     with late_gathers():
         if forget:  # a unit's hook that awaits nothing, and nobody sees it
             hook, guard = f"{GATHER}._Await.__call__", f"{GATHER}.ParamGather.backward_pass"
-            with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads, loss: grads):
+            with mock.patch(hook, lambda *_: None), mock.patch(guard, lambda _, grads: grads):
                 engine, losses, norms = run_engine(case)
         else:
             engine, losses, norms = run_engine(case)
