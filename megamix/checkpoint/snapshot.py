@@ -50,7 +50,9 @@ def state_set(optimizer: Optimizer, name: str, shape: tuple[int, ...]) -> StateS
 
 def state_sets(engine: ShardedEngine) -> list[tuple[Entry, StateSet]]:
     """Return what there is to save of the whole model: every parameter, then every buffer."""
-    params = [(entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.plan.params]
+    params = [
+        (entry, state_set(engine.optimizer, entry.name, entry.full_shape)) for entry in engine.plan.entries.params
+    ]
     return [*params, *((entry, {BUFFER: DTYPE_NAMES[entry.dtype]}) for entry in engine.plan.entries.buffers)]
 
 

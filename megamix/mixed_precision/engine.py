@@ -19,7 +19,6 @@ from megamix.mixed_precision.bucket import Bucket, OwnedRange, make_buckets
 from megamix.mixed_precision.census import (
     Census,
     Entries,
-    Entry,
     describe_whole,
     refuse_shared_elements,
     single_device,
@@ -56,11 +55,6 @@ class EnginePlan:
     entries: Entries  # parameters and buffers of the whole model
     pieces: list[Piece]  # the parts of parameters that this rank owns, in the order of `StepResult.by_piece`
     fingerprint: str  # of what states must have in common
-
-    @property
-    def params(self) -> list[Entry]:
-        """Return the parameters of the whole model, in registration order."""
-        return self.entries.params
 
     @property
     def param_names(self) -> list[str]:
@@ -382,13 +376,13 @@ class ShardedEngine:
         What is written inside is refused by the `step()` two steps later, or when weights are given or saved before.
         """
         self._require_between_steps("whole_parameters()")
-        passing = [bucket for bucket in self.buckets if bucket.storage.params_pass]
         with self._gather.whole():
-            self._unseen_writes.asked = bool(passing)
+            self._unseen_writes.asked = not self._kept_buckets
             try:
                 yield
             finally:
-                self._unseen_writes.look(passing)  # what was written inside goes with the memory
+                if not self._kept_buckets:  # what was written inside goes with the memory
+                    self._unseen_writes.look(self.buckets)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the state dict on the host, trained weights in FP32 from the masters. Every rank must call it."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megamix.mixed_precision.bucket import Bucket
 from megamix.names import by_plain_name
@@ -18,23 +17,18 @@ log = logging.getLogger("megamix")
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
-
-@dataclass(slots=True, eq=False)
-class _View:
-    """A parameter as the engine has left it. Only while that is so do the engine's writes reach the module."""
-
-    name: str
-    param: nn.Parameter
-    place: int  # bytes from the buffer's address
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Views:
-    """Those of one bucket."""
-
-    flat: Tensor
-    views: list[_View]
+_MOVED = (
+    "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or `param.data = ...` "
+    "gave it new storage. To change weights call engine.load_weights(state_dict)"
+)
+_WRITTEN = (
+    "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy and not its "
+    "FP32 master. To change weights call engine.load_weights(state_dict)"
+)
+_GRADIENT = (
+    "has a .grad that is not the engine's: a backward would add to it what no loss scale and no sum over the ranks "
+    "knows. Call model.zero_grad(); to change a gradient take param.register_hook(...)"
+)
 
 
 class ModuleGuard:
@@ -53,17 +47,12 @@ class ModuleGuard:
         self._note_parts()
         self._told_of_compile = False
         self._tell_of_compile()
+        self._buckets = buckets
+        self._versions = self._versions_now()  # of all parameters, bucket by bucket, as the engine has left them
+
+    def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
-            self._buffers = [
-                _Views(
-                    bucket.params,
-                    [
-                        _View(name, param, param.data_ptr() - bucket.params.data_ptr(), param._version)
-                        for name, param in bucket.named_params.items()
-                    ],
-                )
-                for bucket in buckets
-            ]
+            return [param._version for bucket in self._buckets for param in bucket.named_params.values()]
 
     def _note_parts(self) -> None:
         self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another
@@ -80,22 +69,25 @@ class ModuleGuard:
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._check_names()
-            for buffer in self._buffers:
-                start = buffer.flat.data_ptr()
-                for view in buffer.views:
-                    param = view.param
-                    moved = param.data_ptr() - start != view.place
-                    if moved or param._version != view.version or param.grad is not None:
-                        raise RuntimeError(f"parameter {view.name} {_broken(view, start)}")
+            versions = iter(self._versions)
+            for bucket in self._buckets:
+                start = bucket.params.data_ptr()
+                itemsize = bucket.params.itemsize
+                for slot, param in zip(bucket.plan.slots, bucket.named_params.values(), strict=True):
+                    if param.data_ptr() - start != slot.start * itemsize:
+                        raise RuntimeError(f"parameter {slot.spec.name} {_MOVED}")
+                    if param._version != next(versions):
+                        raise RuntimeError(f"parameter {slot.spec.name} {_WRITTEN}")
+                    if param.grad is not None:
+                        raise RuntimeError(f"parameter {slot.spec.name} {_GRADIENT}")
 
     def note_written(self) -> None:
         """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
+        params = [param for bucket in self._buckets for param in bucket.named_params.values()]
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version([view.param for one in self._buffers for view in one.views])
-            # Read, not counted: parameters that were made of one tensor's views share one counter.
-            for buffer in self._buffers:
-                for view in buffer.views:
-                    view.version = view.param._version
+            torch.autograd.graph.increment_version(params)
+        # Read, not counted: parameters that were made of one tensor's views share one counter.
+        self._versions = self._versions_now()
 
     def _check_names(self) -> None:
         if self._ids_now() != self._ids:
@@ -148,21 +140,4 @@ def _frozen_or_thawed(name: str, trains: bool) -> str:
     return (
         f"parameter {name} was frozen when the engine was built and is not now: it has no master, and nothing would "
         "train it. Build the engine with it trainable; lr_factor=0.0 of a ParamGroup keeps a parameter as it is"
-    )
-
-
-def _broken(view: _View, start: int) -> str:
-    if view.param.data_ptr() - start != view.place:
-        return (
-            "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or "
-            "`param.data = ...` gave it new storage. To change weights call engine.load_weights(state_dict)"
-        )
-    if view.param._version != view.version:
-        return (
-            "was written in place: load_state_dict(), an initialiser or a weight average changed the half copy "
-            "and not its FP32 master. To change weights call engine.load_weights(state_dict)"
-        )
-    return (
-        "has a .grad that is not the engine's: a backward would add to it what no loss scale and no sum "
-        "over the ranks knows. Call model.zero_grad(); to change a gradient take param.register_hook(...)"
     )

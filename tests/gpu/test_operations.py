@@ -69,7 +69,7 @@ def _an_engine(operations: Operations, scale: int, compiled: bool, num_layers: i
 
     def place(tensor: Tensor) -> int:
         fake = isinstance(tensor.data, FakeTensor)
-        return tensor.untyped_storage()._cdata + tensor.storage_offset() if fake else data_ptr(tensor)
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize if fake else data_ptr(tensor)
 
     with (
         fake_tensors(),
@@ -113,7 +113,7 @@ def _count(
         _backward(engine, grads)
         hooks = operations.counts.total()
         engine.step()
-    return hooks - len(engine.plan.params), operations.counts.total() - hooks
+    return hooks - len(engine.plan.entries.params), operations.counts.total() - hooks
 
 
 def _backward(engine: ShardedEngine, grads: list[Tensor]) -> None:

@@ -99,7 +99,7 @@ def test_a_placement_may_bear_a_wrapped_name() -> None:
     placements = {"blocks.0._orig_mod.up.weight": Placement((80, 24), (40, 0), Axis())}
     sharding = Sharding(placements=placements)
     engine = ShardedEngine(_wrapped(), AdamW(lr=0.01), sharding=sharding, compile_update=False)
-    assert {entry.name: entry.full_shape for entry in engine.plan.params}["blocks.0.up.weight"] == (80, 24)
+    assert {entry.name: entry.full_shape for entry in engine.plan.entries.params}["blocks.0.up.weight"] == (80, 24)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_under_plain_names() -> None:
