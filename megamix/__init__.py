@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from megamix.mixed_precision.muon import Muon
     from megamix.mixed_precision.nag import NAG
+    from megamix.mixed_precision.observer import StepObserver
     from megamix.mixed_precision.optimizers import Optimizer, ParamGroup
     from megamix.mixed_precision.records import record
     from megamix.mixed_precision.settings import Precision, Sharding
@@ -38,8 +39,8 @@ _HOMES += ("comm.topology", "comm.starters", "verify.trainer", "auditing.audit")
 
 __all__ = ["NAG", "AdamW", "Checkpoints", "DeepSpeedLossScale", "DynamicLossScale", "ForeignTrainer"]
 __all__ += ["HeadroomLossScale", "LossScale", "MegatronLossScale", "Muon", "Optimizer", "ParamGroup", "Precision"]
-__all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepResult", "Topology", "TorchLossScale", "audit"]
-__all__ += ["record", "schedules", "start_ranks"]
+__all__ += ["ShardedEngine", "Sharding", "StaticLossScale", "StepObserver", "StepResult", "Topology", "TorchLossScale"]
+__all__ += ["audit", "record", "schedules", "start_ranks"]
 
 
 def __getattr__(name: str) -> Any:

@@ -176,7 +176,9 @@ class ShardedEngine:
 
     @contextmanager
     def observe(self, observer: StepObserver) -> Iterator[None]:
-        """Show `observer` what passes through the steps inside."""
+        """Show `observer` what passes through the steps inside: `with engine.observe(observer): ...`."""
+        if not isinstance(observer, StepObserver):
+            raise TypeError(f"observe() takes a megamix.StepObserver, got {observer!r}; derive its class from that")
         self._observers.append(observer)
         try:
             yield

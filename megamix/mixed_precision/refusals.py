@@ -28,6 +28,8 @@ _INSTEAD = {
     "parameters": "take engine.module.parameters(). Their .grad is None: set clip_grad to clip, and read the result of "
     "step() for the norm",
     "model": "the module is engine.module",
+    "collectives": "it is engine.world",
+    "layout": "it is engine.plan.layout; what this rank holds is in engine.buckets",
     "grad_norm": "read the result of step(): result.grad_norm",
     "lr_scheduler": "give AdamW(lr=[...]) one per update, or call engine.set_lr(lr) before step()",
     "train": "call engine.module.train()",
@@ -202,6 +204,6 @@ def require_own_state(state: Mapping[str, Any], own: str, rank: int) -> None:
     if (state["layout"], state["rank"]) != (own, rank):
         raise ValueError(
             f"this state is rank {state['rank']}'s of layout {state['layout'][:12]}, here is rank {rank} of "
-            f"{own[:12]}; build the engine as it was: model, ranks, bucket_size, dtype, optimizer and its groups, kind "
-            "of loss scale"
+            f"{own[:12]}; build the engine as it was: model, ranks, shard, units, bucket_size, dtype, optimizer and "
+            "its groups, kind of loss scale"
         )

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import megamix
 from megamix import (
     NAG,
     AdamW,
@@ -625,3 +626,16 @@ def test_the_step_reports_what_a_user_logs() -> None:
     assert (float(result.loss_scale), bool(result.found_inf)) == (64.0, False)
     assert float(result.lr) == pytest.approx(0.01)
     assert float(result.max_abs) == float(engine.buckets[0].grads.abs().max())
+
+
+def test_what_is_no_observer_is_refused_before_the_step() -> None:
+    engine = _engine()
+    with pytest.raises(TypeError, match=r"observe\(\) takes a megamix.StepObserver, got 3"), engine.observe(3):
+        pass
+    seen = mock.Mock(spec=megamix.StepObserver)
+    seen.cut.side_effect = lambda bucket, spans: spans
+    with engine.observe(seen):
+        _train(engine, steps=2)
+    _train(engine, steps=1)
+    assert seen.on_gradient.call_count == 2 * len([*engine.module.parameters()])
+    assert seen.on_use.call_count == 2 * len(engine.buckets)
