@@ -85,8 +85,10 @@ class GradReduce:
         return name in self._came
 
     def collect(self, names: Iterable[str]) -> None:
-        """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them."""
-        for name in names:
+        """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them. Parameters that
+        are not trained, as empty ones, have none.
+        """
+        for name in filter(self._bucket_of.__contains__, names):
             param = self._bucket_of[name].named_params[name]
             if param.grad is not None:
                 self._on_grad(weakref.ref(self), name, param)

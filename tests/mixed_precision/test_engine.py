@@ -422,6 +422,29 @@ def test_a_dropped_engine_gives_its_memory_back(shard: Shard) -> None:
         gc.enable()
 
 
+def test_gradients_are_collected_of_what_is_trained() -> None:
+    """A pipeline names all parameters of a stage, of which some may be empty."""
+    engines = []
+    for _ in range(2):
+        model = make_model()
+        model.register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+        model.blocks[0].requires_grad_(False)
+        engines.append(_engine(model))
+    by_hooks, collected = engines
+    by_hooks.backward(loss_of(by_hooks.module, make_batch(0, 0, 0)))
+    params = {name: param for name, param in collected.module.named_parameters() if param.requires_grad}
+    with collected.micro_batches(1):
+        loss = collected.progress.scaled(loss_of(collected.module, make_batch(0, 0, 0)), 1.0, counts=True)
+        with collected.backward_pass(0, params):
+            grads = torch.autograd.grad(loss, [*params.values()], allow_unused=True)
+            for param, grad in zip(params.values(), grads, strict=True):
+                param.grad = grad
+            collected.collect(name for name, _ in collected.module.named_parameters())
+    assert by_hooks.step().grad_norm == collected.step().grad_norm
+    for name, weight in by_hooks.full_weights().items():
+        assert torch.equal(weight, collected.full_weights()[name])
+
+
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:
     import megamix
 
