@@ -57,9 +57,14 @@ class BucketBytes:
 
     @classmethod
     def count(
-        cls, plan: BucketPlan, precision: Precision, sharding: Sharding, groups: Sequence[UpdateGroup],
-        owner_adds: bool, shard: int | None,
-    ) -> BucketBytes:  # fmt: skip
+        cls,
+        plan: BucketPlan,
+        precision: Precision,
+        sharding: Sharding,
+        groups: Sequence[UpdateGroup],
+        owner_adds: bool,
+        shard: int | None,
+    ) -> BucketBytes:
         """Count without tensors or ranks. `owner_adds`: it adds up a step's micro-batches; `shard`: which one is the
         rank's; None: the one with the most bytes of states, which no rank exceeds.
         """
@@ -109,13 +114,22 @@ class Bucket:
     params: Tensor
     param_shard: Tensor
     named_params: dict[str, nn.Parameter]
+    _classes: dict[str, type[nn.Parameter]]  # their own, which may be subclasses
     grads: Tensor
     rank_sum: Tensor
 
     def __init__(
-        self, number: int, plan: BucketPlan, owners: Collectives, place: int, groups: Sequence[UpdateGroup],
-        precision: Precision, sharding: Sharding, device: torch.device, owner_adds: bool,
-    ):  # fmt: skip
+        self,
+        number: int,
+        plan: BucketPlan,
+        owners: Collectives,
+        place: int,
+        groups: Sequence[UpdateGroup],
+        precision: Precision,
+        sharding: Sharding,
+        device: torch.device,
+        owner_adds: bool,
+    ):
         """Make the truth, zeros. `owners`: the ranks that have a shard each; `place`: among the buckets of these,
         from 1 on; `owner_adds`: it adds up a step's micro-batches.
         """
@@ -163,7 +177,7 @@ class Bucket:
         self.named_params = {slot.spec.name: params[slot.spec.name] for slot in self.plan.slots}
         for slot, param in zip(self.plan.slots, self.named_params.values(), strict=True):
             param.data = self.params[slot.start : slot.end].view(slot.spec.shape)
-        self._classes = {name: type(param) for name, param in self.named_params.items()}  # which may be subclasses
+        self._classes = {name: type(param) for name, param in self.named_params.items()}
         if self.storage.params_pass:
             self.free_params()
 
@@ -380,9 +394,14 @@ class Bucket:
 
 
 def make_buckets(
-    layout: FlatLayout, owners_by_axis: Sequence[Collectives], groups: Sequence[UpdateGroup], precision: Precision,
-    sharding: Sharding, device: torch.device, owner_adds: bool = False,
-) -> list[Bucket]:  # fmt: skip
+    layout: FlatLayout,
+    owners_by_axis: Sequence[Collectives],
+    groups: Sequence[UpdateGroup],
+    precision: Precision,
+    sharding: Sharding,
+    device: torch.device,
+    owner_adds: bool = False,
+) -> list[Bucket]:
     """Return the buckets of a layout, each with its truth, zeros. `owners_by_axis`: by `BucketPlan.axis`."""
     buckets = list[Bucket]()
     num_owned = Counter[Collectives]()

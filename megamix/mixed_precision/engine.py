@@ -128,10 +128,19 @@ class ShardedEngine:
         if links.world.axis.rank == 0:
             self.optimizer.warn_of_doubts(self.module, {entry.name: entry.full_shape for entry in entries.params})
         refusals.require_equal(
-            links.world, self.device, self.optimizer, precision.dtype, precision.own_grad_dtype,
-            precision.reduce_dtype, self.clip_grad, self.grad_accum_steps, compile_update, self.loss_scale.settings(),
-            sharding.shard, sharding.accumulate,
-        )  # fmt: skip
+            links.world,
+            self.device,
+            self.optimizer,
+            precision.dtype,
+            precision.own_grad_dtype,
+            precision.reduce_dtype,
+            self.clip_grad,
+            self.grad_accum_steps,
+            compile_update,
+            self.loss_scale.settings(),
+            sharding.shard,
+            sharding.accumulate,
+        )
         links.require_equal_order(layout.buckets)
         states = [group.states for group in census.groups]
         fingerprint = refusals.fingerprint(layout, states, precision.dtype, self.loss_scale.rule)
@@ -154,7 +163,7 @@ class ShardedEngine:
         )
         self._unseen_writes = UnseenWrites(buckets, self.plan.param_names, self.progress)
         self._gather: ParamGather | UnitGather
-        if self.plan.sharding.shard == "parameters":
+        if buckets[0].storage.params_pass:
             self._gather = UnitGather(model, units, overlap, buckets, grads, self._unseen_writes, clock, observers)
         else:
             self._gather = ParamGather(model, units, overlap, buckets, grads, clock, observers)
@@ -270,10 +279,7 @@ class ShardedEngine:
         rank must call it.
         """
         self._forget_step()
-        if isinstance(self._gather, UnitGather):
-            self._gather.end()
-        else:
-            self._gather.wait_all()
+        self._gather.release()
 
     def _forget_step(self) -> None:
         self._grads.discard()
@@ -427,9 +433,8 @@ class ShardedEngine:
         """
         self._require_between_steps("load_state_dict()", writes=True)
         refusals.require_own_state(state, self.plan.fingerprint, self.topology.world.rank)
-        torch._foreach_copy_([bucket.master for bucket in self.buckets], state["master"])
-        for own, saved in zip(self._states(), state["states"], strict=True):
-            own.copy_(saved)
+        masters = [bucket.master for bucket in self.buckets]
+        torch._foreach_copy_([*masters, *self._states()], [*state["master"], *state["states"]])  # all, or none
         self.publish_masters()
         self.applied_updates.copy_(state["applied_updates"])
         self.skipped_steps.copy_(state["skipped_steps"])
@@ -475,9 +480,6 @@ class ShardedEngine:
 
     def _release_for_write(self, call: str) -> None:
         """Let nothing be read of half parameters, for `call` is about to write the masters."""
-        if not isinstance(self._gather, UnitGather):
-            self._gather.wait_all()
-        elif self._gather.is_whole:
+        if self._gather.is_whole:
             raise RuntimeError(f"{call} inside engine.whole_parameters(): end the block first")
-        else:
-            self._gather.release_for_write()
+        self._gather.release_for_write()

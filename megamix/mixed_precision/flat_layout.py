@@ -1,4 +1,4 @@
-"""Where every parameter lies: buckets, optimizer spans, padding and owners. Pure arithmetic: no tensors, no ranks
+"""Places of all parameters: buckets, optimizer spans, padding and owners. Pure arithmetic: no tensors, no ranks
 talking.
 """
 

@@ -48,15 +48,15 @@ class CompiledUpdate:
         update_(_rows(part.grad), _rows(part.master), states, _rows(part.half), step.multiplier, step.found_inf, at)
 
 
-def _rows(run: Tensor, size: int = ROW // 2) -> Tensor:
-    """View a run, or several of one length, as rows. Of a flat run the compiler knows no factor of its length, and
+def _rows(flat: Tensor, size: int = ROW // 2) -> Tensor:
+    """View a span, or several of one length, as rows. Of a flat span the compiler knows no factor of its length, and
     loads and stores element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two
-    rows for each of the statistics, as a run of a single one would be compiled apart. Detached, for a view's base has a
-    size of its own: runs of buckets of other sizes would be compiled again.
-    Shapes: ([runs,] n) -> ([runs,] n / size, size).
+    rows for each of the statistics, as a span of a single one would be compiled apart. Detached, for a view's base has
+    a size of its own: spans of buckets of other sizes would be compiled again.
+    Shapes: ([spans,] n) -> ([spans,] n / size, size).
     """
-    rows = run.view(*run.shape[:-1], -1, size).detach()
-    torch._dynamo.mark_static(rows, [*range(run.dim() - 1), run.dim()])
+    rows = flat.view(*flat.shape[:-1], -1, size).detach()
+    torch._dynamo.mark_static(rows, [*range(flat.dim() - 1), flat.dim()])
     return rows
 
 
@@ -71,7 +71,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gated_update(optimizer: Optimizer) -> Callable[..., None]:
-    """Return the update of a run as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
+    """Return the update of a span as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
 
     def update_(
         grad: Tensor, master: Tensor, states: States, half: Tensor,

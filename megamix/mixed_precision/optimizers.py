@@ -192,12 +192,12 @@ class Optimizer:
     def dtypes(
         self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
     ) -> tuple[torch.dtype, torch.dtype]:
-        """Return in which dtypes a run with these states is updated, of what these of the engine are."""
+        """Return in which dtypes a span with these states is updated, of what these of the engine are."""
         return half, grad
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
         """Return the new master and states, element by element, out of place; zeros must stay zeros where the gradient
-        is zero, as padding's is. `states`: those of a run of parameters that share them.
+        is zero, as padding's is. `states`: those of parameters that share them.
         Shapes: grad, master and each state FP32 (n,).
         """
         raise NotImplementedError(f"{type(self).__name__} lacks equation(grad, master, states, at)")

@@ -39,6 +39,8 @@ class ParamGather:
     Without units nothing would overlap: the last `updated` awaits all, and every read after it is right.
     """
 
+    is_whole = False  # for a block's length alone: its parameters always are
+
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], overlap: bool, buckets: Sequence[Bucket],
         grads: GradReduce, clock: Clock, observers: Sequence[StepObserver],
@@ -105,6 +107,8 @@ class ParamGather:
     def wait_all(self) -> None:
         """Return once the half parameters of the whole model may be read."""
         self.wait([*self.under_way])
+
+    release = release_for_write = wait_all  # what has arrived stays
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
         """Return once these half parameters may be read: on NCCL by what the current stream does next."""

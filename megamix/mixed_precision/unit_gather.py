@@ -98,7 +98,7 @@ class UnitGather:
             if unit.live:
                 self._await(unit)
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Return once no parameter has memory, nor is under way, unless all shall have it. Every rank must call it."""
         if not self.is_whole:
             self._end()
@@ -110,7 +110,7 @@ class UnitGather:
         if self.is_whole:
             yield
             return
-        self.end()
+        self.release()
         try:
             for unit in self._units:
                 self._await(unit)
@@ -122,7 +122,7 @@ class UnitGather:
 
     def release_for_write(self) -> None:
         """Free all, for the masters are about to be written. Every rank must call it."""
-        self.end()
+        self.release()
         self._writes += 1
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What an engine holds and what each stage needs on top, in bytes, added up from its buckets: before there is any.
+"""Bytes that an engine holds and that each stage needs on top, added up from its buckets: before there is any.
 
 The numbers are those of the stages' own buffers. A few scalars (counters, loss scale, learning rate of the step) are
 left out.
@@ -70,7 +70,7 @@ class EngineMemory:
         pieces = most_pieces([bucket.plan for bucket in self.buckets])
         return torch.int64.itemsize * (pieces + len(self.buckets)) + FP32 * (pieces + self._num_updates)
 
-    # What comes and goes.
+    # Memory that comes and goes.
 
     def fillings(self) -> list[Filling]:
         """Return it for each bucket, in the order in which backward fills them."""
@@ -103,7 +103,7 @@ class EngineMemory:
         """Return those of sums, and scratch: there until a step ends."""
         return self._scratch(self.buckets) + sum(bucket.total or bucket.rank_sum for bucket in self.passing)
 
-    # Of a stage, beside that.
+    # Memory of a stage, beside that.
 
     def building(self) -> int:
         """Return the most while the engine is built, beside what it has by then: a trial run of the compiled update, or
@@ -147,7 +147,7 @@ class EngineMemory:
         halves = [sum(dtype != torch.float32 for _, dtype in group.states) for group in self._groups]
         return (1 + max(halves)) * FP32 * tuned.piece(tuned.UPDATE_PIECE, self.largest_shard, on_gpu=self.on_gpu)
 
-    # What these are made of.
+    # Parts of these.
 
     def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
         """Return those in which parts of sums arrive: as much as the largest bucket of each set of owners that

@@ -136,6 +136,6 @@ def test_a_step_is_some_hundred_operations_however_many_elements() -> None:
 
 
 def test_an_examined_step_is_some_thousand_operations_more() -> None:
-    """Of one block of 16, in a few seconds; all have 1,459 and 5,338."""
+    """Count those of one block of 16, in a few seconds; all have 1,459 and 5,338."""
     hooks, step = _count(1, compiled=True, examined=True, num_layers=1)
     assert (hooks <= 300, step <= 1000) == (True, True), (hooks, step)

@@ -40,7 +40,7 @@ def _buffers(bucket: Bucket) -> dict[str, list[Tensor]]:
 
 
 def _told_and_measured() -> list[tuple[object, dict[str, int], dict[str, int]]]:
-    """What each case's buckets say, and what is behind their tensors: between steps, and of each buffer with memory."""
+    """Return what each case's buckets say, and what is behind their tensors between steps and in one."""
     found = []
     shards = ("states", "gradients", "parameters")
     cases = [*itertools.product(FORMATS, shards, ("local", "owner"), ["adamw"])]

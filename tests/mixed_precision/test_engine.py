@@ -614,6 +614,17 @@ def test_a_loss_without_a_graph_is_refused_and_forgotten(spoil) -> None:
     assert int(engine.applied_updates) == 1
 
 
+def test_a_state_that_lacks_a_tensor_changes_nothing() -> None:
+    engine = _engine()
+    _train(engine)
+    before = engine.full_weights()
+    state = _engine().state_dict()
+    state["states"].pop()
+    with pytest.raises(RuntimeError, match="same number of tensors"):
+        engine.load_state_dict(state)
+    assert all(map(torch.equal, before.values(), engine.full_weights().values()))
+
+
 def test_a_state_of_another_loss_scale_rule_is_refused_and_changes_nothing() -> None:
     def build(scale: StaticLossScale) -> ShardedEngine:
         return _engine(precision=Precision(torch.bfloat16, loss_scale=scale))

@@ -34,7 +34,7 @@ WORLD_SIZES = {"dp1": 1, "dp2": 2, "dp4": 4, "tp2": 2, "dp2tp2": 4, "pp2": 2, "p
 PRODUCT = ("dtype", "grads", "reduce", "grad_accum_steps", "clip_grad", "bucket_size", "units", "shard")
 PRODUCT += ("accumulate", "optimizer")
 
-# Of the random ones, those that take less time more often.
+# Random ones that take less time come more often.
 _OFTEN = (*("dp1",) * 5, *("dp2",) * 3, "dp4", "tp2", "tp2", "dp2tp2", "pp2", "pp2", "pp2zb")
 _MESHES = ("tp2", "dp2tp2", "pp2", "pp2zb")
 _PIPELINES = ("pp2", "pp2zb")

@@ -55,6 +55,8 @@ class Planted(Exception):
 
 
 class Block(nn.Module):
+    """A block of tests/distributed/models.py, here so that both trees train this one whatever becomes of theirs."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
