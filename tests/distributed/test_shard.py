@@ -316,6 +316,19 @@ def _one_reads_alone() -> list[float]:
     return [alone, together, of_copy, _take_step(engine, 1)]
 
 
+def test_a_parameter_that_is_there_is_as_the_user_has_made_it() -> None:
+    model = make_model()
+    own = {param: (type(param), dict(vars(param))) for param in model.parameters()}
+    engine = ShardedEngine(
+        model, AdamW(lr=0.01), Precision(torch.float32), Sharding([*model.blocks], shard="parameters"),
+        compile_update=False,
+    )  # fmt: skip
+    for step in range(2):
+        _take_step(engine, step)
+        with engine.whole_parameters():
+            assert {param: (type(param), dict(vars(param))) for param in model.parameters()} == own
+
+
 def test_inside_whole_parameters_a_rank_may_go_alone(run_ranks) -> None:
     first, other = run_ranks(_one_reads_alone, 2)
     assert other[0] == other[1] == other[2] == first[1] == first[2]
