@@ -107,7 +107,7 @@ def _parser() -> Parser:
 
     bench_help = "measure megamix on this machine's CPU beside torch's own ways to train"
     bench = add_verb(verbs, "bench", _bench, bench_help, "train --rounds 15")
-    benches = ["update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "all"]
+    benches = ["update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host", "all"]
     bench.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
     bench.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
@@ -115,6 +115,7 @@ def _parser() -> Parser:
         "--output", metavar="FILE", type=Path, default=Path("runs/bench.jsonl"),
         help="a line of JSON with every round is appended to it (runs/bench.jsonl)",
     )  # fmt: skip
+    bench.add_argument("--json", action="store_true", help="print that line instead of the tables")
 
     config_help = "show a configuration with every key that is read, or its schema"
     config = add_verb(verbs, "config", lines_told(_config), config_help, "job.toml --show")
@@ -274,7 +275,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems, "flags")
     from megamix.bench.command import run
 
-    run(arguments.layout or arguments.what, arguments.rounds, arguments.output)
+    run(arguments.layout or arguments.what, arguments.rounds, arguments.output, as_json=arguments.json)
 
 
 def _config(arguments: argparse.Namespace) -> Iterator[str]:

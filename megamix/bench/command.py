@@ -8,17 +8,20 @@ from pathlib import Path
 
 from megamix.arguments import print_lines
 from megamix.bench.checkpoint_bench import checkpoint
+from megamix.bench.host_bench import HostSettings, host
 from megamix.bench.muon_bench import muon
 from megamix.bench.ranks import Settings
-from megamix.bench.report import Result, append_line, describe_machine
+from megamix.bench.report import Result, append_line, describe_machine, machine_line
 from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
 from megamix.bench.train_bench import examine, fp16, layout, overlap, train, wire
 from megamix.bench.update_bench import GPT_20M, update
 
 
-def run(what: str, rounds: int, output: Path) -> None:
-    """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done."""
+def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
+    """Run `what`: a bench, a layout of `bench train`, or "all". Each is reported and written as soon as it is done.
+    `as_json`: the report is the line of JSON.
+    """
     settings = Settings(rounds=rounds)
     benches: dict[str, Callable[[], Result]] = {
         "update": lambda: update(replace(settings, work=Work(model=GPT_20M))),
@@ -32,14 +35,16 @@ def run(what: str, rounds: int, output: Path) -> None:
         "examine": lambda: examine(Settings(rounds=rounds, ranks=1)),
         "checkpoint": lambda: checkpoint(settings),
         "startup": lambda: startup(settings),
+        "host": lambda: host(HostSettings(rounds=rounds)),
     }
-    report([benches[name] for name in benches if what in (name, "all")], output)
+    report([benches[name] for name in benches if what in (name, "all")], output, as_json=as_json)
 
 
-def report(benches: list[Callable[[], Result]], output: Path) -> None:
+def report(benches: list[Callable[[], Result]], output: Path, *, as_json: bool = False) -> None:
     for bench in benches:
         machine = describe_machine()  # before the bench: its load is that of others
         result = bench()
-        append_line(output, result.json_line(machine))
-        if not print_lines(iter([f"{result.text()}\n"])):
+        line = result.json_line(machine)
+        append_line(output, line)
+        if not print_lines(iter([line if as_json else f"{result.text()}\n{machine_line(machine)}\n"])):
             return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamix.bench.sides import SEED, Ddp, Ours, Work, make_engine, make_model, product_dtype, shard_fully
+from megamix.bench.sides import SEED, Autocast, Ours, Work, make_engine, make_model, product_dtype, shard_fully
 from megamix.comm.topology import Topology
 from megamix.data.loader import Batch
 from megamix.mixed_precision.engine import ShardedEngine
@@ -65,7 +65,7 @@ class OursPipeline(Ours):
         return self.engine.progress.loss_sum / self._micro_batches
 
 
-class TorchTensorParallel(Ddp):
+class TorchTensorParallel(Autocast):
     """`parallelize_module` with sequence and loss parallelism, as torch's tutorial divides a Llama; autocast, or
     `fully_shard` instead.
     """
@@ -93,7 +93,7 @@ class TorchTensorParallel(Ddp):
         return whole
 
 
-class TorchPipeline(Ddp):
+class TorchPipeline(Autocast):
     """The schedule of ours, on the same stages; autocast, or `fully_shard` instead, with weights that stay gathered
     over the micro-batches. Every rank takes part in the norm.
     """

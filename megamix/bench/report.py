@@ -109,6 +109,7 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": num_cores(),
+        "vector_units": torch.backends.cpu.get_cpu_capability(),  # as torch's own kernels use them
         "fp16_units": torch.float16 in half_units(),
         "bf16_units": torch.bfloat16 in half_units(),
         "bf16_products": "native" if torch.bfloat16 in native_halves() else "wide",
@@ -118,6 +119,16 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """Say of what kind a machine is. On another kind the sides of a comparison stand otherwise to each other."""
+    units = [name for name, key in (("FP16", "fp16_units"), ("BF16", "bf16_units")) if machine[key]]
+    return (
+        f"on {machine['cpu']}, {machine['cores']} cores: {machine['vector_units']}, {' and '.join(units) or 'no half'} "
+        f"units, BF16 products {machine['bf16_products']}; load {machine['load']:.1f}, torch {machine['torch']}. "
+        "Figures of another kind of machine differ in kind"
+    )
 
 
 def append_line(file: Path, line: str) -> None:

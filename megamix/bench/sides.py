@@ -5,7 +5,8 @@ data-parallel in mixed precision, each as its documentation has it, on the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,8 @@ class Work:
 
     model: ModelConfig = GPT_12M
     micro_batch_size: int = 4  # sequences on each rank
-    micro_batches: int = 1  # of a step; more than one where a pipeline cuts its batch
+    micro_batches: int = 1  # of a step
+    blocks_a_unit: int = 1  # that are called, gathered and freed as one
     shared: bool = False  # the ranks divide the model and take part in the same sequences
     lr: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -48,6 +50,12 @@ class Work:
 
 class Engine(ABC):
     """One side on one rank."""
+
+    _micro_batches = 1  # into which a step's batch is cut
+
+    def _parts(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        cut = tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches)
+        yield from zip(*cut, strict=True)
 
     @abstractmethod
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -75,7 +83,21 @@ def make_model(work: Work, *, wide: bool = True) -> Transformer:
     """Return a model of the same weights on every side and rank."""
     torch.manual_seed(SEED)
     with torch.device(work.device):
-        return Transformer(work.model, Ops(wide=wide))
+        model = Transformer(work.model, Ops(wide=wide))
+    if work.blocks_a_unit > 1:
+        blocks = range(0, len(model.blocks), work.blocks_a_unit)
+        model.blocks = nn.ModuleList(_Blocks(model.blocks[start : start + work.blocks_a_unit]) for start in blocks)
+        model.config = model.config.model_copy(update={"num_layers": len(model.blocks)})
+    return model
+
+
+class _Blocks(nn.ModuleList):
+    """Several blocks that are called as one."""
+
+    def forward(self, x: Tensor, *context: object) -> Tensor:
+        for block in self:
+            x = block(x, *context)
+        return x
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
@@ -121,6 +143,7 @@ class Ours(Engine):
         wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
         optimizer: Callable[..., AdamW] = AdamW,
     ):  # fmt: skip
+        self._micro_batches = work.micro_batches
         model = make_model(work, wide=wide)
         reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
@@ -130,9 +153,12 @@ class Ours(Engine):
         self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.engine(tokens, targets)
-        self.engine.backward(loss)
-        return loss.detach()
+        losses = []
+        for part in self._parts(tokens, targets):
+            loss: Tensor = self.engine(*part)
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def optimize(self) -> None:
         self.engine.step()
@@ -161,16 +187,44 @@ class ForwardBackward(Engine):
     """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        self._micro_batches = work.micro_batches
         self.model = make_model(work).to(dtype)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self.model.zero_grad(set_to_none=True)
-        return loss.detach()
+        losses = []
+        for part in self._parts(tokens, targets):
+            loss: Tensor = self.model(*part)
+            (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def optimize(self) -> None:
-        pass
+        self.model.zero_grad(set_to_none=True)
+
+
+class ByHand(ForwardBackward):
+    """What a careful user writes for one rank: half parameters, FP32 masters that are copied to and fro by torch's
+    _foreach calls, and AdamW(fused=True) on these.
+    """
+
+    def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
+        super().__init__(work, dtype)
+        self._clip_grad = work.clip_grad
+        self._params: list[Tensor] = [*self.model.parameters()]
+        self._masters = [param.detach().float() for param in self._params]
+        self._grads = [torch.empty_like(master) for master in self._masters]
+        for master, grad in zip(self._masters, self._grads, strict=True):
+            master.grad = grad
+        self.optimizer = torch.optim.AdamW(adamw_groups(self._masters, work), **adamw_settings(work), fused=True)
+
+    @torch.no_grad()
+    def optimize(self) -> None:
+        halves: list[Any] = [param.grad for param in self._params]
+        torch._foreach_copy_(self._grads, halves)
+        torch.nn.utils.clip_grad_norm_(self._masters, self._clip_grad)
+        self.optimizer.step()
+        torch._foreach_copy_(self._params, self._masters)
+        super().optimize()
 
 
 class _HalfForward(nn.Module):
@@ -188,37 +242,70 @@ class _HalfForward(nn.Module):
         return loss
 
 
-class Ddp(Engine):
-    """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
+def adamw_groups(params: Iterable[Tensor], work: Work) -> list[dict[str, Any]]:
+    """Return torch's groups: norms and biases are without weight decay, as on our side."""
+    params = [*params]
+    matrices, others = ([param for param in params if (param.dim() > 1) is many] for many in (True, False))
+    return [{"params": matrices, "weight_decay": work.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def adamw_settings(work: Work) -> dict[str, Any]:
+    return {"lr": work.lr, "betas": work.betas, "eps": work.eps}
+
+
+class Autocast(Engine):
+    """Autocast and AdamW(fused=True) on one rank: weights, gradients and states FP32."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
+        self._micro_batches = work.micro_batches
         model: nn.Module = make_model(work)
         if self._dtype != dtype:
             model = _HalfForward(model, dtype)
-        # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
-        self.model: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model: nn.Module = self._distributed(model)
         self.optimizer = self._make_optimizer(self.model, work)
 
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _unsummed(self) -> AbstractContextManager[None]:
+        """Let a micro-batch that is not the last one of its step be summed by its rank alone."""
+        return nullcontext()
+
     def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
-        matrices = [param for param in model.parameters() if param.dim() > 1]
-        norms = [param for param in model.parameters() if param.dim() <= 1]  # without weight decay, as on our side
-        groups = [{"params": matrices, "weight_decay": work.weight_decay}, {"params": norms, "weight_decay": 0.0}]
-        return self._adamw(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+        return self._adamw(adamw_groups(model.parameters(), work), **adamw_settings(work), fused=True)
 
     def _adamw(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, **settings)
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
-            loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        return loss.detach()
+        losses: list[Tensor] = []
+        for part in self._parts(tokens, targets):
+            last = len(losses) == self._micro_batches - 1
+            with nullcontext() if last else self._unsummed():
+                with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
+                    loss: Tensor = self.model(*part)
+                (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def optimize(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+class Ddp(Autocast):
+    """DistributedDataParallel, autocast and AdamW(fused=True): weights, gradients and states FP32 on every rank."""
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def _unsummed(self) -> AbstractContextManager[None]:
+        assert isinstance(self.model, DistributedDataParallel)
+        unsummed: AbstractContextManager[None] = self.model.no_sync()
+        return unsummed
 
 
 class Zero(Ddp):
@@ -232,7 +319,7 @@ class Zero(Ddp):
         return optimizer
 
 
-class Fsdp(Ddp):
+class Fsdp(Autocast):
     """FSDP2: fully_shard on each block and on the root; weights, gradients and states FP32, sharded. `settings`: its
     own, for all of them.
     """
@@ -244,6 +331,7 @@ class Fsdp(Ddp):
         from torch.distributed.device_mesh import init_device_mesh
 
         self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
+        self._micro_batches = work.micro_batches
         model = self.model = make_model(work)
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
         shard_fully(model, model.blocks, mesh, dtype, reduce_dtype, **settings)

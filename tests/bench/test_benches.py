@@ -15,7 +15,7 @@ import torch
 from megamix.bench import command, muon_bench, startup_bench, train_bench, update_bench
 from megamix.bench.muon_bench import muon
 from megamix.bench.ranks import Settings, Side, Turn
-from megamix.bench.report import Goal, Result
+from megamix.bench.report import Goal, Result, machine_line
 from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
 from megamix.bench.train_bench import Measured, examine, fp16, overlap, train, wire
@@ -172,6 +172,7 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     printed = capsys.readouterr().out
     assert "megamix bench update" in printed
     assert "overlap on, ms a step on rank 0: exposed_all_gather" in printed
+    assert machine_line(lines[1]["machine"]) in printed
 
 
 def test_a_reader_that_has_seen_enough_ends_the_benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +246,12 @@ def test_the_compiled_update_is_timed_beside_the_others(monkeypatch: pytest.Monk
         assert all(torch.equal(bucket.params, bucket.master.bfloat16()) for bucket in rank._buckets), name
 
 
-@pytest.mark.parametrize("what", ["fp16", "all"])
-def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("what", "flags"), [("fp16", ["--json"]), ("all", [])])
+def test_the_verb_runs_what_it_names(
+    what: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"):
+    for name in ("update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host"):
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -257,14 +260,17 @@ def test_the_verb_runs_what_it_names(what: str, tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(command, name, bench)
     monkeypatch.setattr(command, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
     output = tmp_path / "lines.jsonl"
-    assert main(["bench", what, "--rounds", "3", "--output", str(output)]) == 0
+    assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
     want = (
-        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host"]
         if what == "all"
         else ["fp16"]
     )
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
+    printed = capsys.readouterr().out
+    assert (printed == output.read_text()) is bool(flags)
+    assert [f"megamix bench {name}" in printed for name in want] == [not flags] * len(want)
 
 
 def test_wrong_flags_are_named_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megamix.bench import report
-from megamix.bench.report import Goal, Result, Spread, append_line, describe_machine, show, table
+from megamix.bench.report import Goal, Result, Spread, append_line, describe_machine, machine_line, show, table
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_every_line_of_the_file_is_json_with_all_rounds_and_versions(tmp_path: P
     assert first == second
     assert first["raw"] == raw
     assert first["goals"] == [{"text": "speed", "value": 1.0, "bound": 2.0, "at_least": True, "met": False}]
-    assert {"date", "cpu", "cores", "load", "torch", "python", "megamix"} <= set(first["machine"])
+    assert {"date", "cpu", "cores", "vector_units", "load", "torch", "python", "megamix"} <= set(first["machine"])
     assert "MISSED 1.000 >= 2  speed\na note" in result.text()
 
 
@@ -55,3 +55,18 @@ def test_a_machine_without_proc_is_named_too(tmp_path: Path, monkeypatch: pytest
         "processor\t: 0\nmodel name\t: Fast CPU\n\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
     )
     assert describe_machine()["cpu"] == "Fast CPU"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"fp16_units": False, "bf16_units": False}, "AVX2, no half units, BF16 products wide"),
+        ({"fp16_units": False, "bf16_units": True}, "AVX2, BF16 units, BF16 products wide"),
+        ({"fp16_units": True, "bf16_units": True}, "AVX2, FP16 and BF16 units, BF16 products wide"),
+    ],
+)
+def test_the_kind_of_a_machine_is_told(found: dict[str, bool], said: str) -> None:
+    told = {"cpu": "Fast CPU", "cores": 2, "vector_units": "AVX2", "bf16_products": "wide", "load": 0.25, "torch": "2"}
+    assert machine_line(describe_machine() | told | found).startswith(
+        f"on Fast CPU, 2 cores: {said}; load 0.2, torch 2"
+    )
