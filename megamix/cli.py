@@ -107,8 +107,8 @@ def _parser() -> Parser:
 
     bench_help = "measure megamix on this machine's CPU beside torch's own ways to train"
     bench = add_verb(verbs, "bench", _bench, bench_help, "train --rounds 15")
-    benches = ["update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host", "all"]
-    bench.add_argument("what", choices=benches, nargs="?", default="train", help="what to measure (train)")
+    benches = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+    bench.add_argument("what", choices=[*benches, "all"], nargs="?", default="train", help="what to measure (train)")
     bench.add_argument("--layout", choices=["tp2", "pp2"], help="whole steps on two ranks that divide the model")
     bench.add_argument("--rounds", metavar="N", type=int, default=15, help="turns of each side (15)")
     bench.add_argument(

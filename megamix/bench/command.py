@@ -14,6 +14,7 @@ from megamix.bench.ranks import Settings
 from megamix.bench.report import Result, append_line, describe_machine, machine_line
 from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
+from megamix.bench.step_bench import step
 from megamix.bench.train_bench import examine, fp16, layout, overlap, train, wire
 from megamix.bench.update_bench import GPT_20M, update
 
@@ -26,6 +27,8 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
     benches: dict[str, Callable[[], Result]] = {
         "update": lambda: update(replace(settings, work=Work(model=GPT_20M))),
         "train": lambda: train(settings),
+        "step": lambda: step(settings),
+        "host": lambda: host(HostSettings(rounds=rounds)),
         "tp2": lambda: layout("tp2", rounds),
         "pp2": lambda: layout("pp2", rounds),
         "fp16": lambda: fp16(settings),
@@ -35,7 +38,6 @@ def run(what: str, rounds: int, output: Path, *, as_json: bool = False) -> None:
         "examine": lambda: examine(Settings(rounds=rounds, ranks=1)),
         "checkpoint": lambda: checkpoint(settings),
         "startup": lambda: startup(settings),
-        "host": lambda: host(HostSettings(rounds=rounds)),
     }
     report([benches[name] for name in benches if what in (name, "all")], output, as_json=as_json)
 

@@ -191,22 +191,23 @@ def _rows(case: str, measured: HostCase) -> Iterator[tuple[str, ...]]:
 
 def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[float]]:
     """Return what one more of each thing costs a side, ms by round: two cases that differ in it alone, divided by how
-    much they differ.
+    much they differ. What forward and backward take is the same, however many units there are.
     """
-    models = {case: of_case.settings.work.model.num_layers for case, of_case in measured.items()}
+    layers = measured[ALONE].settings.work.model.num_layers
     tensors = measured[JOINED].tensors - measured[SHALLOW].tensors
-    units = models[ALONE] - models[ALONE] // PARTS
-    steps = {
-        "tensor": (JOINED, SHALLOW, tensors),
-        "small unit": (ALONE, JOINED, units),
-        "large unit": (LARGE, FEW_LARGE, units),
-        "micro-batch": (CUT, ALONE, PARTS - 1),
-        "rank": (TWO, HALF, 1),
+    over = {case: found.over(side) for case, found in measured.items() if side in found.cpu_ms}
+    whole = {case: found.cpu_ms[side] for case, found in measured.items() if side in found.cpu_ms}
+    things = {
+        "tensor": (over, JOINED, SHALLOW, tensors),
+        "small unit": (whole, ALONE, JOINED, layers - layers // PARTS),
+        "large unit": (whole, LARGE, FEW_LARGE, layers - layers // PARTS),
+        "micro-batch": (over, CUT, ALONE, PARTS - 1),
+        "rank": (over, TWO, HALF, 1),
     }
     return {
-        thing: [(a - b) / count for a, b in zip(measured[more].over(side), measured[less].over(side), strict=True)]
-        for thing, (more, less, count) in steps.items()
-        if side in measured[more].cpu_ms and side in measured[less].cpu_ms
+        thing: [(a - b) / count for a, b in zip(ms[more], ms[less], strict=True)]
+        for thing, (ms, more, less, count) in things.items()
+        if more in ms and less in ms
     }
 
 
@@ -217,7 +218,7 @@ def _growth(measured: Mapping[str, HostCase]) -> list[str]:
         if side != BARE:
             costs = a_further(measured, side)
             rows.append((side, *(show(spread(costs[thing]), 3) if thing in costs else "" for thing in things)))
-    return ["ms over bare for one more of each", *table(("side", *things), rows)]
+    return ["ms for one more of each, over bare", *table(("side", *things), rows)]
 
 
 def _goals(measured: Mapping[str, HostCase]) -> list[Goal]:

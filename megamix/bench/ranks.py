@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from megamix.bench.report import progress
 from megamix.bench.sides import Engine, Work
 from megamix.live_storage import LiveStorage
 from megamix.machine import keep_freed_memory
@@ -148,3 +149,21 @@ class TrainRank:
         self._optimizer_s += time.perf_counter() - start_s
         self._step += 1
         return loss.item()
+
+
+def ranks_of(side: Side, settings: Settings) -> RankPool:
+    """Return the ranks on which a side trains."""
+    return start_ranks(side.name, partial(TrainRank, side, settings.work), world_size=settings.ranks)
+
+
+def take_turns(ranks: Mapping[str, RankPool], rounds: int) -> dict[str, list[list[Turn]]]:
+    """Take each side's first steps, then all sides' turns, round by round in rotated order; return every rank's."""
+    turns: dict[str, list[list[Turn]]] = {name: [] for name in ranks}
+    for name in ranks:
+        progress(f"first steps of {name}")
+        ranks[name].call(TrainRank.turn)
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        for name in rotated([*ranks], number):
+            turns[name].append(ranks[name].call(TrainRank.turn))
+    return turns

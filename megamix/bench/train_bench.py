@@ -14,13 +14,12 @@ from typing import NamedTuple
 import torch
 
 from megamix.bench.layout_sides import OursPipeline, OursTensorParallel, TorchPipeline, TorchTensorParallel
-from megamix.bench.ranks import Settings, Side, TrainRank, Turn, rotated, start_ranks
+from megamix.bench.ranks import Settings, Side, TrainRank, Turn, ranks_of, take_turns
 from megamix.bench.report import Goal, Result, Spread, paired_ratio, progress, show, spread
 from megamix.bench.sides import GPT_12M, Ddp, Examined, ForwardBackward, Fsdp, Ours, Work, Zero, how_multiplied
 from megamix.config.sections import MetricsConfig
 from megamix.machine import native_halves
 from megamix.mixed_precision.settings import ReduceDtype
-from megamix.ranks import RankPool
 
 MEMORY_STEPS = 2  # states exist from the first update on, so the second step has the peak
 
@@ -153,24 +152,13 @@ def measure(sides: Sequence[Side], settings: Settings) -> dict[str, Measured]:
     peaks: dict[str, int] = {}
     for side in sides:
         progress(f"memory of {side.name}")
-        with _ranks_of(side, settings) as alone:
+        with ranks_of(side, settings) as alone:
             peaks[side.name] = max(alone.call(TrainRank.peak_live_bytes, MEMORY_STEPS))
-    turns: dict[str, list[list[Turn]]] = {side.name: [] for side in sides}
     with ExitStack() as stack:
-        ranks = {side.name: stack.enter_context(_ranks_of(side, settings)) for side in sides}
-        for name in ranks:
-            progress(f"first steps of {name}")
-            ranks[name].call(TrainRank.turn)
-        for number in range(settings.rounds):
-            progress(f"round {number + 1} of {settings.rounds}")
-            for side in rotated(sides, number):
-                turns[side.name].append(ranks[side.name].call(TrainRank.turn))
+        ranks = {side.name: stack.enter_context(ranks_of(side, settings)) for side in sides}
+        turns = take_turns(ranks, settings.rounds)
         rss = {side.name: max(ranks[side.name].call(TrainRank.max_rss_bytes)) for side in sides}
     return {side.name: _measured(turns[side.name], rss[side.name], peaks[side.name], settings) for side in sides}
-
-
-def _ranks_of(side: Side, settings: Settings) -> RankPool:
-    return start_ranks(side.name, partial(TrainRank, side, settings.work), world_size=settings.ranks)
 
 
 def _measured(rounds: list[list[Turn]], rss: int, peak: int, settings: Settings) -> Measured:

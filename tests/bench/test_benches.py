@@ -251,7 +251,8 @@ def test_the_verb_runs_what_it_names(
     what: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, int]] = []
-    for name in ("update", "train", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host"):
+    benches = ["update", "train", "step", "host", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup"]
+    for name in benches:
 
         def bench(settings: Any, name: str = name) -> Result:
             ran.append((name, settings.rounds))
@@ -261,11 +262,7 @@ def test_the_verb_runs_what_it_names(
     monkeypatch.setattr(command, "layout", lambda name, rounds: bench(Settings(rounds=rounds), name))
     output = tmp_path / "lines.jsonl"
     assert main(["bench", what, "--rounds", "3", "--output", str(output), *flags]) == 0
-    want = (
-        ["update", "train", "tp2", "pp2", "fp16", "overlap", "wire", "muon", "examine", "checkpoint", "startup", "host"]
-        if what == "all"
-        else ["fp16"]
-    )
+    want = [*benches[:4], "tp2", "pp2", *benches[4:]] if what == "all" else ["fp16"]
     assert ran == [(name, 3) for name in want]
     assert [json.loads(line)["bench"] for line in output.read_text().splitlines()] == want
     printed = capsys.readouterr().out
