@@ -5,9 +5,10 @@ data-parallel in mixed precision, each as its documentation has it, on the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,18 +52,20 @@ class Work:
 class Engine(ABC):
     """One side on one rank."""
 
-    _micro_batches = 1  # into which a step's batch is cut
+    micro_batches = 1  # into which a step's batch is cut
 
-    def _parts(self, tokens: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        cut = tokens.chunk(self._micro_batches), targets.chunk(self._micro_batches)
-        yield from zip(*cut, strict=True)
-
-    @abstractmethod
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Run all micro-batches of a step; return their loss, FP32 (), or 0 where another rank knows it.
 
         Shapes: INT64 (micro_batches * micro_batch_size, seq_len).
         """
+        parts = zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        losses = [self._pass(*part, last=number == self.micro_batches) for number, part in enumerate(parts, start=1)]
+        return torch.stack(losses).mean()
+
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        """Run one micro-batch, the step's `last` one or not; return its loss."""
+        raise NotImplementedError
 
     @abstractmethod
     def optimize(self) -> None:
@@ -143,7 +146,7 @@ class Ours(Engine):
         wide: bool = True, overlap: bool = True, reduce_dtype: ReduceDtype | None = None, shard: Shard = "states",
         optimizer: Callable[..., AdamW] = AdamW,
     ):  # fmt: skip
-        self._micro_batches = work.micro_batches
+        self.micro_batches = work.micro_batches
         model = make_model(work, wide=wide)
         reduced = torch.float32 if reduce_dtype == "fp32" else None
         # 2**16 holds for these steps: the search for the largest scale, from 2**24 down, would be timed otherwise.
@@ -152,13 +155,10 @@ class Ours(Engine):
         sharding = Sharding(model.units, overlap=overlap, shard=shard)
         self.engine = make_engine(work, model, precision, sharding, optimizer=optimizer)
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        losses = []
-        for part in self._parts(tokens, targets):
-            loss: Tensor = self.engine(*part)
-            self.engine.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        self.engine.backward(loss)
+        return loss.detach()
 
     def optimize(self) -> None:
         self.engine.step()
@@ -187,16 +187,13 @@ class ForwardBackward(Engine):
     """Our half model with its gradients dropped: no optimizer and no other rank. The ceiling of ours."""
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
-        self._micro_batches = work.micro_batches
+        self.micro_batches = work.micro_batches
         self.model = make_model(work).to(dtype)
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        losses = []
-        for part in self._parts(tokens, targets):
-            loss: Tensor = self.model(*part)
-            (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        loss: Tensor = self.model(tokens, targets)
+        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return loss.detach()
 
     def optimize(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -215,7 +212,7 @@ class ByHand(ForwardBackward):
         self._grads = [torch.empty_like(master) for master in self._masters]
         for master, grad in zip(self._masters, self._grads, strict=True):
             master.grad = grad
-        self.optimizer = torch.optim.AdamW(adamw_groups(self._masters, work), **adamw_settings(work), fused=True)
+        self.optimizer = fused_adamw(self._masters, work)
 
     @torch.no_grad()
     def optimize(self) -> None:
@@ -242,15 +239,14 @@ class _HalfForward(nn.Module):
         return loss
 
 
-def adamw_groups(params: Iterable[Tensor], work: Work) -> list[dict[str, Any]]:
-    """Return torch's groups: norms and biases are without weight decay, as on our side."""
+def fused_adamw(
+    params: Iterable[Tensor], work: Work, make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    """Return torch's optimizer by the rules of `work`; norms and biases are without weight decay, as on our side."""
     params = [*params]
     matrices, others = ([param for param in params if (param.dim() > 1) is many] for many in (True, False))
-    return [{"params": matrices, "weight_decay": work.weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
-def adamw_settings(work: Work) -> dict[str, Any]:
-    return {"lr": work.lr, "betas": work.betas, "eps": work.eps}
+    groups = [{"params": matrices, "weight_decay": work.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return make(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
 
 
 class Autocast(Engine):
@@ -258,7 +254,7 @@ class Autocast(Engine):
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):
         self._clip_grad, self._dtype = work.clip_grad, product_dtype(dtype, work.device)
-        self._micro_batches = work.micro_batches
+        self.micro_batches = work.micro_batches
         model: nn.Module = make_model(work)
         if self._dtype != dtype:
             model = _HalfForward(model, dtype)
@@ -268,26 +264,14 @@ class Autocast(Engine):
     def _distributed(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _unsummed(self) -> AbstractContextManager[None]:
-        """Let a micro-batch that is not the last one of its step be summed by its rank alone."""
-        return nullcontext()
-
     def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
-        return self._adamw(adamw_groups(model.parameters(), work), **adamw_settings(work), fused=True)
+        return fused_adamw(model.parameters(), work)
 
-    def _adamw(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, **settings)
-
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        for part in self._parts(tokens, targets):
-            last = len(losses) == self._micro_batches - 1
-            with nullcontext() if last else self._unsummed():
-                with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
-                    loss: Tensor = self.model(*part)
-                (loss / self._micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-            losses.append(loss.detach())
-        return torch.stack(losses).mean()
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
+        with torch.autocast(tokens.device.type, self._dtype, enabled=self._dtype != torch.float32):
+            loss: Tensor = self.model(tokens, targets)
+        (loss / self.micro_batches).backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        return loss.detach()
 
     def optimize(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
@@ -302,21 +286,21 @@ class Ddp(Autocast):
         # Gradients that are views of the reducer's buckets save a copy in time and one in memory.
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def _unsummed(self) -> AbstractContextManager[None]:
+    def _pass(self, tokens: Tensor, targets: Tensor, *, last: bool) -> Tensor:
         assert isinstance(self.model, DistributedDataParallel)
-        unsummed: AbstractContextManager[None] = self.model.no_sync()
-        return unsummed
+        with nullcontext() if last else self.model.no_sync():
+            return super()._pass(tokens, targets, last=last)
 
 
 class Zero(Ddp):
     """The same with ZeroRedundancyOptimizer: each rank holds the states of its share of the parameters."""
 
-    def _adamw(self, groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
+    def _make_optimizer(self, model: nn.Module, work: Work) -> torch.optim.Optimizer:
         # Imported here, as FSDP below: a rank of another side would pay for it in its start-up time.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **settings)
-        return optimizer
+        sharded = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+        return fused_adamw(model.parameters(), work, sharded)
 
 
 class Fsdp(Autocast):
@@ -331,7 +315,7 @@ class Fsdp(Autocast):
         from torch.distributed.device_mesh import init_device_mesh
 
         self._clip_grad, self._dtype = work.clip_grad, torch.float32  # nothing is left for autocast
-        self._micro_batches = work.micro_batches
+        self.micro_batches = work.micro_batches
         model = self.model = make_model(work)
         mesh = init_device_mesh(work.device, (dist.get_world_size(),))
         shard_fully(model, model.blocks, mesh, dtype, reduce_dtype, **settings)
