@@ -66,3 +66,8 @@ MOST_EXTRA_WORK = 0.05
 # kernel was asked to read 16 or 32 MiB ahead. Again: `megamix bench checkpoint`.
 SAVED_PIECE = 1 << 20
 READ_AHEAD = 1 << 20
+
+# Elements below which a unit of `shard = "parameters"` is gathered and updated together with its neighbours, at most
+# the model's over LEAST_UNITS: two of these have memory at a time. Again: `megamix bench host`.
+LEAST_UNIT = 1_000_000
+LEAST_UNITS = 8

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +24,45 @@ from megamix.names import plain_name
 log = logging.getLogger("megamix")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Unit:
-    """Parameters that come and go together. Hooks hold it weakly, for it holds the buckets."""
+    """Parameters that come and go together: those of one module or, where they are few, of several neighbours; or the
+    root's, the parameters that no unit has alone.
+    """
+
+    buckets: list[Bucket]
+    members: list[Member] = field(default_factory=list)  # in the order in which a forward calls them
+    begun: bool = False  # the pass has come to it
+    inside: int = 0  # how many forwards of members are under way
+    due: set[Member] = field(default_factory=set)  # called in this step: their backward may be still to come
+
+    @property
+    def name(self) -> str:
+        """For a message."""
+        first, last = self.members[0].name, self.members[-1].name
+        return first if first == last else f"{first} to {last}"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Member:
+    """A module of `Sharding.units`, or the model. Hooks hold it weakly, for its unit holds the buckets."""
 
     name: str
-    buckets: list[Bucket]
-    params: dict[str, nn.Parameter]
-    live: bool = False  # its gathers are under way, or have landed
-    begun: bool = False  # the pass has come to it
-    called: bool = False  # by a forward of this step, whose backward may be still to come
+    param_names: list[str]
+    storages: set[int]  # of its unit's half parameters
 
 
 class UnitGather:
     """Gathers each unit once in a forward of the model, in registration order, and once in a backward pass, in the
     reverse one, whether it is called or not: so ranks that skip different units issue the same gathers.
 
-    A forward begins with the gathers of its first two units, a backward with its first one's. A unit's pre-hook
-    launches the next unit's and awaits its own; its hook behind forward frees it. In backward the gradient of its
-    output does what the pre-hook does, and a unit is freed when all its gradients have come and the pass is at another
-    one. Two units have memory at a time. The last one of a forward stays for the backward, which begins with it, and so
-    does the root, the parameters that no unit has alone. A unit that is called again, earlier than the order says, or
-    outside of the model's forward is gathered when it is called, if all ranks call it.
+    A forward begins with the gathers of its first two units, a backward with its first one's. The pre-hook of a unit's
+    first module launches the next unit's gather and awaits its own. The hook behind the last module's forward frees the
+    unit or, where that is not called, the pre-hook of the next unit. In backward the gradient of a module's output does
+    what a pre-hook does, and a unit is freed when all gradients of the modules that were called have come and the pass
+    is at another unit. Two units have memory at a time. The last one of a forward stays for the backward, which begins
+    with it, and so does the root. A unit that is called again, earlier than the order says, or outside of the model's
+    forward is gathered when it is called, if all ranks call it.
     """
 
     def __init__(
@@ -57,34 +74,56 @@ class UnitGather:
         self._unseen_writes = unseen_writes
         self._clock = clock
         self._observers = observers
-        paths = {module: plain_name(path) for path, module in model.named_modules()}
-        names = ["the model outside its units", *(paths[unit] for unit in units)]
+        by_number: dict[int, Unit] = {0: Unit([])}
         # Buckets lie in reverse registration order, a forward needs the last one first.
-        found = [Unit(name, [], {}) for name in names]
         for bucket in reversed(buckets):
-            unit = found[bucket.plan.unit]
-            unit.buckets.append(bucket)
-            unit.params |= bucket.named_params
-        self._root = found[0]
+            by_number.setdefault(bucket.plan.unit, Unit([])).buckets.append(bucket)
+        self._units = [by_number[number] for number in sorted(by_number)]
+        self._root = self._units[0]
+        self.order = [bucket for unit in self._units for bucket in unit.buckets]
+        self._unit_of: dict[Member, Unit] = {}
+        self._member_of: dict[nn.Parameter, Member] = {}
+        self._hook(model, units)
         axis = buckets[0].owners.axis
         if axis.ranks[axis.rank] == 0:
-            _warn_of_rest(buckets, names[1:])
-        # A unit without parameters of its own, as a tied embedding, would be a step of nothing between two gathers.
-        self._units = [unit for unit in found if unit is self._root or unit.buckets]
-        self.order = [bucket for unit in self._units for bucket in unit.buckets]
-        self._unit_of = {param: unit for unit in self._units[1:] for param in unit.params.values()}
+            _warn_of_rest(buckets, [member.name for unit in self._units[1:] for member in unit.members])
         self._writes = 0  # of the masters, by all ranks
+        self._live: dict[Unit, None] = {}  # those whose gathers are under way, or have landed
         self._pass: Sequence[Unit] = ()  # the units in this pass, in its order
+        self._place: dict[Unit, int] = {}  # of each in it
         self._launched = 0  # of these
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
         self._in_backward = False
         self.is_whole = False
         self._thread = OneThread()
-        for unit, module in zip(found, [model, *units], strict=True):
-            if unit in self._units:
-                # In front of the user's own, which may read parameters.
-                module.register_forward_pre_hook(OfModule(self.before_forward, unit), prepend=True)
-                module.register_forward_hook(OfModule(self.after_forward, unit))
+
+    def _hook(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Make the modules members of what is gathered for them. One without parameters of its own, as a tied
+        embedding, is of no unit.
+        """
+        paths = {module: plain_name(path) for path, module in model.named_modules()}
+        own = {
+            param: (name, unit)
+            for unit in self._units[1:]
+            for bucket in unit.buckets
+            for name, param in bucket.named_params.items()
+        }
+        hooked = {model: Member("the model outside its units", [], set())}
+        self._unit_of[hooked[model]] = self._root
+        for module in units:
+            params = [param for param in module.parameters() if param in own]
+            if params:
+                _, unit = own[params[0]]
+                storages = {bucket.params.untyped_storage()._cdata for bucket in unit.buckets}
+                member = Member(paths[module], [own[param][0] for param in params], storages)
+                hooked[module] = member
+                self._unit_of[member] = unit
+                self._member_of |= dict.fromkeys(params, member)
+        for module, member in hooked.items():
+            self._unit_of[member].members.append(member)
+            # In front of the user's own, which may read parameters.
+            module.register_forward_pre_hook(OfModule(self.before_forward, member), prepend=True)
+            module.register_forward_hook(OfModule(self.after_forward, member))
 
     def updated(self, bucket: Bucket) -> None:
         """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
@@ -94,9 +133,8 @@ class UnitGather:
         """Return once nothing is under way. What is kept for the next pass stays: a rank that calls this alone gathers
         in that pass what the others do.
         """
-        for unit in self._units:
-            if unit.live:
-                self._await(unit)
+        for unit in [*self._live]:
+            self._await(unit)
 
     def release(self) -> None:
         """Return once no parameter has memory, nor is under way, unless all shall have it. Every rank must call it."""
@@ -130,7 +168,7 @@ class UnitGather:
         """Gather for a backward pass of the model, inside `grads`, which takes its gradients."""
         self._thread.enter("engine.backward", self._in_backward, stays=True)
         if loss is not None:
-            on_reads(self, self._unit_of, loss)
+            on_reads(self, self._member_of, loss)
         self._end()  # a pass that failed: other ranks may have come to its end
         self._in_backward = True
         try:
@@ -143,47 +181,58 @@ class UnitGather:
             self._thread.leave()
             self._in_backward = False  # what is left of a pass that failed is gathered with the next one
 
-    def before_forward(self, unit: Unit, *_: object) -> None:
+    def before_forward(self, member: Member, *_: object) -> None:
+        unit = self._unit_of[member]
         if not self.is_whole:
-            refuse_transforms(unit.name)
-            self._thread.enter(unit.name, self._in_backward, stays=unit is self._root and not self._in_backward)
+            refuse_transforms(member.name)
+            self._thread.enter(member.name, self._in_backward, stays=unit is self._root and not self._in_backward)
         if unit is self._root:
             if not self._in_backward:
                 self._end()
                 self._free(self._units)  # the root, too: after an evaluation without gradients a rank has none
                 kept = [self._root, *self._units[1:][-1:]]
+                unit.inside = 1
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
-        else:
-            unit.called = unit.called or (torch.is_grad_enabled() and not self._in_backward)
-            self._come_to(unit)
+            return
+        if self._in_backward or torch.is_grad_enabled():
+            unit.due.add(member)
+        self._come_to(unit)
+        unit.inside += not self._in_backward
 
-    def after_forward(self, unit: Unit, module: nn.Module, output: object) -> None:
+    def after_forward(self, member: Member, module: nn.Module, output: object) -> None:
         if self._in_backward:  # a forward that recompute repeats
             return
+        unit = self._unit_of[member]
         if unit is self._root:
+            unit.inside = 0
             self._end()
             self._thread.leave()
             return
         if not self.is_whole:
-            _refuse_views(unit, tensors_in(output))
-        if unit not in self._kept:
+            _refuse_views(member, tensors_in(output))
+        unit.inside = max(0, unit.inside - 1)
+        if member is unit.members[-1] and self._is_over(unit):
             self._free([unit])
         if torch.is_grad_enabled():
-            on_gradient(self, unit, module, output)
+            on_gradient(self, member, module, output)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, member: Member) -> None:
         if not (self._in_backward or self.is_whole):
             raise RuntimeError(
-                f"{unit.name} is differentiated outside of engine.backward(loss), where its weights have no memory: "
+                f"{member.name} is differentiated outside of engine.backward(loss), where its weights have no memory: "
                 "call engine.backward(loss), or do forward and backward inside `with engine.whole_parameters():`"
             )
+        unit = self._unit_of[member]
+        unit.due.add(member)
         self._come_to(unit)
 
     def _begin(self, order: Sequence[Unit], kept: Sequence[Unit]) -> None:
         self._pass, self._kept = order, kept
-        self._launched = sum(unit.live for unit in order)  # the first one of a backward, which its forward has kept
+        self._place = {unit: place for place, unit in enumerate(order)}
+        self._launched = sum(unit in self._live for unit in order)  # a backward's first, which its forward has kept
         for unit in order:
             unit.begun = False
+            unit.inside = 0
         self._launch(self._root)
         if self._overlap:
             # A backward begins beside the loss's last memory, of which little time is left.
@@ -194,6 +243,7 @@ class UnitGather:
         """Gather what other ranks may have called, and this one has not."""
         self._advance(len(self._pass), at=len(self._pass))
         self._pass = ()
+        self._place = {}
         if not self._in_backward:
             self._free(unit for unit in self._units if unit not in self._kept)
 
@@ -202,7 +252,7 @@ class UnitGather:
         self._thread.leave()
         self._free(self._units)
         for unit in self._units:
-            unit.called = False
+            unit.due.clear()
 
     def _advance(self, to: int, at: int = 0) -> None:
         """Launch the first `to` units of the pass, as far as they are not. It is at place `at`: those in front of it
@@ -217,19 +267,21 @@ class UnitGather:
     def _come_to(self, unit: Unit) -> None:
         if unit.begun:
             return
-        at = self._pass.index(unit) if unit in self._pass else 0
-        self._free(passed for passed in self._pass[:at] if self._is_over(passed))
+        at = self._place.get(unit, len(self._units))  # outside of a pass it comes behind all others
+        self._free([one for one in self._live if self._place.get(one, 0) < at and self._is_over(one)])
         self._advance(at + 1 + self._overlap, at)
-        if not unit.live:
+        if unit not in self._live:
             self._meet_out_of_turn(unit)
         self._await(unit)
         unit.begun = True
 
     def _is_over(self, unit: Unit) -> bool:
         """Whether a pass that is past a unit needs it no more. A checkpoint of several begins all before one ends."""
+        if unit in self._kept:
+            return False
         if self._in_backward:
-            return not (unit.begun or unit.called) or all(map(self._has_gradient, unit.params))
-        return not (unit.begun or unit in self._kept)  # what has begun is freed behind its own forward
+            return all(self._has_gradient(name) for member in unit.due for name in member.param_names)
+        return not unit.inside
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
         """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of
@@ -248,9 +300,9 @@ class UnitGather:
         self._advance(max(launched))
 
     def _launch(self, unit: Unit) -> None:
-        if unit.live or self.is_whole:
+        if unit in self._live or self.is_whole:
             return
-        unit.live = True
+        self._live[unit] = None
         for bucket in unit.buckets:
             bucket.take_params()
             bucket.cast_master()
@@ -275,12 +327,13 @@ class UnitGather:
         if self.is_whole:
             return
         for unit in units:
-            if unit.live:
+            if unit in self._live:
                 self._await(unit)  # what arrives has nowhere else to go
                 self._unseen_writes.before_free(unit.buckets)
                 for bucket in unit.buckets:
                     bucket.free_params()
-            unit.live = unit.begun = False
+                del self._live[unit]
+            unit.begun = False
 
 
 def _gathering(unit: Unit) -> str:
@@ -308,12 +361,11 @@ def _warn_of_rest(buckets: Sequence[Bucket], units: Sequence[str]) -> None:
         )  # fmt: skip
 
 
-def _refuse_views(unit: Unit, given: Iterable[Tensor]) -> None:
-    """Raises: RuntimeError if a unit has given a parameter of its buckets or a view of one."""
-    own = {bucket.params.untyped_storage()._cdata for bucket in unit.buckets}
+def _refuse_views(member: Member, given: Iterable[Tensor]) -> None:
+    """Raises: RuntimeError if a module has given a parameter of its unit or a view of one."""
     for tensor in given:
-        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in own:
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in member.storages:
             raise RuntimeError(
-                f"{unit.name} returns a parameter or a view of one, which has no memory after its forward: return a "
+                f"{member.name} returns a parameter or a view of one, which has no memory after its forward: return a "
                 "copy, as tensor.clone(), or leave it out of `units`"
             )
