@@ -67,6 +67,9 @@ MOST_EXTRA_WORK = 0.05
 SAVED_PIECE = 1 << 20
 READ_AHEAD = 1 << 20
 
+# Elements below which a gradient waits for the others of its bucket, to be copied with them in one call.
+SMALL_GRAD = 1 << 14
+
 # Elements below which a unit of `shard = "parameters"` is gathered and updated together with its neighbours, at most
 # the model's over LEAST_UNITS: two of these have memory at a time. Again: `megamix bench host`.
 LEAST_UNIT = 1_000_000

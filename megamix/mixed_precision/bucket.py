@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megamix import tuned
 from megamix.comm.collectives import Collectives, Pending, noting
 from megamix.mixed_precision.flat_layout import ROW, BucketPlan, FlatLayout, GroupSpan, ParamSpec
 from megamix.mixed_precision.row_stats import RowStats
@@ -36,8 +37,8 @@ class ParamGrad:
 
     name: str
     view: Tensor  # gradient dtype, of the parameter's shape
-    padding: Tensor  # behind it
     counts: bool  # False: another rank's copy of this gradient is the one that is summed
+    waits: bool  # for others of its bucket: it is so small that a call costs more than its bytes
     touched: bool = False
     ready: bool = False  # whole: nothing more is to come in this step
 
@@ -102,7 +103,7 @@ class Bucket:
     """Neighbouring parameters in one flat buffer: the unit of one reduce-scatter, one update and one all-gather.
 
     `params` half (padded_numel,): the module's Parameters, `named_params`, are views into it; its padding is zero.
-    `param_shard` half (shard_numel,): this rank's part of it, which the update writes.
+    `param_shard` half (shard_numel,): this rank's part of it, casts of the masters.
     `grads` gradient dtype (padded_numel,): a step's sum over this rank's micro-batches, with the loss scale in it.
     `rank_sum` (shard_numel,): this rank's part of its sum over the owners.
     `total` FP32 (shard_numel,): the sum of these over micro-batches, where the owner adds them up.
@@ -149,11 +150,14 @@ class Bucket:
         self.total: Tensor | None = None
         self.param_grads: dict[str, ParamGrad] = {}
         self.missing = 0  # how many gradients are not ready
+        self._waiting: dict[str, Tensor] = {}  # gradients of this pass that are not in `grads` yet
+        self._paddings: list[Tensor] = []  # behind the parameters' places in `grads`
         self.sum_pending: Pending | None = None
         self.gather_pending: Pending | None = None
         self._rows: Tensor | None = None  # statistics of the sum, taken while it was made
         self._total_begun = False
         self._told_of_shared = False
+        self._parts: dict[GroupSpan, UpdateSlice] = {}
 
     # The half parameters.
 
@@ -225,9 +229,11 @@ class Bucket:
         sum_dtype = self.precision.sum_dtype(self.owners.axis.size)
         self.grads = torch.zeros(plan.padded_numel, dtype=dtype, device=device)
         for slot, padded_end in zip(plan.slots, plan.padded_ends(), strict=True):
-            view = self.grads[slot.start : slot.end].view(slot.spec.shape)
-            padding = self.grads[slot.end : padded_end]
-            self.param_grads[slot.spec.name] = ParamGrad(slot.spec.name, view, padding, slot.spec.counts)
+            spec = slot.spec
+            view = self.grads[slot.start : slot.end].view(spec.shape)
+            self.param_grads[spec.name] = ParamGrad(spec.name, view, spec.counts, waits=spec.numel < tuned.SMALL_GRAD)
+            if slot.end < padded_end:
+                self._paddings.append(self.grads[slot.end : padded_end])
         if self.storage.grads_pass:
             free(self.grads)
             self.rank_sum = torch.zeros(plan.shard_numel, dtype=sum_dtype, device=device)
@@ -250,11 +256,13 @@ class Bucket:
         """Forget what has arrived so far: the next gradient is the first."""
         for place in self.param_grads.values():
             place.touched = place.ready = False
+        self._waiting.clear()
         self.missing = len(self.param_grads)
 
     def collect(self, name: str, grad: Tensor, completes: bool) -> None:
-        """Copy a parameter's first gradient, add the later ones: copying costs 4 bytes an element where zeroing and
-        adding costs 8. `completes`: no other comes in this step.
+        """Take a gradient: a large one at once, a small one when the bucket is complete or the pass is over.
+
+        `completes`: no other comes in this step.
         """
         place = self.param_grads[name]
         if place.ready and self.missing == 0:
@@ -265,18 +273,41 @@ class Bucket:
             )
         if not place.counts:
             grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
-        if place.touched:
-            place.view.add_(grad)
+        if place.waits:
+            if name in self._waiting:
+                self.add_waiting()
+            self._waiting[name] = grad
         else:
-            if self.storage.grads_pass:
-                take(self.grads)
-            place.view.copy_(grad)
-            if place.padding.numel():  # the last step's sum may lie there
-                place.padding.zero_()
-            place.touched = True
+            self._add({name: grad})
         if completes and not place.ready:
             place.ready = True
             self.missing -= 1
+            if self.missing == 0:
+                self.add_waiting()
+
+    def add_waiting(self) -> None:
+        """Let what has been taken be in `grads`."""
+        if self._waiting:
+            self._add(self._waiting)
+            self._waiting.clear()
+
+    def _add(self, grads: Mapping[str, Tensor]) -> None:
+        """Copy first gradients, add later ones: copying costs 4 bytes an element where zeroing and adding costs 8."""
+        if self.storage.grads_pass:
+            take(self.grads)
+        places = [self.param_grads[name] for name in grads]
+        first = [place.view for place in places if not place.touched]
+        later = [place.view for place in places if place.touched]
+        if first:
+            torch._foreach_copy_(
+                first, [grad for place, grad in zip(places, grads.values(), strict=True) if not place.touched]
+            )
+        if later:
+            torch._foreach_add_(
+                later, [grad for place, grad in zip(places, grads.values(), strict=True) if place.touched]
+            )
+        for place in places:
+            place.touched = True
 
     def fill_missing(self) -> list[str]:
         """Let parameters that got no gradient count as zeros; return their names."""
@@ -285,13 +316,14 @@ class Bucket:
             take(self.grads)
         for place in silent:
             place.view.zero_()
-            place.padding.zero_()
         return [place.name for place in silent]
 
     def launch_sum(self, row_stats: RowStats) -> Pending:
         """Start summing the gradients over the owners."""
         if self.storage.grads_pass:
             take(self.rank_sum)
+        if self._paddings:
+            torch._foreach_zero_(self._paddings)  # the last step's sum may lie there, or anything
 
         def sum_here(parts: Tensor) -> None:
             rows = row_stats.of_sum(parts, self.rank_sum)
@@ -303,10 +335,10 @@ class Bucket:
             f"while the gradients of {self.plan.name} were summed: every rank must call backward as often, and end "
             "all of it or none"
         )
-        self.sum_pending = pending if self.total is None else Pending(then=partial(self._add, pending))
+        self.sum_pending = pending if self.total is None else Pending(then=partial(self._add_sum, pending))
         return pending
 
-    def _add(self, pending: Pending) -> None:
+    def _add_sum(self, pending: Pending) -> None:
         assert self.total is not None
         pending.wait()
         if self.storage.grads_pass:
@@ -349,10 +381,23 @@ class Bucket:
     # The truth, and its casts on their way to all owners.
 
     def part(self, span: GroupSpan) -> UpdateSlice:
-        """Return what an update reads and writes of a span of this rank's shard, which lies in one of `spans`."""
+        """Return what an update reads and writes of a span of this rank's shard, which lies in one of `spans`; the same
+        whenever it is asked for one of these.
+        """
+        if span in self._parts:
+            return self._parts[span]
         at = slice(span.start, span.end)
         states = self.states_of(span.start, span.end)
-        return UpdateSlice(span.group, self.grad_sum[at], self.master[at], states, self.param_shard[at])
+        half = None if self.updated_dtype is None else self.param_shard[at]
+        part = UpdateSlice(span.group, self.grad_sum[at], self.master[at], states, half)
+        if span in self.spans:
+            self._parts[span] = part
+        return part
+
+    @property
+    def updated_dtype(self) -> torch.dtype | None:
+        """Return in which dtype an update writes parameters; None: their gather casts the masters."""
+        return None if self.storage.params_pass else self.params.dtype
 
     def states_of(self, start: int, end: int) -> States:
         """Return the states of the elements [start, end) of the shard, which lie in one of `spans`: views."""

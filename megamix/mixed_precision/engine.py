@@ -226,7 +226,7 @@ class ShardedEngine:
     def _taking(self, micro_batches: int, last: bool) -> Iterator[None]:
         """Take the step's next micro-batches. With the last one, what is left of the sums over the ranks begins."""
         with self.progress.alone("engine.backward"):
-            self._guard.check()
+            self._guard.check_gradients()
             self.progress.require_room(micro_batches)
             if self.progress.micro_batches == 0:
                 self.progress.begin(self.loss_scale.loss_scale.clamp(min=SMALLEST_USED))

@@ -66,10 +66,10 @@ class Examiner(StepObserver):
                     master = bucket.master[part.start : part.end]
                     old_master = master.clone()
                     yield part
-                    half = bucket.param_shard[part.start : part.end]
+                    half = bucket.precision.dtype
                     changed = master != old_master  # never in the padding: zeros stay zeros
                     counts[0] += changed.sum()
-                    counts[1] += (changed & (half == old_master.to(half.dtype))).sum()
+                    counts[1] += (changed & (master.to(half) == old_master.to(half))).sum()
 
 
 def _chunk(tensor: Tensor) -> int:

@@ -21,7 +21,15 @@ from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.flat_layout import ROW
 from megamix.mixed_precision.optimizers import Optimizer
 from megamix.mixed_precision.row_stats import RowStats, chunked_row_stats, row_stats, sum_at_once, sum_in_pieces
-from megamix.mixed_precision.update_slice import Kernel, States, StepScalars, UpdateGroup, UpdateScalars, UpdateSlice
+from megamix.mixed_precision.update_slice import (
+    Kernel,
+    States,
+    StepScalars,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+    as_rows,
+)
 
 log = logging.getLogger("megamix")
 
@@ -39,25 +47,20 @@ class CompiledUpdate:
         self._weight_decays = [torch.tensor(group.weight_decay, device=device) for group in groups]
         by_states = {group.states: _compile(gated_update(optimizer)) for group in groups}
         self._updates_ = [by_states[group.states] for group in groups]
+        self._step: StepScalars | None = None
+        self._told: list[UpdateScalars] = []  # to each group, by this step
 
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
-        lr = step.lr * self._lr_factors[part.group]
-        at = UpdateScalars(lr, self._weight_decays[part.group], step.coefficients)
-        states = {name: _rows(state) for name, state in part.states.items()}
+        if step is not self._step:
+            self._step = step
+            self._told = [
+                UpdateScalars(step.lr * lr_factor, weight_decay, step.coefficients)
+                for lr_factor, weight_decay in zip(self._lr_factors, self._weight_decays, strict=True)
+            ]
+        rows = part.rows
         update_ = self._updates_[part.group]
-        update_(_rows(part.grad), _rows(part.master), states, _rows(part.half), step.multiplier, step.found_inf, at)
-
-
-def _rows(flat: Tensor, size: int = ROW // 2) -> Tensor:
-    """View a span, or several of one length, as rows. Of a flat span the compiler knows no factor of its length, and
-    loads and stores element by element on a GPU: 24 + 8 accesses where 7 + 7 of 128 bits move the same 8 elements. Two
-    rows for each of the statistics, as a span of a single one would be compiled apart. Detached, for a view's base has
-    a size of its own: spans of buckets of other sizes would be compiled again.
-    Shapes: ([spans,] n) -> ([spans,] n / size, size).
-    """
-    rows = flat.view(*flat.shape[:-1], -1, size).detach()
-    torch._dynamo.mark_static(rows, [*range(flat.dim() - 1), flat.dim()])
-    return rows
+        at = self._told[part.group]
+        update_(rows.grad, rows.master, rows.states, rows.half, step.multiplier, step.found_inf, at)
 
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,11 +77,12 @@ def gated_update(optimizer: Optimizer) -> Callable[..., None]:
     """Return the update of a span as plain tensor operations, for the compiler to fuse (uncompiled right, and slow)."""
 
     def update_(
-        grad: Tensor, master: Tensor, states: States, half: Tensor,
+        grad: Tensor, master: Tensor, states: States, half: Tensor | None,
         multiplier: Tensor, found_inf: Tensor, at: UpdateScalars,
     ) -> None:  # fmt: skip
         gated_update_(optimizer.equation, grad.float() * multiplier, master, states, at, found_inf)
-        half.copy_(master)
+        if half is not None:
+            half.copy_(master)
 
     # A code object of its own: what is compiled is kept by code object, for at most 8 sets of constants and dtypes, and
     # every engine of the process would share this one.
@@ -105,13 +109,14 @@ class LibraryUpdate:
             grad = unscaled[: piece.stop - start].copy_(part.grad[piece]).mul_(step.multiplier)
             states = {name: state[piece] for name, state in part.states.items()}
             wide = {name: state.float() for name, state in states.items()}  # FP32 ones themselves
-            unscaled_part = UpdateSlice(part.group, grad, part.master[piece], wide, part.half[piece])
+            unscaled_part = UpdateSlice(part.group, grad, part.master[piece], wide, half=None)
             if not self._optimizer.library_update_(unscaled_part, at, step):
                 self._by_operations(unscaled_part, at, step)
             for name, state in states.items():
                 if wide[name] is not state:
                     state.copy_(wide[name])
-            part.half[piece].copy_(part.master[piece])
+            if part.half is not None:
+                part.half[piece].copy_(part.master[piece])
 
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
         """Do one operation of torch's after the other."""
@@ -191,25 +196,25 @@ def _compiled_stats(device: torch.device) -> RowStats:
     def of_sum(parts: Tensor, grad_shard: Tensor) -> Tensor:
         if grad_shard.numel() == ROW:  # which would be compiled apart
             return in_pieces(parts, grad_shard)
-        return at_once(_rows(parts, ROW), _rows(grad_shard, ROW))
+        return at_once(as_rows(parts, ROW), as_rows(grad_shard, ROW))
 
     return RowStats(of_shard, of_sum)
 
 
 def _try_out(kernels: Kernels, optimizer: Optimizer, groups: Sequence[UpdateGroup], bucket: Bucket) -> None:
     """Let all that will be compiled for a bucket be so."""
-    half = bucket.params.new_zeros(0)
-    grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=half.device)
-    one = torch.ones((), device=half.device)
+    device = bucket.master.device
+    grad = torch.zeros(tuned.TRIAL, dtype=bucket.grad_sum.dtype, device=device)
+    one = torch.ones((), device=device)
     step = StepScalars(one, one.bool(), one, one, optimizer.coefficients(one.double()))
     kernels.row_stats.of_shard(grad)
     for number in {group.states: number for number, group in enumerate(groups)}.values():
         states = groups[number].new_states(grad.numel(), grad.device)
-        half_dtype, grad_dtype = optimizer.dtypes(groups[number].states, half.dtype, grad.dtype)
+        half_dtype, grad_dtype = optimizer.dtypes(groups[number].states, bucket.updated_dtype, grad.dtype)
         master = torch.zeros_like(grad, dtype=torch.float32)
-        half_part = torch.zeros_like(grad, dtype=half_dtype)
+        half_part = None if half_dtype is None else torch.zeros_like(grad, dtype=half_dtype)
         kernels.update(UpdateSlice(number, grad.to(grad_dtype), master, states, half_part), step)
-    if bucket.grad_sum.dtype != bucket.grads.dtype and not half.is_cpu:
+    if bucket.grad_sum.dtype != bucket.grads.dtype and device.type != "cpu":
         owners = bucket.owners.axis.size
         size = tuned.TRIAL // owners // ROW * ROW
         kernels.row_stats.of_sum(grad.new_zeros(owners, size, dtype=bucket.grads.dtype), grad[:size])

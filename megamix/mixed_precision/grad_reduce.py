@@ -76,6 +76,8 @@ class GradReduce:
         self._completes = completes
         try:
             yield
+            for bucket in self._buckets:
+                bucket.add_waiting()
         finally:
             self.inside_backward = False
             self._completes = ()

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megamix.mixed_precision.bucket import Bucket
 from megamix.names import by_plain_name
@@ -16,6 +16,8 @@ from megamix.names import by_plain_name
 log = logging.getLogger("megamix")
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
+_GRAD = attrgetter("grad")
 
 _MOVED = (
     "has lost its place in the engine's buffer: .to(), .float(), load_state_dict(assign=True) or `param.data = ...` "
@@ -48,11 +50,14 @@ class ModuleGuard:
         self._told_of_compile = False
         self._tell_of_compile()
         self._buckets = buckets
-        self._versions = self._versions_now()  # of all parameters, bucket by bucket, as the engine has left them
+        self._params = [param for bucket in buckets for param in bucket.named_params.values()]
+        self._no_grads: list[object] = [None] * len(self._params)
+        self._places = list[int]()  # addresses
+        self._versions = self._versions_now()  # as the engine has left them
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # of what has no memory these may be asked, and fast
-            return [param._version for bucket in self._buckets for param in bucket.named_params.values()]
+            return [*map(_VERSION, self._params)]
 
     def _note_parts(self) -> None:
         self._modules = [*self._model.modules()]  # held, so that none of their ids is given to another
@@ -67,25 +72,44 @@ class ModuleGuard:
         """Raise RuntimeError if a parameter was added, replaced, renamed, taken out, frozen, thawed or written, has
         lost its view, or has a gradient that is not the engine's.
         """
+        self.check_gradients()
+        with torch._C.DisableTorchFunctionSubclass():
+            places = [*map(Tensor.data_ptr, self._params)]
+            if places != self._places:
+                self._check_places(places)
+            versions = [*map(_VERSION, self._params)]
+            if versions != self._versions:
+                self._refuse(versions, self._versions, _WRITTEN)
+
+    def check_gradients(self) -> None:
+        """Do that half of it which a backward needs; the step behind it does the other half, too: what lies in no cache
+        by then costs half a microsecond a parameter.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             self._check_names()
-            versions = iter(self._versions)
-            for bucket in self._buckets:
-                start = bucket.params.data_ptr()
-                itemsize = bucket.params.itemsize
-                for slot, param in zip(bucket.plan.slots, bucket.named_params.values(), strict=True):
-                    if param.data_ptr() - start != slot.start * itemsize:
-                        raise RuntimeError(f"parameter {slot.spec.name} {_MOVED}")
-                    if param._version != next(versions):
-                        raise RuntimeError(f"parameter {slot.spec.name} {_WRITTEN}")
-                    if param.grad is not None:
-                        raise RuntimeError(f"parameter {slot.spec.name} {_GRADIENT}")
+            grads = [*map(_GRAD, self._params)]
+            if grads != self._no_grads:
+                self._refuse(grads, self._no_grads, _GRADIENT)
+
+    def _check_places(self, places: list[int]) -> None:
+        """Compare with where the buckets are now: their memory may have come and gone."""
+        self._places = [
+            bucket.params.data_ptr() + slot.start * bucket.params.itemsize
+            for bucket in self._buckets
+            for slot in bucket.plan.slots
+        ]
+        if places != self._places:
+            self._refuse(places, self._places, _MOVED)
+
+    def _refuse(self, seen: Sequence[object], expected: Sequence[object], problem: str) -> None:
+        all_three = zip(self._params, seen, expected, strict=True)
+        param = next(param for param, one, other in all_three if one is not other and one != other)
+        raise RuntimeError(f"parameter {self._names[param]} {problem}")
 
     def note_written(self) -> None:
         """Let torch refuse the backward of a graph that was made before the engine wrote the parameters."""
-        params = [param for bucket in self._buckets for param in bucket.named_params.values()]
         with torch._C.DisableTorchFunctionSubclass():
-            torch.autograd.graph.increment_version(params)
+            torch.autograd.graph.increment_version(self._params)
         # Read, not counted: parameters that were made of one tensor's views share one counter.
         self._versions = self._versions_now()
 

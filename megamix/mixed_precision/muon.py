@@ -145,8 +145,8 @@ class Muon(AdamW):
                 )
 
     def dtypes(
-        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
-    ) -> tuple[torch.dtype, torch.dtype]:
+        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype | None, grad: torch.dtype
+    ) -> tuple[torch.dtype | None, torch.dtype]:
         if not states:
             return half, torch.float32  # a direction
         return self.ns_dtype if MOMENTUM in dict(states) else half, grad

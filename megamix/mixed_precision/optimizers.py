@@ -190,9 +190,11 @@ class Optimizer:
         return ()
 
     def dtypes(
-        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype, grad: torch.dtype
-    ) -> tuple[torch.dtype, torch.dtype]:
-        """Return in which dtypes a span with these states is updated, of what these of the engine are."""
+        self, states: Sequence[tuple[str, torch.dtype]], half: torch.dtype | None, grad: torch.dtype
+    ) -> tuple[torch.dtype | None, torch.dtype]:
+        """Return in which dtypes a span with these states is updated, of what these of the engine are. `half` None:
+        nothing is written in half.
+        """
         return half, grad
 
     def equation(self, grad: Tensor, master: Tensor, states: States, at: UpdateScalars) -> tuple[Tensor, States]:
@@ -242,7 +244,6 @@ class BucketUpdate:
             yield bucket
 
     def _begin(self, bucket: Bucket) -> None:
-        bucket.take_params()
         for observer in self._observers:
             observer.on_use(GRADIENT, bucket, bucket.grad_sum)
 

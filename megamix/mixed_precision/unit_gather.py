@@ -126,8 +126,7 @@ class UnitGather:
             module.register_forward_hook(OfModule(self.after_forward, member))
 
     def updated(self, bucket: Bucket) -> None:
-        """Free what the update has written: who computes with the bucket's parameters gathers the masters' casts."""
-        bucket.free_params()
+        """Send nothing: who computes with the bucket's parameters gathers the casts of its masters."""
 
     def wait_all(self) -> None:
         """Return once nothing is under way. What is kept for the next pass stays: a rank that calls this alone gathers

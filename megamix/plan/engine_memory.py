@@ -26,7 +26,9 @@ class Filling:
 
     bucket: BucketPlan
     params: int  # half: the root's, those of the unit that computes, and of the next one that backward comes to
-    grads: int  # from the first one of a bucket to its sum: the bucket before this one travels meanwhile
+    # From the first one of a bucket to its sum: the bucket before this one travels meanwhile. With the small ones,
+    # which wait for all of this one.
+    grads: int
     sums: int  # with the scratch in which parts of these arrive
 
 
@@ -87,7 +89,7 @@ class EngineMemory:
             before = self.passing[:number]
             travelling = before[-1:]
             filled = [*travelling, *self.passing[number:]] if self._grads_stay else [*travelling, bucket]
-            grads = sum(one.grads for one in filled)
+            grads = sum(one.grads for one in filled) + self._waiting(bucket.plan)
             sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
             sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
             found.append(Filling(bucket.plan, params, grads, sums))
@@ -126,18 +128,17 @@ class EngineMemory:
         """Return the most while the last bucket's sum ends, and while sums are read or, where half parameters come and
         go, these are compared with the masters.
         """
-        # In a few steps: of a piece the masters' casts, and two bytes an element for the bits that differ.
-        half = self._precision.dtype.itemsize
-        piece = min(tuned.HASH_PIECE_GPU if self.on_gpu else tuned.HASH_PIECE, self.largest_shard)
-        compared = piece * (2 + (half if half < FP32 else 0))
         last = self.passing[-1]
-        params = sum(bucket.params for bucket in self.passing if bucket.plan.unit == 0)
-        left = params + compared if last.params else 0
+        of_root = [bucket for bucket in self.passing if bucket.plan.unit == 0]
+        left = sum(bucket.params for bucket in of_root)
+        if left:
+            left += self._compared(max(bucket.plan.shard_numel for bucket in of_root))
         reads_while_it_sums = self._precision.sum_dtype(last.plan.num_shards) != self._precision.own_grad_dtype
         landing = max(left, self.reduce(), self._squares(last.plan) if reads_while_it_sums else 0)
         landing += last.grads + (last.rank_sum if self._owner_adds else 0)
         rows = (2 * FP32 * sum(bucket.plan.shard_numel for bucket in self.buckets)) // ROW
         rows += 2 * torch.float64.itemsize * self.largest_shard // ROW
+        compared = 0 if last.params else self._compared(self.largest_shard)
         return self.sums() + rows + max(landing, compared, *(self._squares(bucket.plan) for bucket in self.buckets))
 
     def update(self) -> int:
@@ -148,6 +149,18 @@ class EngineMemory:
         return (1 + max(halves)) * FP32 * tuned.piece(tuned.UPDATE_PIECE, self.largest_shard, on_gpu=self.on_gpu)
 
     # Parts of these.
+
+    def _waiting(self, bucket: BucketPlan) -> int:
+        numels = [slot.spec.numel for slot in bucket.slots]
+        return self._precision.dtype.itemsize * sum(numel for numel in numels if numel < tuned.SMALL_GRAD)
+
+    def _compared(self, shard_numel: int) -> int:
+        """Return those of a comparison of half parameters and masters, in a few steps: of a piece the masters' casts,
+        and two bytes an element for the bits that differ.
+        """
+        half = self._precision.dtype.itemsize
+        piece = min(tuned.HASH_PIECE_GPU if self.on_gpu else tuned.HASH_PIECE, shard_numel)
+        return piece * (2 + (half if half < FP32 else 0))
 
     def _scratch(self, buckets: Sequence[BucketBytes]) -> int:
         """Return those in which parts of sums arrive: as much as the largest bucket of each set of owners that

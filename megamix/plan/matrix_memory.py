@@ -84,7 +84,6 @@ def _whole_from(specs: Sequence[ParamSpec], axis_sizes: Sequence[int]) -> int | 
 class _Update:
     """Bytes of one bucket's update."""
 
-    params: int  # of half parameters, from its first stage until it has ended, and those before it have
     stages: deque[int]  # the most in each that has not begun
     between: int = 0  # what one leaves for the next
     left: int = 0  # of that, now
@@ -94,7 +93,7 @@ def _update_of(
     bucket: BucketBytes, homes: BucketMatrices | None, rank: int, optimizer: Muon, engine: EngineMemory
 ) -> _Update:
     if homes is None or rank >= len(homes.parts):
-        return _Update(bucket.params, deque([0]))
+        return _Update(deque([0]))
     on_gpu, ns_dtype, shard = engine.on_gpu, optimizer.ns_dtype, bucket.plan.shard_numel
     of_span = engine.update()
     if not engine.compiled:
@@ -109,10 +108,10 @@ def _update_of(
     momentum = (FP32 + size) * shard + max(sent, of_span)
     direction = FP32 * shard + max(of_span, sent + FP32 * max(pieces, default=0) * (size < FP32))
     if not homes.sent:
-        return _Update(bucket.params, deque([max(momentum, sent + turn, direction)]))
+        return _Update(deque([max(momentum, sent + turn, direction)]))
     both = sent + arrived  # until an exchange has ended
     stages = deque([max(momentum, both), max(both, arrived + turn), max(both, direction)])
-    return _Update(bucket.params, stages, both)
+    return _Update(stages, both)
 
 
 @cache
@@ -134,7 +133,7 @@ def _most_under_way(updates: Sequence[_Update]) -> int:
         for update in reversed(under_way):
             if update.stages:
                 update.left = 0
-                most = max(most, update.stages.popleft() + sum(other.params + other.left for other in under_way))
+                most = max(most, update.stages.popleft() + sum(other.left for other in under_way))
                 update.left = update.between if update.stages else 0
         while under_way and not under_way[0].stages:
             under_way.popleft()

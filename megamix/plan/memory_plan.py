@@ -240,14 +240,13 @@ def _in_step(passes: dict[str, _Pass], activations: Activations) -> dict[str, in
 def _phases(part: _RankPart, passes: dict[str, _Pass]) -> dict[str, int]:
     engine = part.engine
     held = sum(part.held.values())
-    updated = engine.update() + max(bucket.params for bucket in engine.passing)
     later = sum(size for name, size in part.held.items() if name in LATER)
     return {
         "build": held - later + engine.building(),
         "forward": held + passes["forward"].all(),
         "backward": held + max(passes["backward"].all(), passes["end"].all(), engine.reduce()),
         "statistics": held + engine.statistics(),
-        "update": held + engine.sums() + (part.matrices.update if part.matrices else updated),
+        "update": held + engine.sums() + (part.matrices.update if part.matrices else engine.update()),
         "final weights": held + FP32 * max(bucket.plan.padded_numel for bucket in engine.buckets),
     }
 
