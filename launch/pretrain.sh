@@ -51,26 +51,15 @@ export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/torch
 { mkdir -p -- "$TORCHINDUCTOR_CACHE_DIR" && [[ -O "$TORCHINDUCTOR_CACHE_DIR" ]]; } ||
   die "TORCHINDUCTOR_CACHE_DIR: got $TORCHINDUCTOR_CACHE_DIR, must be a folder of yours: whose it is can run code in the" \
     "job; name another"
+[[ "${NPROC_PER_NODE:-1}" =~ ^[1-9][0-9]*$ ]] ||
+  die "NPROC_PER_NODE: got $NPROC_PER_NODE, must be 1 or more; write NPROC_PER_NODE=2"
 find_installed_python torch numpy pydantic safetensors
-# A mistake in the configuration is reported at once: finding out what torch can use takes seconds.
-"$PYTHON" -m megamix config "$@" --show >/dev/null
-machine="$(probe_machine)"
-read -r gpus _ <<<"$machine"
-ranks="${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 1))}"
-[[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "NPROC_PER_NODE: got $ranks, must be 1 or more; write NPROC_PER_NODE=2"
-# So are mistakes in files and numbers of ranks, before any rank starts. No node is ahead of the others: the run's
-# folder is claimed only when all ranks have met. What is said of keys that are dropped the run says again.
-outlook="$(WORLD_SIZE=$((nnodes * ranks)) LOCAL_WORLD_SIZE=$ranks "$PYTHON" -m megamix train "$@" --check "${memory[@]}")"
-if [[ -n "$check" ]]; then
-  printf '%s\n' "$outlook"
-  exit
-fi
 if [[ "$nnodes" == 1 ]]; then
   rendezvous=(--standalone)
 else
   # torchrun's static rendezvous: unlike c10d it unpickles nothing, so that who reaches the port cannot run code here.
   rendezvous=(--nnodes="$nnodes" --node-rank="$node_rank" --master-addr="$MASTER_ADDR" --master-port="$master_port")
 fi
-# torchrun as a module: the program of that name on PATH may belong to another Python. Ours ends with the ranks' status,
-# and with --standalone its ranks meet on loopback.
-exec "$PYTHON" -m megamix.supervise.launch "${rendezvous[@]}" --nproc-per-node="$ranks" -m megamix train "$@"
+# One process checks the job and is then its launcher, which is torchrun as a module: the program of that name on PATH
+# may belong to another Python. Ours ends with the ranks' status, and with --standalone its ranks meet on loopback.
+exec "$PYTHON" -m megamix.pretrain "${rendezvous[@]}" -- "$@" $check "${memory[@]}"

@@ -18,11 +18,18 @@ from megamix.data import import_extra
 from megamix.doctor.command import add_doctor
 from megamix.durable import unwritable
 from megamix.hub.verbs import add_verbs
-from megamix.machine import has_gpu, keep_freed_memory, tell_torch
+from megamix.machine import has_gpu, keep_freed_memory, many_imports, tell_torch
 from megamix.plan.command import fit_line, memory_of_check, plan_lines
 from megamix.plan.least_memory import memory_problem
 from megamix.plugins import PluginError, import_plugins
-from megamix.supervise.console import drop_unwritten, open_streams, say, say_on_first_rank, say_unless_first_did
+from megamix.supervise.console import (
+    drop_unwritten,
+    open_streams,
+    say,
+    say_on_first_rank,
+    say_phase,
+    say_unless_first_did,
+)
 from megamix.supervise.run_lock import refuse_held
 from megamix.supervise.status import EndedEarlyError
 from megamix.verify.verb import add_verify
@@ -31,15 +38,17 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit status: 0, 1 for a damaged checkpoint, a layout that differs or a job that does not fit, 2 for
-    wrong input, or that of a run that ended early.
+def main(
+    argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int | None] | None = None
+) -> int:  # fmt: skip
+    """Run one verb; with `run` do that with its arguments instead. Exit status: 0, 1 for a damaged checkpoint, a layout
+    that differs or a job that does not fit, 2 for wrong input, or that of a run that ended early.
     """
     open_streams()
     arguments = _parse(argv)
     try:
         import_plugins(arguments.plugins)
-        status: int | None = arguments.run(arguments)
+        status: int | None = (run or arguments.run)(arguments)
     except (ConfigError, EndedEarlyError, PluginError) as error:
         # All ranks end early alike; wrong input may be one rank's own, or the RANK itself.
         tell = say_on_first_rank if isinstance(error, EndedEarlyError) else say_unless_first_did
@@ -175,32 +184,64 @@ def _add_checkpoint(checkpoint: Parser) -> None:
     export.add_argument("output", metavar="OUT", type=Path, help="what is written; must not be there yet")
 
 
-def _train(arguments: argparse.Namespace) -> None:
-    limit = None if arguments.memory is None else memory_of_check(arguments.memory, checks=arguments.check)
+def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config:
+    """Return the configuration that `train` was given; torch is not imported. `tell` gets a line of each key that is
+    not read. Raises: ConfigError with everything that is wrong with it and the flags.
+    """
+    if arguments.memory is not None:
+        memory_of_check(arguments.memory, checks=arguments.check)
     config = load_config(
-        arguments.config, arguments.overrides, say=lambda line: say_on_first_rank(f"megamix train: {line}")
-    )
+        arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}")
+    )  # fmt: skip
     check_plugins(arguments, config)
+    return config
+
+
+def outlook_of(arguments: argparse.Namespace, config: Config, tell: Callable[[str], None]) -> str:
+    """Return what `train --check` says of a job in which it finds no mistake, for the ranks of this environment. `tell`
+    gets a line of each thing that trains and is seldom meant. Raises: ConfigError.
+    """
     from megamix.train.run_folder import check
     from megamix.train.same_run import outlook
 
-    nothing_found = check(config, say_on_first_rank, starts=not arguments.check)
-    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
-    if too_much := memory_problem(config):
-        if not arguments.check:
-            raise ConfigError([too_much], "job")
-        say_on_first_rank(f"note: {too_much}")  # it may be asked elsewhere than where the job is to run
+    told = check(config, tell)
     if arguments.check:
-        told = f"{nothing_found}; {outlook(config)}"
-        if limit is not None:
-            told = f"{told}\n  {fit_line(config, limit)}"
-        say_on_first_rank(told)
+        _tell_torch(config)
+        if too_much := memory_problem(config):
+            tell(f"note: {too_much}")  # it may be asked elsewhere than where the job is to run
+    told = f"{told}; {outlook(config)}"
+    if arguments.memory is not None:
+        limit = memory_of_check(arguments.memory, checks=True)
+        told = f"{told}\n  {fit_line(config, limit)}"
+    return told
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = job_of(arguments, say_on_first_rank)
+    if arguments.check:
+        say_on_first_rank(outlook_of(arguments, config, say_on_first_rank))
         return
+    from megamix.train.run_folder import check
+
+    check(config, say_on_first_rank, starts=True)
+    _tell_torch(config)
+    if too_much := memory_problem(config):
+        raise ConfigError([too_much], "job")
+    with many_imports():
+        say_phase("loading torch")
+        from megamix.train.job import run_job
+
+        if config.optimizer.compile:
+            from megamix.train.compiler import load_compiler
+
+            load_compiler(config, say_phase)
     if not has_gpu():
         keep_freed_memory()
-    from megamix.train.job import run_job  # and torch, which takes seconds
-
     run_job(config, _memory_line)
+
+
+def _tell_torch(config: Config) -> None:
+    tell_torch(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), deterministic=config.training.deterministic)
 
 
 def _memory_line(config: Config, engine: ShardedEngine) -> str:

@@ -12,6 +12,7 @@ SYSTEM = ("bash", "cat", "cksum", "cp", "dirname", "grep", "mkdir", "mktemp", "m
 # are run for real, by the Python that runs this test, unless the name ends in "old": that fails every such check.
 PYTHON = """#!/bin/bash
 name="${0##*/}"
+echo "$1 $2 $3" >>"$BASE/started"
 case "$1 $2" in
   "-m venv")
     echo "$name -m venv" >>"$BASE/log"
@@ -24,17 +25,18 @@ case "$1 $2" in
     echo "pip $*" >>"$BASE/log"
     [[ ! -e "$BASE/killed-install" ]] || { rm "$BASE/killed-install"; kill -9 $PPID; }
     ;;
-  "-m megamix.supervise.launch" | "-m ruff" | "-m mypy" | "-m pytest" | "-m coverage")
+  "-m ruff" | "-m mypy" | "-m pytest" | "-m coverage")
     echo "$name $*" >>"$BASE/log"
     echo "FULL=${MEGAMIX_FULL-}" >>"$BASE/full"
-    echo "OMP_NUM_THREADS=$OMP_NUM_THREADS MALLOC=${MALLOC_TRIM_THRESHOLD_-}" >>"$BASE/environment"
     [[ ! -e "$BASE/$2-fails" ]] || { echo "$2: planted"; exit 1; }
     ;;
   "-m megamix")
     [[ "$3" != prepare ]] || { echo "$name $*" >>"$BASE/log"; exit 0; }
-    # With --check, as if the files were there; `config --show`, which comes first, judges the configuration for real.
-    [[ "$3" != train ]] || { echo "WORLD_SIZE=$WORLD_SIZE" >>"$BASE/checked"; echo "$*" >>"$BASE/asked"; exit 0; }
     exec "$REAL_PYTHON" "$@"
+    ;;
+  "-m megamix.pretrain")
+    shift 2
+    exec "$REAL_PYTHON" "$BASE/pretrain.py" "$name" "$@"
     ;;
   "--version ") echo "Python 3.x stand-in" ;;
   *)
@@ -42,6 +44,33 @@ case "$1 $2" in
     exec "$REAL_PYTHON" "$@"
     ;;
 esac
+"""
+
+# The process of pretrain.sh: it judges the configuration and counts GPUs for real, as if the files were there, and
+# records the ranks that it would start.
+PRETRAIN = """
+import os, sys
+from pathlib import Path
+from megamix import cli, pretrain
+
+def record(name, line):
+    with Path(os.environ["BASE"], name).open("a") as file:
+        print(line, file=file)
+
+def outlook_of(arguments, config, tell):
+    assert "torch.distributed" not in sys.modules
+    record("checked", f"WORLD_SIZE={os.environ['WORLD_SIZE']}")
+    record("asked", f"{arguments.config} {arguments.check} {arguments.memory}")
+    return "no problems"
+
+def start_ranks(options, request):
+    record("log", " ".join([sys.argv[1], "ranks", *options]))
+    settings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "WORLD_SIZE")]
+    record("environment", "OMP_NUM_THREADS={} MALLOC={} WORLD_SIZE={}".format(*settings))
+    return 0
+
+cli.outlook_of, pretrain.start_ranks = outlook_of, start_ranks
+sys.exit(pretrain.main(sys.argv[2:]))
 """
 
 TORCH = """
@@ -69,6 +98,7 @@ class Sandbox:
             program = shutil.which(name)
             assert program, name
             (self.bin / name).symlink_to(program)
+        (self.base / "pretrain.py").write_text(PRETRAIN)
         self.gpus(0)
 
     def gpus(self, count: int) -> None:

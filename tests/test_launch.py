@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 
 def torchrun(sandbox: Sandbox) -> list[str]:
-    (line,) = [line for line in sandbox.lines() if "megamix.supervise.launch" in line]
+    (line,) = [line for line in sandbox.lines() if " ranks " in line]
     return line.split()
 
 
@@ -49,15 +51,38 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     )
     assert done.returncode == 0, done.stderr
     assert torchrun(sandbox)[1:] == [
-        *("-m", "megamix.supervise.launch", "--standalone", f"--nproc-per-node={want}"),
+        *("ranks", "--standalone", f"--nproc-per-node={want}"),
         *("-m", "megamix", "train", config, "training.steps=90"),
     ]
+    # One interpreter that imports anything, the launcher: the other looks for modules, and ends.
+    assert sandbox.lines("started") == ["- torch numpy", "-m megamix.pretrain --standalone"]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
-    assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]  # each rank's own: tests/test_machine.py
+    # Each rank has its own: tests/test_machine.py.
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC= WORLD_SIZE="]
     done = sandbox.run("pretrain.sh", "--check", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
-    assert not any("supervise.launch" in line for line in sandbox.lines())
+    assert sandbox.lines() == []  # no rank
+
+
+@pytest.mark.parametrize(
+    ("nproc", "overrides", "told"),
+    [
+        ("", ["optimizer.lr=-1", "training.steps=0"], ["2 problems", "optimizer.lr: got -1", "training.steps: got 0"]),
+        ("2", ["training.global_batch_size=8"], ["4 problems", "data.train", "data.valid", "global_batch_size"]),
+    ],
+)
+def test_pretrain_tells_all_mistakes_before_it_imports_torch(
+    tmp_path: Path, nproc: str, overrides: list[str], told: list[str]
+) -> None:
+    """Of the configuration at once; of files and ranks too, where GPUs need not be counted."""
+    job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml"), *overrides]
+    code = f"import sys; from megamix.pretrain import main; print(main({job}), 'torch' in sys.modules)"
+    environment = os.environ | {"NPROC_PER_NODE": nproc}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=True)
+    assert done.stdout == "2 False\n"
+    assert [part for part in told if part not in done.stderr] == [], done.stderr
 
 
 @pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
@@ -65,14 +90,14 @@ def test_pretrains_check_takes_what_a_rank_may_hold(sandbox: Sandbox, asked: lis
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     done = sandbox.run("pretrain.sh", "--check", *asked, config, MEGAMIX_PYTHON=str(sandbox.program("p")))
     assert done.returncode == 0, done.stderr
-    assert sandbox.lines("asked") == [f"-m megamix train {config} --check --memory=3GiB"]
+    assert sandbox.lines("asked") == [f"{config} True 3GiB"]
 
 
 def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) -> None:
     variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
-    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9 WORLD_SIZE="]
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}
@@ -85,7 +110,7 @@ def test_pretrain_on_many_nodes_meets_at_the_first(sandbox: Sandbox, variables: 
     done = sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=python, **NODES, **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == ["WORLD_SIZE=2"]
-    assert torchrun(sandbox)[3:8] == [
+    assert torchrun(sandbox)[2:7] == [
         *("--nnodes=2", "--node-rank=1", "--master-addr=node0", f"--master-port={port}"),
         "--nproc-per-node=1",
     ]
@@ -160,7 +185,7 @@ def test_quickstart_prepares_and_trains_on_what_is_there(
     assert stages == ["1/3 install", "2/3 text", "3/3 training"]  # nobody waits without a word
     lines = [line for line in sandbox.lines() if not line.startswith(("pip", "python3"))]
     assert lines[0].startswith("python -m megamix prepare --corpus stdlib --output runs/data/stdlib ")
-    assert lines[1].split()[3:] == [
+    assert lines[1].split()[2:] == [
         *("--standalone", f"--nproc-per-node={ranks}", "-m", "megamix", "train", "configs/quickstart.toml"),
         *(*override, "optimizer.lr=1e-3"),
     ]

@@ -37,6 +37,7 @@ LAYER = {
     "hub": 7,
     "doctor": 8,
     "cli": 9,
+    "pretrain": 10,
     "__main__": 10,
     "__init__": 10,  # the facade: re-exports, imported by nobody inside
 }

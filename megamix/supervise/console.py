@@ -43,6 +43,11 @@ def say_on_first_rank(text: str, stream: TextIO | None = None) -> None:
         say(text, stream)
 
 
+def say_phase(phase: str) -> None:
+    """Say what whoever waits for a run's first step waits for now; beside the log."""
+    say_on_first_rank(f"megamix train: {phase}", sys.stderr)
+
+
 def say_unless_first_did(text: str, stream: TextIO | None = None) -> None:
     """Say it on the first rank, before an end. Under torchrun another one waits until the first has said it and ended,
     and is ended with it; else it is alone with this, and says it.

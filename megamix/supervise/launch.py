@@ -44,32 +44,35 @@ def launch(arguments: list[str]) -> int:
     Returns 0, the exit status of the first rank that failed (1 for a signal that nobody asked for), or that of a run
     that was asked to leave, if its ranks died of being asked or had no time; 2 where machines cannot meet.
     """
+    with signals_passed_on() as request:
+        return start_ranks(arguments, request)
+
+
+def start_ranks(arguments: list[str], request: LeaveRequest) -> int:
+    """As `launch`, within its `signals_passed_on`."""
     kills = kernel_kills()
-    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
-    request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
-    with _passed_on(request):
-        # Below the handlers: importing takes seconds.
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    # Below the handlers: importing takes seconds.
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from megamix.supervise.rendezvous import torchrun
+    from megamix.supervise.rendezvous import torchrun
 
-        logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-            lambda record: not record.getMessage().startswith(_SAID)
-        )
-        try:
-            torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
-        except ConfigError as error:
-            say(f"megamix: {error.problems[0]}", sys.stderr)
-            return 2
-        except ChildFailedError as error:
-            status: int = error.get_first_failure()[1].exitcode
-            if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
-                say("megamix: the kernel has killed a rank, for there was no memory left", sys.stderr)
-                status = NO_MEMORY
-            if status == NO_MEMORY:
-                _tell_plan(arguments)
-            # A rank that dies of the request itself was still starting: nothing is lost.
-            return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not record.getMessage().startswith(_SAID)
+    )
+    try:
+        torchrun([f"--signals-to-handle={_LEFT_TO_TORCHRUN}", *arguments])
+    except ConfigError as error:
+        say(f"megamix: {error.problems[0]}", sys.stderr)
+        return 2
+    except ChildFailedError as error:
+        status: int = error.get_first_failure()[1].exitcode
+        if -signal.SIGKILL in (one.exitcode for one in error.failures.values()) and kernel_kills() > kills:
+            say("megamix: the kernel has killed a rank, for there was no memory left", sys.stderr)
+            status = NO_MEMORY
+        if status == NO_MEMORY:
+            _tell_plan(arguments)
+        # A rank that dies of the request itself was still starting: nothing is lost.
+        return PREEMPTED if -status in NOTED or request.left_s() <= 0 else max(status, 1)
     return 0
 
 
@@ -87,10 +90,13 @@ def _tell_plan(arguments: list[str]) -> None:
 
 
 @contextmanager
-def _passed_on(request: LeaveRequest) -> Iterator[None]:
+def signals_passed_on() -> Iterator[LeaveRequest]:
     """Until the end of the block each signal goes on to the ranks, at once: by a thread that the system wakes, since
-    the main one may wait within torch for minutes, for another node say, where Python runs no handler.
+    the main one may wait within torch for minutes, for another node say, where Python runs no handler. Without ranks it
+    ends this process as a run that was asked to leave.
     """
+    # By the environment, so that the ranks know it, too: a save that takes longer must not begin.
+    request = LeaveRequest(float(os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_S))))
     wake, woken = os.pipe()[::-1]
     os.set_blocking(wake, False)
     before_fd = signal.set_wakeup_fd(wake)
@@ -98,7 +104,7 @@ def _passed_on(request: LeaveRequest) -> Iterator[None]:
     thread = threading.Thread(target=_pass_on, args=(woken, request, _faults_of_the_ended()), daemon=True)
     thread.start()
     try:
-        yield
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -25,7 +25,7 @@ from megamix.mixed_precision.flat_layout import ParamSpec
 from megamix.model.family import parameter_count
 from megamix.parallel.build import build_model, drawn, undrawn
 from megamix.parallel.stages import describe_stages
-from megamix.supervise.console import Console, say
+from megamix.supervise.console import Console, say, say_phase
 from megamix.supervise.liveness import Position, RollCall
 from megamix.supervise.run_lock import run_lock
 from megamix.supervise.status import (
@@ -166,6 +166,8 @@ def _join(config: Config, stack: ExitStack) -> Job:
     device, section = local_device(), config.parallelism
     # A moment more than the watchdog's, so that a peer that is missing is named before a collective gives up.
     limit_s = section.timeout_s + 1.0
+    if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        say_phase(f"meeting all {size} ranks")
     try:
         meet_ranks(device, limit_s)
     except NotMetError as error:
@@ -229,6 +231,8 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None, m
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.manual_seed(config.training.seed)
     stages = plan_pipeline(config)
+    update = "; its update is compiled, in a moment where it is cached, else in up to a minute"
+    say_phase("building the model" + update * config.optimizer.compile)
     model, placements = build_model(
         config.model, topology, device, stages, sequence_parallel=config.parallelism.sequence_parallel
     )
@@ -244,6 +248,8 @@ def _build_trainer(job: Job, files: ExitStack, memory_line: MemoryLine | None, m
     job.console.line(_describe(config, engine, device))
     if stages:
         job.console.line(f"pipeline, {config.parallelism.pp_schedule} | {describe_stages(stages)}")
+    if job.start.checkpoint is not None:
+        say_phase(f"loading {job.start.checkpoint.path}")
     start = load_start(job.start, config, engine)
     if start.checkpoint is not None:
         applied = start.progress.applied  # 0: imported

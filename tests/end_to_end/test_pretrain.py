@@ -56,6 +56,16 @@ def test_the_quickstart_trains_in_fp16_on_real_text(tmp_path) -> None:
         overrides += ["model.num_layers=2", "model.seq_len=64"]
     result = _call("launch/quickstart.sh", *overrides, "optimizer.compile=false", NPROC_PER_NODE="2")
     assert result.returncode == 0, result.stderr
+    # Whoever waits for the first step is told for what, in order, by the launcher and one rank; the log is as it was.
+    phases = [line for line in result.stderr.splitlines() if line.startswith(("megamix: ", "megamix train: "))]
+    assert phases == [
+        "megamix: checking the job",
+        "megamix: no problems; loading torch's launcher",
+        "megamix: starting 2 ranks",
+        "megamix train: loading torch",
+        "megamix train: meeting all 2 ranks",
+        "megamix train: building the model",
+    ]
     assert "2 rank(s)" in result.stdout
     assert result.stdout.count("valid loss") == 1  # at the end, said by one rank
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
