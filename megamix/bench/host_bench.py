@@ -59,8 +59,10 @@ class Sitting:
     cases: Mapping[str, Work]
 
 
-ALONE, JOINED, SHALLOW, HALF, CUT = "one rank", "few units", "few tensors", "half the layers", "micro-batches"
-LARGE, FEW_LARGE, TWO = "large units", "few large units", "two ranks"
+ALONE, TWO = "one rank", "two ranks"
+JOINED, SHALLOW = "few units", "few tensors"
+HALF, CUT = "half the layers", "micro-batches"
+LARGE, FEW_LARGE = "large units", "few large units"
 OURS = {shard: partial(Ours, shard=shard) for shard in ("states", "gradients", "parameters")}
 FSDP = {
     "fsdp2, kept": partial(Fsdp, reshard_after_forward=False),

@@ -23,14 +23,18 @@ from megamix.mixed_precision.engine import ShardedEngine
 from megamix.mixed_precision.observer import StepObserver, TransferKind, Used
 from megamix.mixed_precision.settings import Shard
 
-BATCH, FORWARD, BACKWARD, HOOKS = "batch, and loss read", "forward", "backward", "hooks: gradients collected"
+BATCH, HOOKS = "batch, and loss read", "hooks: gradients collected"
+FORWARD, BACKWARD = "forward", "backward"
 SUMS, GATHERS = "sums exposed", "gathers exposed"
-STATISTICS, UPDATE, LAUNCHES, REST = "statistics, agreement", "update", "gathers launched", "rest of step()"
+STATISTICS, UPDATE = "statistics, agreement", "update"
+LAUNCHES, REST = "gathers launched", "rest of step()"
 PARTS = (BATCH, FORWARD, BACKWARD, HOOKS, SUMS, GATHERS, STATISTICS, UPDATE, LAUNCHES, REST)
-WHOLE, PROCESSOR, OTHERS = "whole step", "processor time", "other threads"
 CPU = {part: f"{part}, processor" for part in (BATCH, FORWARD, BACKWARD, HOOKS, STATISTICS, UPDATE)}
+OTHERS = "other threads, processor"
+WHOLE, PROCESSOR = "whole step", "processor time"
 _WAITS = {"exposed_reduce_scatter": SUMS, "exposed_all_gather": GATHERS}
-ALONE, DDP, RESHARDED = "alone", "ddp", "fsdp2, resharded"
+ALONE = "alone"
+DDP, RESHARDED = "ddp", "fsdp2, resharded"
 SHARDS: tuple[Shard, ...] = ("states", "gradients", "parameters")
 
 
