@@ -16,9 +16,10 @@ def piece(size: int, numel: int, *, on_gpu: bool) -> int:
 # parts stream through. 0.5 ms where `torch.sum(dim=0, dtype=float32)` took 2.2. Again: `megamix bench wire`.
 SUM_PIECE = 1 << 18
 
-# Elements per pass of the statistics without a compiler: their FP32 copy (1 MiB) stays in cache. Again: `megamix bench
-# update`, "statistics, no compiler".
-STATS_PIECE = 1 << 18
+# Elements per pass of the statistics without a compiler: their FP32 copy (2 MiB) stays in cache, and there are few
+# passes, each of which costs some microseconds to begin. 32, 64, 128, 256, 512 Ki took 0.83, 0.65, 0.57, 0.47, 0.39 ns
+# per gradient. Again: `megamix bench update`, "statistics, no compiler".
+STATS_PIECE = 1 << 19
 
 # Elements that are summed before their statistics are taken, in FP32 from half parts. Their 8 MiB are still in cache
 # then; of smaller pieces the calls of compiled statistics (0.02 to 0.3 ms each before they start) cost more than memory
@@ -26,11 +27,11 @@ STATS_PIECE = 1 << 18
 # wire`, `half_fp32_sum`.
 SUMMED_PIECE = 1 << 21
 
-# Elements per piece of an update without a compiler. A piece's FP32 gradient (4 MiB) stays in cache between the
-# multiplication and the library's kernel; 64 Ki, 256 Ki and 1 Mi took 0.94, 0.76 and 0.75 ns per parameter. A multiple
-# of ROW, so that no piece ends in the kernel's scalar tail, which rounds otherwise. Again: `megamix bench update`,
-# "update, no compiler".
-UPDATE_PIECE = 1 << 20
+# Elements per piece of an update without a compiler. A piece's FP32 gradient (2 MiB) stays in cache between the
+# multiplication and the library's kernel, and its master until it is cast: 128, 256, 512 Ki, 1, 2 Mi took 1.07, 0.94,
+# 0.90, 0.90, 1.00 ns per parameter of 64 M, beside neighbours who used the cache too. A multiple of ROW, so that no
+# piece ends in the kernel's scalar tail, which rounds otherwise. Again: `megamix bench update`, "update, no compiler".
+UPDATE_PIECE = 1 << 19
 
 # Elements that an optimizer's equation takes at a time where nothing is compiled and the library has no kernel. Its
 # temporaries stay in cache, and are small enough for malloc to keep them: in pieces of 1 Mi the velocity form of NAG

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -101,22 +102,21 @@ class LibraryUpdate:
     def __call__(self, part: UpdateSlice, step: StepScalars) -> None:
         shared = self._groups[part.group]
         at = UpdateScalars(step.lr * shared.lr_factor, shared.weight_decay, step.coefficients)
-        numel = part.grad.numel()
-        size = tuned.piece(tuned.UPDATE_PIECE, numel, on_gpu=not part.grad.is_cpu)
-        unscaled = torch.empty(size, dtype=torch.float32, device=part.grad.device)
-        for start in range(0, numel, size):
-            piece = slice(start, min(start + size, numel))
-            grad = unscaled[: piece.stop - start].copy_(part.grad[piece]).mul_(step.multiplier)
-            states = {name: state[piece] for name, state in part.states.items()}
-            wide = {name: state.float() for name, state in states.items()}  # FP32 ones themselves
-            unscaled_part = UpdateSlice(part.group, grad, part.master[piece], wide, half=None)
-            if not self._optimizer.library_update_(unscaled_part, at, step):
-                self._by_operations(unscaled_part, at, step)
-            for name, state in states.items():
-                if wide[name] is not state:
-                    state.copy_(wide[name])
-            if part.half is not None:
-                part.half[piece].copy_(part.master[piece])
+        size = tuned.piece(tuned.UPDATE_PIECE, part.grad.numel(), on_gpu=not part.grad.is_cpu)
+        buffer = torch.empty(size, dtype=torch.float32, device=part.grad.device)
+        pieces = zip(*(torch.split(one, size) for one in (part.grad, part.master, *part.states.values())), strict=True)
+        halves = repeat(None) if part.half is None else torch.split(part.half, size)
+        for (grad, master, *states), half in zip(pieces, halves, strict=False):
+            unscaled = buffer[: len(grad)].copy_(grad).mul_(step.multiplier)
+            wide = [state.float() for state in states]  # FP32 ones themselves
+            piece = UpdateSlice(part.group, unscaled, master, dict(zip(part.states, wide, strict=True)), half=None)
+            if not self._optimizer.library_update_(piece, at, step):
+                self._by_operations(piece, at, step)
+            for state, new in zip(states, wide, strict=True):
+                if new is not state:
+                    state.copy_(new)
+            if half is not None:
+                half.copy_(master)
 
     def _by_operations(self, part: UpdateSlice, at: UpdateScalars, step: StepScalars) -> None:
         """Do one operation of torch's after the other."""

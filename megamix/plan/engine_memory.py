@@ -175,13 +175,10 @@ class EngineMemory:
         return (2 if self.on_gpu else 1) * sum(largest.values())
 
     def _squares(self, bucket: BucketPlan) -> int:
-        """Return those of statistics that are not compiled: of a piece its squares, and its FP32 copy unless it is
-        FP32.
-        """
+        """Return those of statistics that are not compiled: of a piece its FP32 copy, which becomes its squares."""
         if self.compiled:
             return 0
-        is_wide = self._owner_adds or self._precision.sum_dtype(bucket.num_shards) == torch.float32
-        return (1 if is_wide else 2) * FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=self.on_gpu)
+        return FP32 * tuned.piece(tuned.STATS_PIECE, bucket.shard_numel, on_gpu=self.on_gpu)
 
 
 def most_pieces(buckets: Sequence[BucketPlan]) -> int:

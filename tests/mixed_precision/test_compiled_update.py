@@ -41,7 +41,7 @@ KINDS = {
     "nag-bf16": (NAG(lr=0.1), torch.bfloat16),
     "velocity-fp32": (NAG(lr=0.1, momentum_form="velocity", decoupled_weight_decay=True), torch.float32),
 }
-ROWS = 4096 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
+ROWS = 8192 + 3  # of 64 elements: more than one piece of the path without a compiler, and an odd number
 
 
 def _groups(optimizer) -> list[UpdateGroup]:
@@ -166,6 +166,22 @@ def test_statistics_are_the_same_compiled_or_not_on_any_cut(kind) -> None:
         assert whole[1].amax() == grad.abs().max()
         for cut in (64, 64 * 1000, 64 * (ROWS - 1)):
             assert torch.equal(torch.cat([compute(grad[:cut]), compute(grad[cut:])], dim=1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_in_place_have_the_bits_of_plain_operations(dtype: torch.dtype) -> None:
+    """Signs, zeros of both, numbers too small or too large to be squared, infinities and NaN; and the gradient stays.
+    Pieces: two whole ones and a part, of a single row.
+    """
+    values = torch.randn(64 * 17, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 64 * 17)
+    values[::9], values[64:128], values[700] = -0.0, -values[64:128].abs(), float("-inf")
+    values[900:902] = torch.tensor([float("nan"), float("inf")])
+    grad = values.to(dtype)
+    kept = grad.clone()
+    with mock.patch.object(tuned, "STATS_PIECE", 64 * 8):
+        stats = chunked_row_stats(grad)
+    torch.testing.assert_close(stats, row_stats(grad), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(grad.view(torch.uint8), kept.view(torch.uint8))
 
 
 @pytest.mark.uncounted
