@@ -1,12 +1,13 @@
 """The optimizer's step alone: how near it comes to the machine's copy rate, and how far torch's passes are from it.
 
-Each process holds ours and torch's on the same flat tensors, and a plain copy.
+Each process holds ours and torch's on the same flat tensors, and a plain copy. Without a compiler all that follows
+backward is compared with what is written by hand, each on a model in a process of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from megamix.bench.ranks import Settings, rotated, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread
+from megamix.bench.sides import ByHand, Engine, Ours, Work
 from megamix.comm.collectives import Collectives
 from megamix.comm.topology import Axis, Topology
 from megamix.config import ModelConfig
@@ -27,10 +29,16 @@ from megamix.mixed_precision.fused_update import choose_kernels
 from megamix.mixed_precision.grad_stats import stats_by_piece
 from megamix.mixed_precision.settings import Precision, Sharding
 from megamix.mixed_precision.update_slice import Kernel, StepScalars
+from megamix.model.family import parameter_count
 from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
+# Of 3.7 M and 63 M parameters, with so few tokens that most of a step is what follows backward.
+SIZES = {
+    "4 M": ModelConfig(vocab_size=2048, seq_len=16, hidden_size=256, num_layers=4, num_heads=4),
+    "64 M": ModelConfig(vocab_size=8192, seq_len=16, hidden_size=768, num_layers=8, num_heads=12),
+}
 KINDS = {
     "bf16": (torch.bfloat16, ADAMW),
     "fp16": (torch.float16, ADAMW),
@@ -38,6 +46,7 @@ KINDS = {
 }
 
 COMPILED, LIBRARY, CASTS = "update, compiled", "update, no compiler", "cast + AdamW(fused) + cast"
+AFTER, BY_HAND = "all after backward, no compiler", "all after backward, by hand"
 STATS, LIBRARY_STATS, COPY = "statistics, compiled", "statistics, no compiler", "copy"
 
 STATS_BYTES = 2  # a parameter: its half gradient
@@ -141,13 +150,55 @@ class UpdateRank:
         return casts
 
 
+class AfterRank:
+    """Takes steps over the same tokens on one rank, and times what follows backward."""
+
+    def __init__(self, build: Callable[[Work], Engine], work: Work):
+        self._engine = build(work)
+        model = work.model
+        generator = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(model.vocab_size, (1, model.seq_len + 1), generator=generator)
+
+    def cpu_s(self, steps: int) -> float:
+        """Return the processor time of one, the mean of so many after one that is not timed."""
+        self._after_backward()
+        return sum(self._after_backward() for _ in range(steps)) / steps
+
+    def _after_backward(self) -> float:
+        self._engine.forward_backward(self._tokens[:, :-1], self._tokens[:, 1:])
+        start_s = time.process_time()
+        self._engine.optimize()
+        self._engine.finish()
+        return time.process_time() - start_s
+
+
 Seconds = dict[str, list[float]]  # variant -> of a call, round by round
 
 
-def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5) -> Result:
+def after_backward(rounds: int, sizes: Mapping[str, ModelConfig], calls: int) -> dict[str, Seconds]:
+    """Return what both ways take in BF16 on one thread, by the size of the model."""
+    measured: dict[str, Seconds] = {}
+    for size, model in sizes.items():
+        progress(f"update: all after backward, {size} parameters")
+        work = Work(model=model, compile_update=False)
+        seconds: Seconds = {AFTER: [], BY_HAND: []}
+        with ExitStack() as stack:
+            ways = {AFTER: partial(AfterRank, Ours, work), BY_HAND: partial(AfterRank, ByHand, work)}
+            ranks = {way: stack.enter_context(start_ranks(way, actor)) for way, actor in ways.items()}
+            for number in range(rounds):
+                for way in rotated([*ranks], number):
+                    seconds[way] += ranks[way].call(AfterRank.cpu_s, calls)
+        measured[size] = seconds
+    return measured
+
+
+def update(
+    settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5, sizes: Mapping[str, ModelConfig] = SIZES
+) -> Result:
     """Measure every variant in BF16, in FP16, and with moments in BF16 as well, for each number of threads in a process
-    of its own. `calls`: timed ones of each variant in a round.
+    of its own. `calls`: timed ones of each variant in a round; `sizes`: models on which all after backward is timed.
     """
+    after = after_backward(settings.rounds, sizes, calls)
     cases = [(number, name) for number in threads for name in KINDS]
     work = settings.work
     measured: dict[tuple[int, str], Seconds] = {case: {} for case in cases}
@@ -170,6 +221,13 @@ def update(settings: Settings, threads: tuple[int, ...] = (1, 2), calls: int = 5
     rows = [row for case in cases for row in _rows(case, measured[case], num_params)]
     goals = [goal for case in cases for goal in _goals(case, measured[case])]
     raw = {f"{name}, {number} thread(s)": measured[number, name] for number, name in cases}
+    for size, both in after.items():
+        for way, values in both.items():
+            of_one = [1e9 * value / parameter_count(sizes[size]) for value in values]
+            rows.append((f"{size}: {way}", show(spread(of_one), 3), "", ""))
+        text = f"{AFTER}: processor time over by hand's ({size})"
+        goals.append(Goal(text, paired_ratio(both[AFTER], both[BY_HAND]), 1.1, at_least=False))
+        raw[size] = both
     counted = ", ".join(f"{update_bytes(optimizer)} ({name})" for name, (_, optimizer) in KINDS.items())
     notes = [
         f"GB/s of an update count in bytes a parameter {counted}, of statistics {STATS_BYTES}, "

@@ -20,6 +20,8 @@ from megamix.bench.sides import Work
 from megamix.bench.startup_bench import startup
 from megamix.bench.train_bench import Measured, examine, fp16, overlap, train, wire
 from megamix.bench.update_bench import (
+    AFTER,
+    BY_HAND,
     CASTS,
     COMPILED,
     COPY,
@@ -162,10 +164,14 @@ def test_benches_run_from_end_to_end_and_leave_lines_of_json(
     if not FULL:
         fork_ranks(monkeypatch)
         monkeypatch.setattr(update_bench, "KINDS", {"fp16": update_bench.KINDS["fp16"]})  # each in a process of its own
-    command.report([lambda: update(TINY, threads=(1,), calls=1), lambda: overlap(TINY)], output)
+    command.report([lambda: update(TINY, threads=(1,), calls=1, sizes={"tiny": MODEL}), lambda: overlap(TINY)], output)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [line["bench"] for line in lines] == ["update", "overlap"]
     assert set(lines[0]["raw"]["fp16, 1 thread(s)"]) == {LIBRARY, "statistics, no compiler", CASTS, COPY}
+    after = lines[0]["raw"]["tiny"]
+    assert [len(after[way]) for way in (AFTER, BY_HAND)] == [1, 1]
+    (goal,) = [goal for goal in lines[0]["goals"] if goal["text"] == f"{AFTER}: processor time over by hand's (tiny)"]
+    assert (goal["value"], goal["bound"], goal["at_least"]) == (after[AFTER][0] / after[BY_HAND][0], 1.1, False)
     turns = lines[1]["raw"]["overlap off"]
     assert [len(turns[name]) for name in ("tokens_per_s", "optimizer_ms", "details_ms")] == [1, 1, 1]
     assert turns["peak_live_bytes"] > 0
