@@ -135,8 +135,14 @@ class _OnGradient:
         gather.before_backward(self._unit())
 
 
+_PLAIN = {bool, int, float, str, type(None)}  # most attributes of modules: not worth a walk
+
+
 def tensors_in(given: object) -> Iterator[Tensor]:
     """Yield the tensors in containers, and in dataclasses of them."""
+    if isinstance(given, Tensor):
+        yield given
+        return
     for leaf in tree_leaves(given):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -146,4 +152,9 @@ def tensors_in(given: object) -> Iterator[Tensor]:
 
 def _attributes(unit: nn.Module) -> list[object]:
     """Return what a unit may give beside its output, as the loss of a router."""
-    return [value for part in unit.modules() for name, value in vars(part).items() if not name.startswith("_")]
+    return [
+        value
+        for part in unit.modules()
+        for name, value in vars(part).items()
+        if name[0] != "_" and type(value) not in _PLAIN
+    ]

@@ -374,6 +374,8 @@ class Training:
 
 def bits(value: Tensor) -> str:
     flat = value.detach().to("cpu", copy=True).reshape(-1)  # a NumPy array of the engine's own memory would keep it
+    if flat.is_floating_point():
+        flat = flat.masked_fill(flat.isnan(), torch.nan)  # which of the many NaNs it is depends on the kernel
     digest = hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
     shown = f" = {flat.item()}" if flat.numel() == 1 else ""
     return f"{digest} {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{shown}"
