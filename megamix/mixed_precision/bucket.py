@@ -265,11 +265,11 @@ class Bucket:
         `completes`: no other comes in this step.
         """
         place = self.param_grads[name]
-        if place.ready and self.missing == 0:
+        if self.missing == 0:
             raise RuntimeError(
-                f"parameter {name} got a second gradient in one backward when its bucket was complete: a "
-                "reentrant checkpoint recomputed its module. Use torch.utils.checkpoint.checkpoint(..., "
-                "use_reentrant=False)"
+                f"parameter {name} got a second gradient in one backward when its bucket was complete, or one behind "
+                "its unit's backward: a reentrant checkpoint recomputed its module. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         if not place.counts:
             grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
@@ -311,6 +311,7 @@ class Bucket:
 
     def fill_missing(self) -> list[str]:
         """Let parameters that got no gradient count as zeros; return their names."""
+        self.add_waiting()
         silent = [place for place in self.param_grads.values() if not place.touched]
         if silent and self.storage.grads_pass:
             take(self.grads)

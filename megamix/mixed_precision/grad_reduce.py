@@ -99,15 +99,29 @@ class GradReduce:
         """Start what is left, now that backward is over; what got no gradient counts as zeros, and the log names it
         once. `ends`: the step, too; else the next micro-batch's gradients come.
         """
-        new = [name for bucket in self._buckets for name in bucket.fill_missing() if name not in self._warned]
-        if new:
-            self._warned.update(new)
-            log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
+        self._fill_missing(self._buckets)
         self._launch(all_are_full=True)
         for bucket in self._buckets:
             bucket.expect_grads()
         if not ends:
             self._expect_sums()
+
+    def complete(self, buckets: Sequence[Bucket]) -> None:
+        """Let the sums of these buckets start in their turn, for no more comes, if this pass completes a step's
+        gradients.
+        """
+        late = [bucket for bucket in buckets if bucket.missing]
+        if self._completes and late:
+            self._fill_missing(late)
+            for bucket in late:
+                bucket.missing = 0
+            self._launch()
+
+    def _fill_missing(self, buckets: Sequence[Bucket]) -> None:
+        new = [name for bucket in buckets for name in bucket.fill_missing() if name not in self._warned]
+        if new:
+            self._warned.update(new)
+            log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
     def _launch(self, *, all_are_full: bool = False) -> None:
         """Start the sum of every bucket whose turn it is: from within backward of those that are full, behind it of all

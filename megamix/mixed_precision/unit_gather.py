@@ -5,6 +5,7 @@ forward and again for its backward, the next unit's beside it, and freed behind 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class Unit:
     members: list[Member] = field(default_factory=list)  # in the order in which a forward calls them
     begun: bool = False  # the pass has come to it
     inside: int = 0  # how many forwards of members are under way
-    due: set[Member] = field(default_factory=set)  # called in this step: their backward may be still to come
+    # Members whose backward of this step may be still to come, and the turn in which a forward of each began first.
+    due: dict[Member, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -59,10 +61,11 @@ class UnitGather:
     A forward begins with the gathers of its first two units, a backward with its first one's. The pre-hook of a unit's
     first module launches the next unit's gather and awaits its own. The hook behind the last module's forward frees the
     unit or, where that is not called, the pre-hook of the next unit. In backward the gradient of a module's output does
-    what a pre-hook does, and a unit is freed when all gradients of the modules that were called have come and the pass
-    is at another unit. Two units have memory at a time. The last one of a forward stays for the backward, which begins
-    with it, and so does the root. A unit that is called again, earlier than the order says, or outside of the model's
-    forward is gathered when it is called, if all ranks call it.
+    what a pre-hook does, and a unit is freed when the pass is at another one and no gradient of it can come any more.
+    Those that have not come count as zeros then, so that each rank starts a unit's sum between the same two gathers:
+    else one would wait in a sum for a rank that waits for a gather. Two units have memory at a time. The last one of a
+    forward stays for the backward, which begins with it, and so does the root. A unit that is called again, earlier
+    than the order says, or outside of the model's forward is gathered when it is called, if all ranks call it.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class UnitGather:
         grads: GradReduce, unseen_writes: UnseenWrites, clock: Clock, observers: Sequence[StepObserver],
     ):  # fmt: skip
         self._overlap = overlap
-        self._has_gradient = grads.has_gradient
+        self._grads = grads
         self._unseen_writes = unseen_writes
         self._clock = clock
         self._observers = observers
@@ -91,7 +94,10 @@ class UnitGather:
         self._live: dict[Unit, None] = {}  # those whose gathers are under way, or have landed
         self._pass: Sequence[Unit] = ()  # the units in this pass, in its order
         self._place: dict[Unit, int] = {}  # of each in it
+        self._at = 0  # the place to which it has come
         self._launched = 0  # of these
+        self._turn = 0  # counts where forwards of members begin and end
+        self._reached = math.inf  # the turn to which a backward pass has come: all that began behind it is done
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
         self._in_backward = False
         self.is_whole = False
@@ -167,9 +173,11 @@ class UnitGather:
         """Gather for a backward pass of the model, inside `grads`, which takes its gradients."""
         self._thread.enter("engine.backward", self._in_backward, stays=True)
         if loss is not None:
-            on_reads(self, self._member_of, loss)
+            for member in on_reads(self, self._member_of, loss):
+                self._unit_of[member].due[member] = 0
         self._end()  # a pass that failed: other ranks may have come to its end
         self._in_backward = True
+        self._reached = math.inf
         try:
             self._begin(self._units[:0:-1], kept=[self._root])
             with grads:
@@ -193,8 +201,11 @@ class UnitGather:
                 unit.inside = 1
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
             return
-        if self._in_backward or torch.is_grad_enabled():
-            unit.due.add(member)
+        if self._in_backward:
+            unit.due.setdefault(member, 0)
+        elif torch.is_grad_enabled():
+            self._turn += 1
+            unit.due.setdefault(member, self._turn)
         self._come_to(unit)
         unit.inside += not self._in_backward
 
@@ -213,21 +224,28 @@ class UnitGather:
         if member is unit.members[-1] and self._is_over(unit):
             self._free([unit])
         if torch.is_grad_enabled():
-            on_gradient(self, member, module, output)
+            self._turn += 1
+            on_gradient(self, member, self._turn, module, output)
 
-    def before_backward(self, member: Member) -> None:
+    def before_backward(self, member: Member, turn: float) -> None:
+        """Do it before the backward of what a member's forward gave in this turn; infinite: of what reads its weights.
+
+        Autograd computes what was computed last first: what began in a later turn is done.
+        """
         if not (self._in_backward or self.is_whole):
             raise RuntimeError(
                 f"{member.name} is differentiated outside of engine.backward(loss), where its weights have no memory: "
                 "call engine.backward(loss), or do forward and backward inside `with engine.whole_parameters():`"
             )
         unit = self._unit_of[member]
-        unit.due.add(member)
+        unit.due.setdefault(member, 0)
+        self._reached = min(self._reached, turn)
         self._come_to(unit)
 
     def _begin(self, order: Sequence[Unit], kept: Sequence[Unit]) -> None:
         self._pass, self._kept = order, kept
         self._place = {unit: place for place, unit in enumerate(order)}
+        self._at = -1
         self._launched = sum(unit in self._live for unit in order)  # a backward's first, which its forward has kept
         for unit in order:
             unit.begun = False
@@ -240,7 +258,7 @@ class UnitGather:
 
     def _end(self) -> None:
         """Gather what other ranks may have called, and this one has not."""
-        self._advance(len(self._pass), at=len(self._pass))
+        self._go_to(len(self._pass))
         self._pass = ()
         self._place = {}
         if not self._in_backward:
@@ -253,22 +271,34 @@ class UnitGather:
         for unit in self._units:
             unit.due.clear()
 
-    def _advance(self, to: int, at: int = 0) -> None:
-        """Launch the first `to` units of the pass, as far as they are not. It is at place `at`: those in front of it
-        were skipped here, and are gathered for other ranks.
-        """
+    def _advance(self, to: int) -> None:
+        """Launch the first `to` units of the pass, as far as they are not."""
         while self._launched < min(to, len(self._pass)):
-            self._launch(unit := self._pass[self._launched])
-            if self._launched < at and self._is_over(unit):
-                self._free([unit])
+            self._launch(self._pass[self._launched])
             self._launched += 1
+
+    def _go_to(self, place: int) -> None:
+        """Let the pass come to a place, past each one in front of it that is skipped here: other ranks are not."""
+        for at in range(min(self._at + 1, place), place + 1):
+            self._leave([unit for unit in self._live if self._place.get(unit, at) < at])
+            self._advance(at + 1 + self._overlap)
+        self._at = max(self._at, place)
+
+    def _leave(self, units: Iterable[Unit]) -> None:
+        """Free those that are over."""
+        for unit in units:
+            if self._is_over(unit):
+                if self._in_backward:
+                    self._grads.complete(unit.buckets)
+                self._free([unit])
 
     def _come_to(self, unit: Unit) -> None:
         if unit.begun:
             return
-        at = self._place.get(unit, len(self._units))  # outside of a pass it comes behind all others
-        self._free([one for one in self._live if self._place.get(one, 0) < at and self._is_over(one)])
-        self._advance(at + 1 + self._overlap, at)
+        if unit in self._place:
+            self._go_to(self._place[unit])
+        else:
+            self._leave([*self._live])
         if unit not in self._live:
             self._meet_out_of_turn(unit)
         self._await(unit)
@@ -276,11 +306,12 @@ class UnitGather:
 
     def _is_over(self, unit: Unit) -> bool:
         """Whether a pass that is past a unit needs it no more. A checkpoint of several begins all before one ends."""
-        if unit in self._kept:
+        if unit in self._kept or unit.inside:
             return False
-        if self._in_backward:
-            return all(self._has_gradient(name) for member in unit.due for name in member.param_names)
-        return not unit.inside
+        return not self._in_backward or all(
+            began > self._reached or all(map(self._grads.has_gradient, member.param_names))
+            for member, began in unit.due.items()
+        )
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
         """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of

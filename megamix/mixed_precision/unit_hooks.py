@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from megamix.mixed_precision.foreign_params import LEAF
 
+Unit = TypeVar("Unit")
 OnForward = Callable[[Any, nn.Module, object], None]  # of what a hook was given, the module and what it has returned
 
 
 class Gather(Protocol):
     """Learns of backwards. `unit`: as the hook was given it."""
 
-    def before_backward(self, unit: Any) -> None: ...
+    def before_backward(self, unit: Any, turn: float) -> None: ...
 
 
 class OneThread:
@@ -83,17 +85,20 @@ def _run(method: OnForward, given: object, module: nn.Module, output: object) ->
     method(given, module, output)
 
 
-def on_gradient(gather: Gather, unit: object, module: nn.Module, output: object) -> None:
-    """Let `gather` be told when the first gradient of what the unit has given is there: its backward begins."""
+def on_gradient(gather: Gather, unit: object, turn: int, module: nn.Module, output: object) -> None:
+    """Let `gather` be told when the first gradient of what the unit has given in this turn is there: its backward
+    begins.
+    """
     for tensor in tensors_in([output, _attributes(module)]):
         node: Any = tensor.grad_fn
         if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
-            _tell(gather, unit, node)
+            _tell(gather, unit, turn, node)
 
 
-def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, object], loss: Tensor) -> None:
+def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, Unit], loss: Tensor) -> Iterator[Unit]:
     """Let `gather` be told, too, before the backward of what reads a unit's parameters on a way from the loss that
-    leads past all that units have given: a penalty on a weight, or a loss that a unit has put into a list.
+    leads past all that units have given: a penalty on a weight, or a loss that a unit has put into a list. Yield these
+    units.
     """
     readers: dict[Any, list[Any]] = {}  # of each node's result
     todo: list[Any] = [loss.grad_fn]
@@ -105,34 +110,36 @@ def on_reads(gather: Gather, unit_of: Mapping[nn.Parameter, object], loss: Tenso
                     todo.append(read)
                 readers.setdefault(read, []).append(node)
     for leaf in [node for node in readers if node.name() == LEAF and node.variable in unit_of]:
+        yield unit_of[leaf.variable]
         todo = [leaf]
         while todo:
             for node in readers.get(todo.pop(), ()):
-                _tell(gather, unit_of[leaf.variable], node)
+                _tell(gather, unit_of[leaf.variable], math.inf, node)
                 if len(node.next_functions) == 1:  # it may give a view, which the next one reads
                     todo.append(node)
 
 
-def _tell(gather: Gather, unit: object, node: Any) -> None:
+def _tell(gather: Gather, unit: object, turn: float, node: Any) -> None:
     told = node.metadata.setdefault(_OnGradient, {})
     held = weakref.ref(unit)  # a graph that outlives its engine must not keep the unit's buckets
     if held not in told:
-        told[held] = node.register_prehook(_OnGradient(gather, held))
+        told[held] = node.register_prehook(_OnGradient(gather, held, turn))
 
 
 class _OnGradient:
     """The hook of a node."""
 
-    def __init__(self, gather: Gather, unit: weakref.ref[object]):
+    def __init__(self, gather: Gather, unit: weakref.ref[object], turn: float):
         self._gather = weakref.ref(gather)
         self._unit = unit
+        self._turn = turn
 
     def __call__(self, grads: object) -> None:
         if (gather := self._gather()) is None:
             raise RuntimeError(
                 "a backward through a module whose engine is gone, and with it the weights: hold the engine as long"
             )
-        gather.before_backward(self._unit())
+        gather.before_backward(self._unit(), self._turn)
 
 
 _PLAIN = {bool, int, float, str, type(None)}  # most attributes of modules: not worth a walk

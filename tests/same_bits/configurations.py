@@ -12,7 +12,7 @@ Pair = tuple[tuple[str, Setting], tuple[str, Setting]]  # of axes in the order o
 
 AXES: dict[str, Sequence[Setting]] = {
     "layout": ("dp1", "dp2", "dp4", "tp2", "dp2tp2", "pp2", "pp2zb"),
-    "model": ("plain", "tied", "frozen", "buffers", "recompute"),
+    "model": ("plain", "tied", "frozen", "buffers", "recompute", "deep"),
     "dtype": ("fp16", "bf16", "fp32"),
     "grads": ("half", "fp32"),
     "reduce": ("half", "half_fp32_sum"),
@@ -47,7 +47,7 @@ def _forbidden() -> Iterator[Pair]:
         for value, with_it in itertools.product(values, others):
             yield (axis, value), (other, with_it)
 
-    yield from both("layout", _MESHES, "model", ("frozen", "buffers", "recompute"))
+    yield from both("layout", _MESHES, "model", ("frozen", "buffers", "recompute", "deep"))
     yield from both("layout", _MESHES, "fill", (False,))  # their models come without values
     yield from both("layout", _MESHES, "units", (False,))
     yield from both("layout", _PIPELINES, "shard", ("parameters",))

@@ -74,7 +74,9 @@ class Net(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.units = nn.ModuleList(Block() for _ in range(3))
+        self.units = nn.ModuleList(
+            Block() for _ in range(9 if kind == "deep" else 3)
+        )  # of nine small ones two are joined
         self.experts = nn.Parameter(0.2 * torch.randn(MATRICES, WIDTH, WIDTH))
         self.statistics = nn.BatchNorm1d(WIDTH, affine=False) if kind == "buffers" else nn.Identity()
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)

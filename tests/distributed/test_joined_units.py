@@ -1,0 +1,232 @@
+"""Small neighbouring units of `shard = "parameters"` share a bucket and a gather, and train the bits of the kept copy:
+where members are skipped, recomputed, called out of turn or twice, on ranks that differ. Two such units have memory at
+a time; one goes when the pass reaches the next, or its last member's forward ends; the last stays for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megamix import AdamW, Precision, ShardedEngine, Sharding
+from megamix.mixed_precision.bucket import Bucket
+from megamix.mixed_precision.census import _joined
+from megamix.mixed_precision.settings import Shard
+from tests.distributed.models import LENGTH, VOCAB, WIDTH, Block, make_batch
+
+pytestmark = pytest.mark.uncounted
+
+BLOCKS = 9  # of 2,041 elements each, of 19,809: units of two, and one of one
+
+
+class DeepModel(nn.Module):
+    def __init__(self, recompute: str = "none"):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor, order: Sequence[int]) -> Tensor:
+        """Call the blocks in this order. `recompute`: "none", "each" block by itself, or "threes" of them together."""
+        x = self.embedding(tokens)
+        size = 3 if self.recompute == "threes" else 1
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            x = (
+                self._some(x, some)
+                if self.recompute == "none"
+                else checkpoint(self._some, x, some, use_reentrant=False)
+            )
+        return self.head(x)
+
+    def _some(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for number in order:
+            x = self.blocks[number](x)
+        return x
+
+
+def _engine(shard: Shard = "parameters", recompute: str = "none", grad_accum_steps: int = 1) -> ShardedEngine:
+    torch.manual_seed(3)
+    model = DeepModel(recompute)
+    sharding = Sharding([*model.blocks], shard=shard)
+    precision = Precision(torch.bfloat16)
+    return ShardedEngine(
+        model, AdamW(lr=0.01), precision, sharding, 0.05, grad_accum_steps=grad_accum_steps, compile_update=False
+    )
+
+
+def _loss(engine: ShardedEngine, step: int, rank: int, micro_batch: int, order: Sequence[int]) -> Tensor:
+    tokens = make_batch(step, rank, micro_batch)
+    logits = engine(tokens[:, :-1], order)
+    return F.cross_entropy(logits.float().view(-1, VOCAB), tokens[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "whole", "numbers"),
+    [
+        ([10] * 9, 80, [1, 2, 3, 4, 5, 6, 7, 8, 9]),  # an eighth each
+        ([10] * 5, 160, [1, 1, 2, 2, 3]),
+        ([10, 30, 10, 10], 160, [1, 2, 3, 3]),  # a large one is not joined
+        ([400_000] * 4, 10**8, [1, 1, 1, 2]),
+        ([999_999, 1_000_000, 1], 10**9, [1, 2, 3]),
+        ([5, 0, 5, 30], 160, [1, 1, 1, 2]),  # one without parameters of its own
+    ],
+)
+def test_units_are_joined_until_they_reach_the_least_size(sizes: list[int], whole: int, numbers: list[int]) -> None:
+    assert _joined(sizes, whole) == numbers
+
+
+def test_joined_units_share_a_bucket() -> None:
+    names = [{name.split(".")[1] for name in bucket.named_params if "blocks" in name} for bucket in _engine().buckets]
+    assert [name for name in names if name] == [{"8"}, {"6", "7"}, {"4", "5"}, {"2", "3"}, {"0", "1"}]
+
+
+ALL = tuple(range(BLOCKS))
+
+
+@dataclass(frozen=True)
+class Case:
+    order: tuple[int, ...] = ALL
+    of_others: tuple[int, ...] | None = None  # what ranks of odd numbers call; None: the same
+    recompute: str = "none"
+    grad_accum_steps: int = 1
+
+
+CASES = {
+    "all": Case(),
+    "micro-batches": Case(grad_accum_steps=3),
+    "last members skipped": Case((0, 2, 4, 6, 8)),
+    "first members skipped": Case((1, 3, 5, 7)),
+    "units skipped": Case((0, 1, 6, 8)),
+    "others on other ranks": Case((0, 1, 2, 5, 7), (1, 4, 6, 7, 8)),
+    "the last one skipped": Case((0, 1, 2, 3)),
+    "backwards": Case(ALL[::-1]),
+    "twice in turn": Case((0, 0, 1, 1, 2, 3, 3, 8)),
+    "all of them twice": Case((*ALL, *ALL)),
+    "one between the others": Case((0, 2, 0, 3, 4, 0, 5, 6, 0, 7, 8)),
+    "recompute each": Case(recompute="each"),
+    "recompute threes": Case(recompute="threes"),
+    "recompute threes, some skipped": Case((0, 2, 3, 4, 6, 8), (0, 1, 2, 3, 7), recompute="threes"),
+    "recompute, twice": Case((0, 1, 2, 3, 2, 3, 4, 5, 1), recompute="threes", grad_accum_steps=2),
+}
+
+
+def _train(case: Case, shard: Shard) -> tuple[dict[tuple[str, str, int], Tensor], list[float]]:
+    """Return what this rank owns and what it was told, over three steps with an evaluation amid each."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    engine = _engine(shard, case.recompute, case.grad_accum_steps)
+    order = case.of_others if rank % 2 and case.of_others is not None else case.order
+    told = []
+    for step in range(3):
+        for micro_batch in range(case.grad_accum_steps):
+            loss = _loss(engine, step, rank, micro_batch, order)
+            with torch.no_grad():
+                told.append(float(_loss(engine, step, 0, 0, ALL)))
+            engine.backward(loss)
+        told += [float(value) for value in engine.step()[:4]]
+    whole = engine.full_weights()
+    owned = {
+        (one.spec.name, state, one.start): values.clone()
+        for one in engine.owned_ranges()
+        for state, values in one.tensors.items()
+    }
+    return owned | {(name, "whole", 0): value for name, value in whole.items()}, told
+
+
+def _compare(names: Sequence[str]) -> list[str]:
+    wrong = []
+    for name in names:
+        (_, kept_told), (_, told) = kept, own = _train(CASES[name], "states"), _train(CASES[name], "parameters")
+        whole = {key: value for key, value in kept[0].items() if key[1] == "whole"}
+        wrong += [f"{name}: {key}" for key, value in whole.items() if not torch.equal(own[0][key], value)]
+        wrong += [f"{name}: told {told} for {kept_told}"] if told != kept_told else []
+    return wrong
+
+
+def test_one_rank_trains_the_bits_of_the_kept_copy() -> None:
+    assert _compare([*CASES]) == []
+
+
+@pytest.mark.parametrize("dp_size", [2, 3])
+def test_ranks_train_the_bits_of_the_kept_copy(run_ranks, dp_size: int) -> None:
+    assert run_ranks(_compare, dp_size, [*CASES], deadline_s=300.0) == [[]] * dp_size
+
+
+def _live(engine: ShardedEngine) -> list[str]:
+    """The blocks whose half parameters have memory, unit by unit in registration order."""
+    there: list[Bucket] = [bucket for bucket in reversed(engine.buckets) if bucket.params.untyped_storage().nbytes()]
+    units = [sorted({name.split(".")[1] for name in bucket.named_params if "blocks" in name}) for bucket in there]
+    return ["".join(blocks) for blocks in units if blocks]
+
+
+def _watch(engine: ShardedEngine) -> list[tuple[str, list[str]]]:
+    """Note what has memory when a block computes, and behind it."""
+    seen: list[tuple[str, list[str]]] = []
+    for number, block in enumerate(engine.module.blocks):
+        # Inside of the block, so that the engine's own hooks have been called; behind it in front of its own.
+        block.norm.register_forward_pre_hook(lambda *_, number=number: seen.append((str(number), _live(engine))))
+    return seen
+
+
+def test_two_have_memory_at_a_time_and_the_last_stays() -> None:
+    engine = _engine()
+    seen = _watch(engine)
+    loss = _loss(engine, 0, 0, 0, ALL)
+    in_turn = ["01", "23", "45", "67", "8"]
+    assert seen == [(str(number), in_turn[number // 2 : number // 2 + 2]) for number in ALL]
+    assert _live(engine) == ["8"]
+    at_gradients: list[list[str]] = []
+    for block in engine.module.blocks:
+        block.down.weight.register_hook(lambda grad: at_gradients.append(_live(engine)))
+    engine.backward(loss)
+    assert [len(live) for live in at_gradients] == [2] * 7 + [1] * 2
+    assert (at_gradients[0], at_gradients[-1]) == (["67", "8"], ["01"])
+    assert _live(engine) == []
+    engine.step()
+    with torch.no_grad():
+        _loss(engine, 0, 0, 0, ALL)
+    assert _live(engine) == []
+
+
+def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next() -> None:
+    engine = _engine()
+    seen = _watch(engine)
+    loss = _loss(engine, 0, 0, 0, (0, 2, 4, 6, 8))
+    assert seen == [("0", ["01", "23"]), ("2", ["23", "45"]), ("4", ["45", "67"]), ("6", ["67", "8"]), ("8", ["8"])]
+    most = 0
+
+    def count(grad: Tensor) -> None:
+        nonlocal most
+        most = max(most, len(_live(engine)))
+
+    for block in engine.module.blocks:
+        block.down.weight.register_hook(count)
+    engine.backward(loss)  # whose skipped members never have gradients
+    assert most == 2
+    assert _live(engine) == []
+
+
+def test_members_called_outside_of_the_models_forward_leave_one_unit_behind() -> None:
+    engine = _engine()
+    x = torch.zeros(1, LENGTH, WIDTH, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for number in (0, 2, 3, 4):
+            x = engine.module.blocks[number](x)
+            assert _live(engine) == {0: ["01"], 2: ["23"], 3: [], 4: ["45"]}[number]
+    engine.backward(_loss(engine, 0, 0, 0, ALL))
+    assert _live(engine) == []
+
+
+def test_a_view_that_a_member_returns_is_refused_by_the_members_name() -> None:
+    engine = _engine()
+    engine.module.blocks[2].forward = lambda x: engine.module.blocks[2].up.weight
+    with pytest.raises(RuntimeError, match=r"^blocks\.2 returns a parameter or a view of one"):
+        _loss(engine, 0, 0, 0, ALL)
