@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from megamix import tuned
 from megamix.bench.ranks import Settings, Side, TrainRank, rotated, start_ranks
 from megamix.bench.report import Goal, Result, paired_ratio, progress, show, spread, table
 from megamix.bench.sides import Autocast, ByHand, Ddp, ForwardBackward, Fsdp, Ours, Work, how_multiplied, make_model
@@ -43,11 +44,10 @@ class HostSettings:
     steps: int = 5  # of a turn
     layers: int = 48  # a multiple of PARTS
     width: int = 32
-    large_width: int = 320  # 1.3 M elements a block: more than the engine joins with others
     work: Work = field(default_factory=lambda: Work(micro_batch_size=1))
 
-    def of(self, layers: int, width: int | None = None) -> Work:
-        return replace(self.work, model=small_model(width or self.width, layers))
+    def of(self, layers: int) -> Work:
+        return replace(self.work, model=small_model(self.width, layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,24 @@ class Sitting:
 ALONE, TWO = "one rank", "two ranks"
 JOINED, SHALLOW = "few units", "few tensors"
 HALF, CUT = "half the layers", "micro-batches"
-LARGE, FEW_LARGE = "large units", "few large units"
+UNJOINED = "parameters, no units joined"
 OURS = {shard: partial(Ours, shard=shard) for shard in ("states", "gradients", "parameters")}
 FSDP = {
     "fsdp2, kept": partial(Fsdp, reshard_after_forward=False),
     "fsdp2, resharded": partial(Fsdp, reshard_after_forward=True),
 }
+
+
+class Unjoined(Ours):
+    """megamix with each unit gathered by itself, as are those of a large model, however small it is."""
+
+    def __init__(self, work: Work):
+        least = tuned.LEAST_UNIT
+        tuned.LEAST_UNIT = 0
+        try:
+            super().__init__(work, shard="parameters")
+        finally:
+            tuned.LEAST_UNIT = least
 
 
 def sittings(settings: HostSettings) -> list[Sitting]:
@@ -80,16 +92,9 @@ def sittings(settings: HostSettings) -> list[Sitting]:
         HALF: of(layers // 2),
         CUT: replace(of(layers), micro_batches=PARTS),
     }
-    large = {LARGE: of(layers, settings.large_width)}
-    large[FEW_LARGE] = replace(large[LARGE], blocks_a_unit=PARTS)
-    bare = {BARE: ForwardBackward}
-    by_torch = {"by hand": ByHand, "autocast": Autocast}
-    gathers = {name: (OURS | FSDP)[name] for name in ("parameters", "fsdp2, resharded")}
-    return [
-        Sitting(1, {**bare, **OURS, **by_torch, DDP: Ddp, **FSDP}, small),
-        Sitting(1, bare | gathers, large),
-        Sitting(2, {**bare, **OURS, DDP: Ddp, **FSDP}, {TWO: of(layers // 2)}),
-    ]
+    alone = {UNJOINED: Unjoined, "by hand": ByHand, "autocast": Autocast}
+    on_both = {BARE: ForwardBackward, **OURS, DDP: Ddp, **FSDP}
+    return [Sitting(1, on_both | alone, small), Sitting(2, on_both, {TWO: of(layers // 2)})]
 
 
 class First(NamedTuple):
@@ -169,7 +174,7 @@ def host(settings: HostSettings) -> Result:
     for sitting in sittings(settings):
         measured |= measure(sitting, settings)
     columns = ("case: side", "CPU ms a step", "ms over bare", "us a tensor", "share of ddp's", "graphs")
-    rows = [row for case in (ALONE, TWO, LARGE) for row in _rows(case, measured[case])]
+    rows = [row for case in (ALONE, TWO) for row in _rows(case, measured[case])]
     described = {case: of_case.settings.described() for case, of_case in measured.items()}
     raw = {case: {"cpu_ms": of_case.cpu_ms, "first": of_case.first} for case, of_case in measured.items()}
     notes = [*_growth(measured), *how_multiplied(settings.work.device)]
@@ -201,8 +206,7 @@ def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[flo
     whole = {case: found.cpu_ms[side] for case, found in measured.items() if side in found.cpu_ms}
     things = {
         "tensor": (over, JOINED, SHALLOW, tensors),
-        "small unit": (whole, ALONE, JOINED, layers - layers // PARTS),
-        "large unit": (whole, LARGE, FEW_LARGE, layers - layers // PARTS),
+        "unit": (whole, ALONE, JOINED, layers - layers // PARTS),
         "micro-batch": (over, CUT, ALONE, PARTS - 1),
         "rank": (over, TWO, HALF, 1),
     }
@@ -214,7 +218,7 @@ def a_further(measured: Mapping[str, HostCase], side: str) -> dict[str, list[flo
 
 
 def _growth(measured: Mapping[str, HostCase]) -> list[str]:
-    things = ("tensor", "small unit", "large unit", "micro-batch", "rank")
+    things = ("tensor", "unit", "micro-batch", "rank")
     rows = []
     for side in measured[ALONE].cpu_ms:
         if side != BARE:
@@ -228,11 +232,11 @@ def _goals(measured: Mapping[str, HostCase]) -> list[Goal]:
         share = paired_ratio(measured[case].over(side), measured[case].over(DDP))
         return Goal(f"{case}, {side}: over bare, as a share of {DDP}'s", share, bound, at_least=False)
 
-    large_unit = spread(a_further(measured, "parameters")["large unit"])
+    a_unit = spread(a_further(measured, UNJOINED)["unit"])
     return [
         of_ddp(ALONE, "states", 0.4),
         of_ddp(ALONE, "gradients", 0.5),
         of_ddp(ALONE, "parameters", 0.9),
         of_ddp(TWO, "parameters", 1.0),
-        Goal("parameters: ms a unit that the engine joins with no other", large_unit, 0.4, at_least=False),
+        Goal("parameters: ms a unit that is joined with no other", a_unit, 0.4, at_least=False),
     ]
