@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from megamix.mixed_precision.engine import ShardedEngine
 
 
-def main(
-    argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int | None] | None = None
-) -> int:  # fmt: skip
+def main(argv: Sequence[str] | None = None, run: Callable[[argparse.Namespace], int] | None = None) -> int:
     """Run one verb; with `run` do that with its arguments instead. Exit status: 0, 1 for a damaged checkpoint, a layout
     that differs or a job that does not fit, 2 for wrong input, or that of a run that ended early.
     """
@@ -190,9 +188,7 @@ def job_of(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Config
     """
     if arguments.memory is not None:
         memory_of_check(arguments.memory, checks=arguments.check)
-    config = load_config(
-        arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}")
-    )  # fmt: skip
+    config = load_config(arguments.config, arguments.overrides, say=lambda line: tell(f"megamix train: {line}"))
     check_plugins(arguments, config)
     return config
 

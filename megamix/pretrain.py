@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 
 from megamix import cli
-from megamix.config import Config, ConfigError
+from megamix.config import ConfigError
 from megamix.machine import many_imports
 from megamix.supervise.console import say
 from megamix.supervise.launch import signals_passed_on, start_ranks
@@ -28,37 +29,28 @@ def main(argv: list[str]) -> int:
 
 
 def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace) -> int:
-    if arguments.check:
-        say(_judge(arguments, cli.job_of(arguments, say))[1])
-        return 0
-    _tell("checking the job")
-    config = cli.job_of(arguments, _leave_to_ranks)
+    tell: Callable[[str], None] = say if arguments.check else lambda line: None  # a rank that starts says it again
+    _say_phase("checking the job")
+    config = cli.job_of(arguments, tell)
     with signals_passed_on() as request:
-        ranks, _ = _judge(arguments, config)
-        _tell("no problems; loading torch's launcher")
-        _gpus()
-        _tell(f"starting {ranks} rank{'s' * (ranks > 1)}")
+        ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
+        # Of the whole job; torchrun tells each rank its own. No node is ahead of the others: the run's folder is
+        # claimed only when all ranks have met.
+        world_size = ranks * int(os.environ.get("NNODES") or 1)
+        os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
+        outlook = cli.outlook_of(arguments, config, tell)
+        if arguments.check:
+            say(outlook)
+            return 0
+        _gpus()  # a torch that cannot be imported is told in words
+        _say_phase(f"no problems; starting {ranks} rank{'s' * (ranks > 1)}")
         return start_ranks([*options, f"--nproc-per-node={ranks}", "-m", "megamix", "train", *job], request)
-
-
-def _judge(arguments: argparse.Namespace, config: Config) -> tuple[int, str]:
-    """Return the ranks of this machine, and what the job would do with all of them. Raises: ConfigError."""
-    told = os.environ.get("NPROC_PER_NODE")
-    if not told:
-        _tell("loading torch, to count GPUs")
-    ranks = int(told) if told else max(1, _gpus())
-    world = {"WORLD_SIZE": ranks * int(os.environ.get("NNODES") or 1), "LOCAL_WORLD_SIZE": ranks}
-    os.environ |= {name: str(size) for name, size in world.items()}
-    try:
-        # No node is ahead of the others: the run's folder is claimed only when all ranks have met.
-        return ranks, cli.outlook_of(arguments, config, say if arguments.check else _leave_to_ranks)
-    finally:
-        for name in world:  # which are a rank's
-            del os.environ[name]
 
 
 def _gpus() -> int:
     """Return how many torch can use. Raises: ConfigError if it cannot be imported."""
+    if "torch" not in sys.modules:
+        _say_phase("loading torch")
     try:
         with many_imports():
             import torch
@@ -70,12 +62,8 @@ def _gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _tell(phase: str) -> None:
+def _say_phase(phase: str) -> None:
     say(f"megamix: {phase}", sys.stderr)
-
-
-def _leave_to_ranks(line: str) -> None:
-    """Say nothing: a rank that starts says the same."""
 
 
 if __name__ == "__main__":

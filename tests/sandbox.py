@@ -65,8 +65,8 @@ def outlook_of(arguments, config, tell):
 
 def start_ranks(options, request):
     record("log", " ".join([sys.argv[1], "ranks", *options]))
-    settings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_", "WORLD_SIZE")]
-    record("environment", "OMP_NUM_THREADS={} MALLOC={} WORLD_SIZE={}".format(*settings))
+    settings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")]
+    record("environment", "OMP_NUM_THREADS={} MALLOC={}".format(*settings))
     return 0
 
 cli.outlook_of, pretrain.start_ranks = outlook_of, start_ranks

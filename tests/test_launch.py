@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megamix.supervise.status import NOTED
+from megamix.supervise.status import EXIT_STATUS, NOTED
 from tests.sandbox import ROOT, Sandbox
 
 
@@ -58,7 +58,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
     assert sandbox.lines("started") == ["- torch numpy", "-m megamix.pretrain --standalone"]
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
     # Each rank has its own: tests/test_machine.py.
-    assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC= WORLD_SIZE="]
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS= MALLOC="]
     done = sandbox.run("pretrain.sh", "--check", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
     assert done.returncode == 0, done.stderr
     assert sandbox.lines("checked") == [f"WORLD_SIZE={want}"]
@@ -85,6 +85,15 @@ def test_pretrain_tells_all_mistakes_before_it_imports_torch(
     assert [part for part in told if part not in done.stderr] == [], done.stderr
 
 
+def test_a_signal_while_files_are_looked_at_ends_pretrain_as_a_run_that_was_asked_to_leave() -> None:
+    job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml")]
+    look = "lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))"
+    code = f"import os, signal, time; from megamix import cli, pretrain; cli.outlook_of = {look}; pretrain.main({job})"
+    environment = os.environ | {"NPROC_PER_NODE": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == EXIT_STATUS["preempted"], done.stderr
+
+
 @pytest.mark.parametrize("asked", [["--memory", "3GiB"], ["--memory=3GiB"]])
 def test_pretrains_check_takes_what_a_rank_may_hold(sandbox: Sandbox, asked: list[str]) -> None:
     config = str(sandbox.repo / "configs" / "quickstart.toml")
@@ -97,7 +106,7 @@ def test_pretrain_leaves_the_users_threads_and_malloc_alone(sandbox: Sandbox) ->
     variables = {"OMP_NUM_THREADS": "7", "MALLOC_TRIM_THRESHOLD_": "9"}
     config = str(sandbox.repo / "configs" / "quickstart.toml")
     sandbox.run("pretrain.sh", config, MEGAMIX_PYTHON=str(sandbox.program("p")), **variables)
-    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9 WORLD_SIZE="]
+    assert sandbox.lines("environment") == ["OMP_NUM_THREADS=7 MALLOC=9"]
 
 
 NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0"}

@@ -4,6 +4,7 @@ environment says otherwise; before torch is loaded.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from megamix.config import config_to_toml
-from megamix.machine import keep_freed_memory, num_cores, tell_torch
+from megamix.machine import keep_freed_memory, many_imports, num_cores, tell_torch
 from tests.sandbox import TORCH
 from tests.train.jobs import tiny_job, write_data
 
@@ -106,3 +107,13 @@ def test_torch_is_told_what_a_gpu_is_better_off_with_unless_the_user_has_told_it
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert (os.environ.get("PYTORCH_ALLOC_CONF"), os.environ.get("TORCH_FR_BUFFER_SIZE")) == (allocator, recorded)
+
+
+def test_garbage_is_collected_again_behind_imports_and_only_a_process_that_begins_keeps_what_is_there() -> None:
+    before = gc.get_freeze_count()
+    with many_imports():
+        assert not gc.isenabled()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, before)
+    code = "import gc; from megamix import machine\nwith machine.many_imports(): pass\nprint(gc.get_freeze_count())"
+    began = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(began.stdout) > 1000

@@ -1,0 +1,34 @@
+"""The update is compiled without a trial of each kind of vector, on x86 alone, and unless the model is compiled too or
+the user has said otherwise.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+
+from megamix.train.compiler import load_compiler
+from tests.train.jobs import tiny_job
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiles_model", "own", "want"),
+    [
+        ("AVX512", False, None, True),
+        ("AVX2", False, None, True),
+        ("AVX2", True, None, None),
+        ("AVX2", False, False, False),
+        ("DEFAULT", False, None, None),
+        ("SVE256", False, None, None),
+    ],
+)
+def test_vectors_are_tried_where_the_update_may_need_it(
+    tmp_path, monkeypatch, capability: str, compiles_model: bool, own: bool | None, want: bool | None
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    told: list[str] = []
+    with inductor.patch({"cpp.vec_isa_ok": own}):
+        load_compiler(tiny_job(tmp_path, model={"compile": compiles_model}), told.append)
+        assert inductor.cpp.vec_isa_ok is want
+    assert told == ["loading torch's compiler, 1 of 2", "loading torch's compiler, 2 of 2"]
