@@ -153,7 +153,7 @@ def keep_freed_memory() -> None:
 @contextmanager
 def many_imports() -> Iterator[None]:
     """Collect no garbage until the end of the block; of a process that begins, none of what is there by then: imports
-    leave next to none, and to walk half a million objects again and again is 5 % of a rank's start.
+    leave next to none, and to walk half a million objects again and again is a sixth of a rank's start.
     """
     begins = "torch" not in sys.modules
     gc.disable()
