@@ -183,6 +183,7 @@ class Bucket:
             param.data = self.params[slot.start : slot.end].view(slot.spec.shape)
         self._classes = {name: type(param) for name, param in self.named_params.items()}
         if self.storage.params_pass:
+            FreedParameter.names.update({param: name for name, param in self.named_params.items()})
             self.free_params()
 
     def load(self, full: Tensor) -> None:
@@ -200,13 +201,11 @@ class Bucket:
         """Let everybody read the module's Parameters, which are there."""
         for name, param in self.named_params.items():
             param.__class__ = self._classes[name]
-            param.__dict__.pop("freed_name", None)
 
     def free_params(self) -> None:
         """Let nobody read them any more, and give their memory back."""
-        for name, param in self.named_params.items():
+        for param in self.named_params.values():
             param.__class__ = FreedParameter
-            param.__dict__["freed_name"] = name
         if not free(self.params) and not self._told_of_shared:
             self._told_of_shared = True
             log.warning(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megamix.mixed_precision.settings import Shard
 
@@ -73,7 +74,7 @@ class FreedParameter(nn.Parameter):
     address 0.
     """
 
-    freed_name: str  # the parameter's, for the message
+    names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of all parameters that come and go, for the message
 
     @classmethod
     def __torch_function__(
@@ -92,11 +93,11 @@ class FreedParameter(nn.Parameter):
         name = getattr(asked, "__name__", str(asked))
         if name.endswith("_") and not name.endswith("__") and isinstance(args[0], cls):  # load_state_dict, initialisers
             raise RuntimeError(
-                f"{name} writes parameter {param.freed_name}, which has no memory: to change weights call "
+                f"{name} writes parameter {cls.names[param]}, which has no memory: to change weights call "
                 "engine.load_weights(state_dict)"
             )
         raise RuntimeError(
-            f"{name} reads parameter {param.freed_name}, which has no memory: with "
+            f"{name} reads parameter {cls.names[param]}, which has no memory: with "
             'shard = "parameters" values are there while their unit is called. What a forward reads elsewhere, too, '
             "must be outside of `units`, or in one with its reader. Other reads: on every rank inside "
             "`with engine.whole_parameters():`, or of engine.full_weights()"

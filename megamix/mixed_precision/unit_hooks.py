@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -89,7 +90,7 @@ def on_gradient(gather: Gather, unit: object, turn: int, module: nn.Module, outp
     """Let `gather` be told when the first gradient of what the unit has given in this turn is there: its backward
     begins.
     """
-    for tensor in tensors_in([output, _attributes(module)]):
+    for tensor in chain(tensors_in(output), *map(tensors_in, _attributes(module))):
         node: Any = tensor.grad_fn
         if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
             _tell(gather, unit, turn, node)
@@ -157,11 +158,17 @@ def tensors_in(given: object) -> Iterator[Tensor]:
             yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
 
 
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    """Return whether a module's class is torch's own: none of these keeps what it has computed."""
+    return kind.__module__.startswith("torch.nn.modules.")
+
+
 def _attributes(unit: nn.Module) -> list[object]:
     """Return what a unit may give beside its output, as the loss of a router."""
     return [
         value
         for part in unit.modules()
+        if not _is_torchs(type(part))
         for name, value in vars(part).items()
         if name[0] != "_" and type(value) not in _PLAIN
     ]
