@@ -76,17 +76,18 @@ def agree(
 
     Shapes: by_piece FP64 (2, pieces), stop_request FP64 (), lr FP32 (), unseen_write FP64 ().
     """
-    sums = (by_piece[0].sum(), by_piece[1].amax(), progress.loss_sum.double(), progress.weight_sum)
+    sums = (by_piece[0].sum(), by_piece[1].amax(), progress.loss_sum, progress.weight_sum)
     recorded = progress.recorded()
-    row = torch.stack([*sums, stop_request, lr.double(), recorded.num_values, unseen_write])
+    row = torch.stack([*sums, stop_request, lr, recorded.num_values, unseen_write])  # all of them FP64
     with noting("while the ranks agreed on a step: every rank must call step() as often"):
         by_rank = collectives.table(row)  # FP64 (ranks, 8)
+    largest = by_rank.amax(0)
     sum_of_squares, weight_sum = by_rank[:, 0].sum(), by_rank[:, 3].sum()
     # A quotient of zeros would be NaN, and with it every weight.
     weight_sum = weight_sum.masked_fill(weight_sum == 0, 1.0)
     return GradStats(
-        sum_of_squares, by_rank[:, 1].amax(), by_rank[:, 2].sum(), weight_sum,
-        ~torch.isfinite(sum_of_squares), by_rank[:, 4].amax(), by_rank[0, 5].float(),
+        sum_of_squares, largest[1], by_rank[:, 2].sum(), weight_sum,
+        ~torch.isfinite(sum_of_squares), largest[4], by_rank[0, 5].float(),
         recorded._replace(num_values=by_rank[:, 6].sum()), by_rank[:, 7],
     )  # fmt: skip
 

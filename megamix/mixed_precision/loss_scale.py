@@ -163,7 +163,7 @@ class DynamicLossScale(LossScale):
 
     def _count_(self, found_inf: Tensor) -> None:
         self.clean_steps.add_(1).masked_fill_(found_inf, 0)
-        self.patience.sub_(found_inf.int())
+        self.patience.add_(found_inf, alpha=-1)
 
     def _move_(self, grow: Tensor, back_off: Tensor) -> None:
         grown = (self.loss_scale * self.growth_factor).clamp(max=self.max_scale)

@@ -100,6 +100,7 @@ class StepProgress:
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
         self.weight_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.recorded_rows: dict[tuple[str, Reduce], Tensor] = {}
+        self._nothing = Recorded((), self.loss_sum.new_zeros(0, 2), torch.zeros_like(self.weight_sum))
         self.counts = counts
         self._busy = threading.Lock()
         self.claim()
@@ -122,7 +123,9 @@ class StepProgress:
             self._busy.release()
 
     def recorded(self) -> Recorded:
-        table = torch.vstack([self.loss_sum.new_empty(0, 2), *self.recorded_rows.values()])
+        if not self.recorded_rows:
+            return self._nothing
+        table = torch.stack([*self.recorded_rows.values()])
         return Recorded(tuple(self.recorded_rows), table, table[:, 1].sum().double())
 
     def require_complete(self, call: str) -> None:
