@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,7 +145,9 @@ class Bucket:
         self.spans = plan.shard_spans(owners.axis.rank)  # of this rank's shard, one for each optimizer group in it
         self.pieces = plan.shard_pieces(owners.axis.rank)  # the parts of parameters in it
         self.piece_rows = [(piece.end - piece.start) // ROW for piece in self.pieces]
-        self.row_borders = torch.tensor([0, *(piece.end // ROW for piece in self.pieces)], device=device)
+        borders = [0, *(piece.end // ROW for piece in self.pieces)]
+        self.row_borders = torch.tensor(borders, device=device)
+        self.piece_starts = np.array(borders[:-1], dtype=np.int64)  # the first row of each piece
         self.master = torch.zeros(plan.shard_numel, dtype=torch.float32, device=device)
         self.states = [groups[span.group].new_states(span.end - span.start, device) for span in self.spans]
         self.total: Tensor | None = None

@@ -236,6 +236,8 @@ class ShardedEngine:
                 refusals.explain_stale_loss(error)
                 self._moving_buffers.note()
                 self._forget_step()
+                if isinstance(error, RuntimeError):
+                    self._guard.check()  # what it finds may be why
                 raise
             self._moving_buffers.note()
             ends = self.progress.add(micro_batches, last)

@@ -43,7 +43,7 @@ def _on_cpu(buckets: Sequence[Bucket], rows: Sequence[Tensor]) -> tuple[Tensor, 
         borders = bucket.row_borders
         sums.append(torch.segment_reduce(squares.double(), "sum", offsets=borders, unsafe=True))
         # Not segment_reduce: its maximum takes 40 times as long.
-        peaks.append(torch.from_numpy(np.maximum.reduceat(largest.numpy(), borders[:-1].numpy())))
+        peaks.append(torch.from_numpy(np.maximum.reduceat(np.from_dlpack(largest), bucket.piece_starts)))
     return torch.cat(sums), torch.cat(peaks)
 
 

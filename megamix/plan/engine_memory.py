@@ -26,9 +26,8 @@ class Filling:
 
     bucket: BucketPlan
     params: int  # half: the root's, those of the unit that computes, and of the next one that backward comes to
-    # From the first one of a bucket to its sum: the bucket before this one travels meanwhile. With the small ones,
-    # which wait for all of this one.
-    grads: int
+    grads: int  # from the first one of a bucket to its sum: the bucket before this one travels meanwhile
+    waiting: int  # small gradients, until this bucket is complete
     sums: int  # with the scratch in which parts of these arrive
 
 
@@ -89,10 +88,10 @@ class EngineMemory:
             before = self.passing[:number]
             travelling = before[-1:]
             filled = [*travelling, *self.passing[number:]] if self._grads_stay else [*travelling, bucket]
-            grads = sum(one.grads for one in filled) + self._waiting(bucket.plan)
+            grads = sum(one.grads for one in filled)
             sums = self._scratch(self.buckets[:number]) + sum(one.total for one in self.passing)
             sums += sum(one.rank_sum for one in (travelling if self._owner_adds else before))
-            found.append(Filling(bucket.plan, params, grads, sums))
+            found.append(Filling(bucket.plan, params, grads, self._waiting(bucket.plan), sums))
         return found
 
     def accumulated(self) -> int:

@@ -205,7 +205,7 @@ def _passes(part: _RankPart, activations: Activations) -> dict[str, _Pass]:
     end = max((number for number, own in enumerate(blocks, 1) if own), default=len(blocks))
     backward, behind = [], []
     for filling, own in zip(fillings, blocks, strict=True):
-        grads = max(accumulated, filling.grads + filling.sums)
+        grads = max(accumulated, filling.grads + filling.waiting + filling.sums)
         behind.append(_Pass(0, activations.end, filling.params, grads))
         # What the blocks kept behind its first one is gone by now. A pipeline has other micro-batches' meanwhile.
         gone = min(map(order.index, own)) / len(order) if own and part.pipeline is None else 0
