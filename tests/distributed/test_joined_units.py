@@ -214,6 +214,46 @@ def test_a_unit_whose_last_member_is_skipped_goes_when_the_pass_reaches_the_next
     assert _live(engine) == []
 
 
+def _most_in_backward(engine: ShardedEngine, loss: Tensor) -> int:
+    """Return how many units have memory at a time while gradients come."""
+    live: list[int] = []
+    for block in engine.module.blocks:
+        block.norm.weight.register_hook(lambda grad: live.append(len(_live(engine))))
+    engine.backward(loss)
+    return max(live)
+
+
+def test_what_a_step_skips_is_not_kept_for_what_the_step_before_has_called() -> None:
+    engine = _engine()
+    engine.backward(_loss(engine, 0, 0, 0, ALL))
+    engine.step()
+    assert _most_in_backward(engine, _loss(engine, 1, 0, 0, (0, 2, 4, 6, 8))) == 2
+
+
+def test_a_unit_goes_behind_its_backward_where_weights_of_it_get_no_gradient() -> None:
+    engine = _engine()
+    for block in engine.module.blocks:
+        block.forward = lambda x, block=block: x + block.norm(x)
+    assert _most_in_backward(engine, _loss(engine, 0, 0, 0, ALL)) == 2
+
+
+def _losses_where_one_member_calls_another(shard: Shard) -> list[float]:
+    engine = _engine(shard)
+    first, fifth = engine.module.blocks[0], engine.module.blocks[4]
+    own_forward = first.forward
+    first.forward = lambda x: own_forward(fifth(x))  # weights of the first are read behind another unit's forward
+    losses = []
+    for step in range(2):
+        loss = _loss(engine, step, 0, 0, (0, 1))
+        engine.backward(loss)
+        losses += [float(loss.detach()), float(engine.step().grad_norm)]
+    return losses
+
+
+def test_a_member_keeps_its_unit_while_it_calls_one_of_another() -> None:
+    assert _losses_where_one_member_calls_another("parameters") == _losses_where_one_member_calls_another("states")
+
+
 def test_members_called_outside_of_the_models_forward_leave_one_unit_behind() -> None:
     engine = _engine()
     x = torch.zeros(1, LENGTH, WIDTH, dtype=torch.bfloat16)
