@@ -34,8 +34,8 @@ def _pretrain(options: list[str], job: list[str], arguments: argparse.Namespace)
     config = cli.job_of(arguments, tell)
     with signals_passed_on() as request:
         ranks = int(os.environ.get("NPROC_PER_NODE") or 0) or max(1, _gpus())
-        # Of the whole job; torchrun tells each rank its own. No node is ahead of the others: the run's folder is
-        # claimed only when all ranks have met.
+        # Both are the whole job's; torchrun tells each rank its own. No node is ahead of the others: the run's folder
+        # is claimed only when all ranks have met.
         world_size = ranks * int(os.environ.get("NNODES") or 1)
         os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(ranks)}
         outlook = cli.outlook_of(arguments, config, tell)

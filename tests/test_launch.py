@@ -75,7 +75,7 @@ def test_pretrain_starts_a_rank_per_gpu_or_as_told(
 def test_pretrain_tells_all_mistakes_before_it_imports_torch(
     tmp_path: Path, nproc: str, overrides: list[str], told: list[str]
 ) -> None:
-    """Of the configuration at once; of files and ranks too, where GPUs need not be counted."""
+    """Tell of the configuration at once; of files and ranks too, where GPUs need not be counted."""
     job = ["--standalone", "--", str(ROOT / "configs/quickstart.toml"), *overrides]
     code = f"import sys; from megamix.pretrain import main; print(main({job}), 'torch' in sys.modules)"
     environment = os.environ | {"NPROC_PER_NODE": nproc}

@@ -34,7 +34,7 @@ from megamix.model.transformer import Transformer
 
 GPT_20M = ModelConfig(vocab_size=1536, seq_len=256, hidden_size=512, num_layers=6, num_heads=8)
 ADAMW = AdamW(lr=1e-4)
-# Of 3.7 M and 63 M parameters, with so few tokens that most of a step is what follows backward.
+# They have 3.7 M and 63 M parameters, with so few tokens that most of a step is what follows backward.
 SIZES = {
     "4 M": ModelConfig(vocab_size=2048, seq_len=16, hidden_size=256, num_layers=4, num_heads=4),
     "64 M": ModelConfig(vocab_size=8192, seq_len=16, hidden_size=768, num_layers=8, num_heads=12),

@@ -95,7 +95,7 @@ class ParallelismConfig(Section):
     shard: Literal["states", "gradients", "parameters"] = "states"
     """What each data-parallel rank holds a share of: masters and optimizer states, the gradients too, the half
     parameters too (ZeRO 1, 2, 3). All train the same bits, each with less memory than the one before if a step has one
-    micro-batch and the model several buckets."""
+    micro-batch and the model several buckets. "parameters" gathers block by block, small ones several at a time."""
     accumulate: Literal["local", "owner"] = "local"
     """Who adds up the micro-batches of a step: each rank its own, which are reduced once; or the owners, in FP32, each
     micro-batch's sum over the ranks. Then no rank keeps gradients in between; each is sent; sums round otherwise."""
