@@ -7,13 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import chain
+from functools import cache
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import SUPPORTED_NODES, is_namedtuple_class, tree_leaves
 
 from megamix.mixed_precision.foreign_params import LEAF
 
@@ -90,7 +90,7 @@ def on_gradient(gather: Gather, unit: object, turn: int, module: nn.Module, outp
     """Let `gather` be told when the first gradient of what the unit has given in this turn is there: its backward
     begins.
     """
-    for tensor in chain(tensors_in(output), *map(tensors_in, _attributes(module))):
+    for tensor in tensors_in([output, _attributes(module)]):
         node: Any = tensor.grad_fn
         if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
             _tell(gather, unit, turn, node)
@@ -143,22 +143,44 @@ class _OnGradient:
         gather.before_backward(self._unit(), self._turn)
 
 
-_PLAIN = {bool, int, float, str, type(None)}  # most attributes of modules: not worth a walk
+# Kinds that hold no tensor, as most attributes of modules are. Dataclasses join them whose fields are declared so.
+_PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, torch.device}
+_PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
 
-def tensors_in(given: object) -> Iterator[Tensor]:
-    """Yield the tensors in containers, and in dataclasses of them."""
-    if isinstance(given, Tensor):
-        yield given
-        return
-    for leaf in tree_leaves(given):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
+def tensors_in(given: object) -> list[Tensor]:
+    """Return the tensors in containers, and in dataclasses of them."""
+    found = []
+    todo: list[Any] = [given]
+    while todo:
+        one = todo.pop()
+        kind = type(one)
+        if kind in _PLAIN:
+            continue
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif kind is dict:
+            todo.extend(one.values())
+        elif kind is list or kind is tuple:
+            todo.extend(one)
+        elif is_dataclass(kind):
+            todo.extend([getattr(one, name, None) for name in _field_names(kind)])
+        elif kind in SUPPORTED_NODES or is_namedtuple_class(kind):  # or a library's own output
+            todo.extend(tree_leaves(one))
+    return found
 
 
-def _is_torchs(kind: type[nn.Module]) -> bool:
+@cache
+def _field_names(kind: type[Any]) -> list[str]:
+    """Return those of a dataclass's fields that may hold tensors."""
+    declared = ((field.name, getattr(field.type, "__name__", str(field.type))) for field in fields(kind))
+    names = [name for name, written in declared if written.partition("[")[0] not in _PLAIN_NAMES]
+    if not names:
+        _PLAIN.add(kind)
+    return names
+
+
+def _is_torchs(kind: type[Any]) -> bool:
     """Return whether a module's class is torch's own: none of these keeps what it has computed."""
     return kind.__module__.startswith("torch.nn.modules.")
 
