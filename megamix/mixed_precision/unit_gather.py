@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,8 @@ from megamix.names import plain_name
 
 log = logging.getLogger("megamix")
 
+FORWARD = 1 << 32  # turns of one forward of the model, and what may be called behind it
+
 
 @dataclass(slots=True, eq=False)
 class Unit:
@@ -35,8 +37,9 @@ class Unit:
     members: list[Member] = field(default_factory=list)  # in the order in which a forward calls them
     begun: bool = False  # the pass has come to it
     inside: int = 0  # how many forwards of members are under way
-    # Members whose backward of this step may be still to come, and the turn in which a forward of each began first.
-    due: dict[Member, int] = field(default_factory=dict)
+    # Members whose backward of this step may be still to come, and the turn in which a forward of each began first, by
+    # the number of the model's forward; 0 in 0 where only this backward pass has asked for it.
+    due: dict[Member, dict[int, int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -96,8 +99,10 @@ class UnitGather:
         self._place: dict[Unit, int] = {}  # of each in it
         self._at = 0  # the place to which it has come
         self._launched = 0  # of these
-        self._turn = 0  # counts where forwards of members begin and end
+        self._turn = FORWARD  # counts where forwards of members begin and end, and in steps of FORWARD the model's
         self._reached = math.inf  # the turn to which a backward pass has come: all that began behind it is done
+        self._differentiated = set[int]()  # the model's forwards whose backward passes are over
+        self._in_pass = set[int]()  # those that this backward pass has come to
         self._kept: Sequence[Unit] = ()  # behind this pass, for the next one
         self._in_backward = False
         self.is_whole = False
@@ -174,7 +179,7 @@ class UnitGather:
         self._thread.enter("engine.backward", self._in_backward, stays=True)
         if loss is not None:
             for member in on_reads(self, self._member_of, loss):
-                self._unit_of[member].due[member] = 0
+                self._unit_of[member].due.setdefault(member, {})[0] = 0
         self._end()  # a pass that failed: other ranks may have come to its end
         self._in_backward = True
         self._reached = math.inf
@@ -186,6 +191,7 @@ class UnitGather:
             self._free(self._units[1:])
         finally:
             self._thread.leave()
+            self._forget_passed()
             self._in_backward = False  # what is left of a pass that failed is gathered with the next one
 
     def before_forward(self, member: Member, *_: object) -> None:
@@ -195,6 +201,7 @@ class UnitGather:
             self._thread.enter(member.name, self._in_backward, stays=unit is self._root and not self._in_backward)
         if unit is self._root:
             if not self._in_backward:
+                self._turn += FORWARD - self._turn % FORWARD
                 self._end()
                 self._free(self._units)  # the root, too: after an evaluation without gradients a rank has none
                 kept = [self._root, *self._units[1:][-1:]]
@@ -202,10 +209,10 @@ class UnitGather:
                 self._begin(self._units[1:], kept if torch.is_grad_enabled() else ())
             return
         if self._in_backward:
-            unit.due.setdefault(member, 0)
+            unit.due.setdefault(member, {0: 0})
         elif torch.is_grad_enabled():
             self._turn += 1
-            unit.due.setdefault(member, self._turn)
+            unit.due.setdefault(member, {}).setdefault(self._turn // FORWARD, self._turn)
         self._come_to(unit)
         unit.inside += not self._in_backward
 
@@ -238,8 +245,11 @@ class UnitGather:
                 "call engine.backward(loss), or do forward and backward inside `with engine.whole_parameters():`"
             )
         unit = self._unit_of[member]
-        unit.due.setdefault(member, 0)
+        unit.due.setdefault(member, {0: 0})
         self._reached = min(self._reached, turn)
+        if math.isfinite(turn):
+            self._in_pass.add(int(turn) // FORWARD)
+            self._differentiated -= self._in_pass
         self._come_to(unit)
 
     def _begin(self, order: Sequence[Unit], kept: Sequence[Unit]) -> None:
@@ -268,6 +278,7 @@ class UnitGather:
         self._kept = ()
         self._thread.leave()
         self._free(self._units)
+        self._differentiated.clear()
         for unit in self._units:
             unit.due.clear()
 
@@ -309,9 +320,24 @@ class UnitGather:
         if unit in self._kept or unit.inside:
             return False
         return not self._in_backward or all(
-            began > self._reached or all(map(self._grads.has_gradient, member.param_names))
-            for member, began in unit.due.items()
+            self._is_done(turns) or all(map(self._grads.has_gradient, member.param_names))
+            for member, turns in unit.due.items()
         )
+
+    def _is_done(self, turns: Mapping[int, int]) -> bool:
+        """Return whether this backward pass is past all forwards that began in these turns: those of an earlier
+        micro-batch are in none of its graph.
+        """
+        return all(began > self._reached for forward, began in turns.items() if forward not in self._differentiated)
+
+    def _forget_passed(self) -> None:
+        self._differentiated |= self._in_pass
+        self._in_pass.clear()
+        for unit in self._units:
+            for member in [*unit.due]:
+                unit.due[member].pop(0, None)
+                if not unit.due[member]:
+                    del unit.due[member]
 
     def _meet_out_of_turn(self, unit: Unit) -> None:
         """Let all ranks, which call this unit now, have launched as much of the pass: on NCCL gathers match by order of

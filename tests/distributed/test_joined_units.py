@@ -98,6 +98,7 @@ class Case:
     of_others: tuple[int, ...] | None = None  # what ranks of odd numbers call; None: the same
     recompute: str = "none"
     grad_accum_steps: int = 1
+    takes_turns: bool = False  # in odd micro-batches ranks of odd numbers call `order`, the others `of_others`
 
 
 CASES = {
@@ -107,6 +108,7 @@ CASES = {
     "first members skipped": Case((1, 3, 5, 7)),
     "units skipped": Case((0, 1, 6, 8)),
     "others on other ranks": Case((0, 1, 2, 5, 7), (1, 4, 6, 7, 8)),
+    "other ones in each micro-batch": Case((0, 1, 2, 5, 7), (1, 4, 6, 7, 8), grad_accum_steps=2, takes_turns=True),
     "the last one skipped": Case((0, 1, 2, 3)),
     "backwards": Case(ALL[::-1]),
     "twice in turn": Case((0, 0, 1, 1, 2, 3, 3, 8)),
@@ -123,10 +125,11 @@ def _train(case: Case, shard: Shard) -> tuple[dict[tuple[str, str, int], Tensor]
     """Return what this rank owns and what it was told, over three steps with an evaluation amid each."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     engine = _engine(shard, case.recompute, case.grad_accum_steps)
-    order = case.of_others if rank % 2 and case.of_others is not None else case.order
     told = []
     for step in range(3):
         for micro_batch in range(case.grad_accum_steps):
+            is_other = (rank + micro_batch * case.takes_turns) % 2
+            order = case.of_others if is_other and case.of_others is not None else case.order
             loss = _loss(engine, step, rank, micro_batch, order)
             with torch.no_grad():
                 told.append(float(_loss(engine, step, 0, 0, ALL)))
