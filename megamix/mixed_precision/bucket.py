@@ -262,7 +262,8 @@ class Bucket:
         self.missing = len(self.param_grads)
 
     def collect(self, name: str, grad: Tensor, completes: bool) -> None:
-        """Take a gradient: a large one at once, a small one when the bucket is complete or the pass is over.
+        """Take a gradient: a large one at once, a small one of its own memory when the bucket is complete or the pass
+        is over.
 
         `completes`: no other comes in this step.
         """
@@ -275,7 +276,7 @@ class Bucket:
             )
         if not place.counts:
             grad = torch.where(grad.isfinite(), 0.0, grad)  # an overflow counts wherever it is
-        if place.waits:
+        if place.waits and _has_memory_alone(grad):
             if name in self._waiting:
                 self.add_waiting()
             self._waiting[name] = grad
@@ -439,6 +440,11 @@ class Bucket:
             pending = self.gather_pending
             self.gather_pending = None
             pending.wait()
+
+
+def _has_memory_alone(grad: Tensor) -> bool:
+    """Return whether no other tensor shares its memory, which a later node of a backward could write."""
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) == 2  # with the one that asks
 
 
 def make_buckets(

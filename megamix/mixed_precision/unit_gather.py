@@ -18,7 +18,15 @@ from megamix.comm.collectives import noting
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.grad_reduce import GradReduce
 from megamix.mixed_precision.observer import StepObserver
-from megamix.mixed_precision.unit_hooks import OfModule, OneThread, on_gradient, on_reads, refuse_transforms, tensors_in
+from megamix.mixed_precision.unit_hooks import (
+    Attributes,
+    OfModule,
+    OneThread,
+    on_gradient,
+    on_reads,
+    refuse_transforms,
+    tensors_in,
+)
 from megamix.mixed_precision.unseen_writes import UnseenWrites
 from megamix.names import plain_name
 
@@ -55,6 +63,7 @@ class Member:
     name: str
     param_names: list[str]
     storages: set[int]  # of its unit's half parameters
+    attributes: Attributes
 
 
 class UnitGather:
@@ -119,14 +128,14 @@ class UnitGather:
             for bucket in unit.buckets
             for name, param in bucket.named_params.items()
         }
-        hooked = {model: Member("the model outside its units", [], set())}
+        hooked = {model: Member("the model outside its units", [], set(), Attributes(model))}
         self._unit_of[hooked[model]] = self._root
         for module in units:
             params = [param for param in module.parameters() if param in own]
             if params:
                 _, unit = own[params[0]]
                 storages = {bucket.params.untyped_storage()._cdata for bucket in unit.buckets}
-                member = Member(paths[module], [own[param][0] for param in params], storages)
+                member = Member(paths[module], [own[param][0] for param in params], storages, Attributes(module))
                 hooked[module] = member
                 self._unit_of[member] = unit
                 self._member_of |= dict.fromkeys(params, member)
@@ -232,7 +241,7 @@ class UnitGather:
             self._free([unit])
         if torch.is_grad_enabled():
             self._turn += 1
-            on_gradient(self, member, self._turn, module, output)
+            on_gradient(self, member, self._turn, member.attributes.tensors(output))
 
     def before_backward(self, member: Member, turn: float) -> None:
         """Do it before the backward of what a member's forward gave in this turn; infinite: of what reads its weights.

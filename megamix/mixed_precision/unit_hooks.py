@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain
 from threading import get_ident
 from typing import Any, Protocol, TypeVar
 
@@ -86,11 +87,11 @@ def _run(method: OnForward, given: object, module: nn.Module, output: object) ->
     method(given, module, output)
 
 
-def on_gradient(gather: Gather, unit: object, turn: int, module: nn.Module, output: object) -> None:
+def on_gradient(gather: Gather, unit: object, turn: int, given: Iterable[Tensor]) -> None:
     """Let `gather` be told when the first gradient of what the unit has given in this turn is there: its backward
     begins.
     """
-    for tensor in tensors_in([output, _attributes(module)]):
+    for tensor in given:
         node: Any = tensor.grad_fn
         if node is not None and _OnGradient not in node.metadata:  # else another unit gave it, or an earlier forward
             _tell(gather, unit, turn, node)
@@ -148,14 +149,14 @@ _PLAIN: set[type] = {bool, int, float, str, type(None), frozenset, torch.dtype, 
 _PLAIN_NAMES = {"bool", "int", "float", "str", "frozenset"}
 
 
-def tensors_in(given: object) -> list[Tensor]:
-    """Return the tensors in containers, and in dataclasses of them."""
+def tensors_in(given: object, without: Collection[int] = ()) -> list[Tensor]:
+    """Return the tensors in containers, and in dataclasses of them. `without`: ids of what holds none."""
     found = []
     todo: list[Any] = [given]
     while todo:
         one = todo.pop()
         kind = type(one)
-        if kind in _PLAIN:
+        if kind in _PLAIN or id(one) in without:
             continue
         if isinstance(one, Tensor):
             found.append(one)
@@ -180,17 +181,41 @@ def _field_names(kind: type[Any]) -> list[str]:
     return names
 
 
-def _is_torchs(kind: type[Any]) -> bool:
-    """Return whether a module's class is torch's own: none of these keeps what it has computed."""
-    return kind.__module__.startswith("torch.nn.modules.")
+class Attributes:
+    """What a unit may give beside its output, as the loss of a router: tensors in attributes of its modules, but for
+    torch's own, which keep nothing that they compute.
+    """
+
+    def __init__(self, unit: nn.Module):
+        self._unit = unit
+        self._note()
+
+    def _note(self) -> None:
+        modules = [*self._unit.modules()]
+        self._parts = [module._modules.values() for module in modules]
+        self._ids = self._ids_now()
+        self._own = [vars(module) for module in modules if not type(module).__module__.startswith("torch.nn.modules.")]
+        # Settings are many, and never change: held, so that none of their ids is given to another object.
+        self._settings = {id(one): one for one in _frozen_in(self._values()) if not tensors_in(one)}
+
+    def _ids_now(self) -> list[int]:
+        return [*map(id, chain.from_iterable(self._parts))]
+
+    def _values(self) -> list[object]:
+        return [
+            value for own in self._own for name, value in own.items() if name[0] != "_" and type(value) not in _PLAIN
+        ]
+
+    def tensors(self, output: object) -> list[Tensor]:
+        """Return what is there behind a forward with this output, with those in it."""
+        if self._ids_now() != self._ids:
+            self._note()
+        return tensors_in([output, self._values()], self._settings)
 
 
-def _attributes(unit: nn.Module) -> list[object]:
-    """Return what a unit may give beside its output, as the loss of a router."""
-    return [
-        value
-        for part in unit.modules()
-        if not _is_torchs(type(part))
-        for name, value in vars(part).items()
-        if name[0] != "_" and type(value) not in _PLAIN
-    ]
+def _frozen_in(values: Iterable[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, dict):
+            yield from _frozen_in(value.values())
+        elif is_dataclass(value) and vars(type(value))["__dataclass_params__"].frozen:
+            yield value

@@ -173,6 +173,28 @@ BREAKERS = [
 ]
 
 
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 1 * x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad.mul_(3)
+
+
+def test_a_gradient_that_shares_memory_is_taken_before_others_write_there() -> None:
+    """As that of a table that is added as it is: a later node that computes in place would change what waits."""
+    model = nn.Linear(8, 8)
+    model.table = nn.Parameter(torch.zeros(4, 8))
+    engine = ShardedEngine(model, AdamW(lr=0.1), Precision(torch.float32), compile_update=False)
+    out = _InPlace.apply(model(torch.ones(1, 4, 8)))
+    engine.backward(((out + model.table[None]) * torch.ones(1, 4, 8)).sum())
+    (bucket,) = engine.buckets
+    assert torch.equal(bucket.param_grads["table"].view, torch.ones(4, 8))
+    assert torch.equal(bucket.param_grads["bias"].view, torch.full((8,), 12.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize(("breaker", "message"), BREAKERS)
 @pytest.mark.parametrize("when", ["before backward", "before step"])
