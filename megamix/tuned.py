@@ -68,10 +68,13 @@ MOST_EXTRA_WORK = 0.05
 SAVED_PIECE = 1 << 20
 READ_AHEAD = 1 << 20
 
-# Elements below which a gradient waits for the others of its bucket, to be copied with them in one call.
+# Elements below which a gradient waits for the others of its bucket, to be copied with them in one call: of 1 Ki
+# elements a copy took 1.5 us with others and 2.0 by itself, of 16 Ki 6.7 and 7.0, so that larger ones would be held for
+# nothing. Again: `megamix bench host`, states.
 SMALL_GRAD = 1 << 14
 
 # Elements below which a unit of `shard = "parameters"` is gathered and updated together with its neighbours, at most
-# the model's over LEAST_UNITS: two of these have memory at a time. Again: `megamix bench host`.
+# the model's over LEAST_UNITS: two of these have memory at a time. A unit by itself costs the host 0.4 ms a step,
+# joined with others 0.1. Again: `megamix bench host`.
 LEAST_UNIT = 1_000_000
 LEAST_UNITS = 8
