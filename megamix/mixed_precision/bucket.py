@@ -322,6 +322,10 @@ class Bucket:
             place.view.zero_()
         return [place.name for place in silent]
 
+    def close(self) -> None:
+        """Be complete: no gradient comes any more before the sum."""
+        self.missing = 0
+
     def launch_sum(self, row_stats: RowStats) -> Pending:
         """Start summing the gradients over the owners."""
         if self.storage.grads_pass:

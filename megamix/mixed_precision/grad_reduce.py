@@ -114,7 +114,7 @@ class GradReduce:
         if self._completes and late:
             self._fill_missing(late)
             for bucket in late:
-                bucket.missing = 0
+                bucket.close()
             self._launch()
 
     def _fill_missing(self, buckets: Sequence[Bucket]) -> None:

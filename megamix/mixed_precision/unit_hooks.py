@@ -217,5 +217,7 @@ def _frozen_in(values: Iterable[object]) -> Iterator[object]:
     for value in values:
         if isinstance(value, dict):
             yield from _frozen_in(value.values())
-        elif is_dataclass(value) and vars(type(value))["__dataclass_params__"].frozen:
-            yield value
+        elif is_dataclass(value):
+            kind: Any = type(value)  # or one of its bases is the dataclass
+            if kind.__dataclass_params__.frozen:
+                yield value

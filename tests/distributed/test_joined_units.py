@@ -19,6 +19,7 @@ from megamix import AdamW, Precision, ShardedEngine, Sharding
 from megamix.mixed_precision.bucket import Bucket
 from megamix.mixed_precision.census import _joined
 from megamix.mixed_precision.settings import Shard
+from megamix.mixed_precision.unit_hooks import Attributes
 from tests.distributed.models import LENGTH, VOCAB, WIDTH, Block, make_batch
 
 pytestmark = pytest.mark.uncounted
@@ -266,6 +267,31 @@ def test_members_called_outside_of_the_models_forward_leave_one_unit_behind() ->
             assert _live(engine) == {0: ["01"], 2: ["23"], 3: [], 4: ["45"]}[number]
     engine.backward(_loss(engine, 0, 0, 0, ALL))
     assert _live(engine) == []
+
+
+@dataclass(frozen=True)
+class _Settings:
+    width: int = 1
+    scale: Tensor | None = None
+
+
+class _OwnSettings(_Settings):
+    """No dataclass by itself."""
+
+
+def test_what_a_unit_keeps_in_its_attributes_is_found_among_settings() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Block())
+    module[1].rules = {"weight": _Settings(), "bias": _OwnSettings()}
+    attributes = Attributes(module)
+    assert attributes.tensors(None) == []
+    out, scale, loss = torch.zeros(3).unbind()
+    module[1].rules["gain"] = _Settings(scale=scale)
+    module[1].router_loss = [loss]
+    found = attributes.tensors((out, {"count": 1}))
+    assert {id(tensor) for tensor in found} == {id(out), id(scale), id(loss)}
+    module[0] = Block()
+    module[0].router_loss = loss
+    assert len(attributes.tensors(out)) == 4
 
 
 def test_a_view_that_a_member_returns_is_refused_by_the_members_name() -> None:
