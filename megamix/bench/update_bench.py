@@ -154,7 +154,7 @@ class AfterRank:
     """Takes steps over the same tokens on one rank, and times what follows backward."""
 
     def __init__(self, build: Callable[[Work], Engine], work: Work):
-        self._engine = build(work)
+        self._side = build(work)
         model = work.model
         generator = torch.Generator().manual_seed(0)
         self._tokens = torch.randint(model.vocab_size, (1, model.seq_len + 1), generator=generator)
@@ -165,10 +165,10 @@ class AfterRank:
         return sum(self._after_backward() for _ in range(steps)) / steps
 
     def _after_backward(self) -> float:
-        self._engine.forward_backward(self._tokens[:, :-1], self._tokens[:, 1:])
+        self._side.forward_backward(self._tokens[:, :-1], self._tokens[:, 1:])
         start_s = time.process_time()
-        self._engine.optimize()
-        self._engine.finish()
+        self._side.optimize()
+        self._side.finish()
         return time.process_time() - start_s
 
 

@@ -54,7 +54,7 @@ def _updates(h100: H100) -> Iterator[dict[str, Any]]:
         buckets: list[Any] = [
             SimpleNamespace(
                 params=_zeros(64 * OWNERS, half_dtype), grads=_zeros(64 * OWNERS, half_dtype), master=_zeros(64),
-                grad_sum=_zeros(64, dtype), owners=Collectives(Axis(range(OWNERS))),
+                grad_sum=_zeros(64, dtype), owners=Collectives(Axis(range(OWNERS))), updated_dtype=half_dtype,
             )
             for dtype in sums.values()
         ]  # fmt: skip

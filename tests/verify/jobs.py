@@ -269,10 +269,10 @@ def unit_freed_early() -> Iterator[None]:
     """In backward a unit's weights go as soon as it begins to compute."""
     right = UnitGather.before_backward
 
-    def before_backward(self, unit):
-        right(self, unit)
-        if not all(map(self._has_gradient, unit.params)):
-            for bucket in unit.buckets:
+    def before_backward(self, member, turn):
+        right(self, member, turn)
+        if not all(map(self._grads.has_gradient, member.param_names)):
+            for bucket in self._unit_of[member].buckets:
                 bucket.params.zero_()
 
     with mock.patch.object(UnitGather, "before_backward", before_backward):
