@@ -1,5 +1,5 @@
-"""What a step costs its host beside forward and backward, in processor time, and how that grows with tensors, units,
-micro-batches and ranks. On a fast GPU the host's time is the step's, until the products take longer.
+"""Measures what a step costs its host beside forward and backward, in processor time, and how that grows with tensors,
+units, micro-batches and ranks. On a fast GPU the host's time is the step's, until the products take longer.
 """
 
 from __future__ import annotations

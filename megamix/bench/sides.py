@@ -200,8 +200,8 @@ class ForwardBackward(Engine):
 
 
 class ByHand(ForwardBackward):
-    """What a careful user writes for one rank: half parameters, FP32 masters that are copied to and fro by torch's
-    _foreach calls, and AdamW(fused=True) on these.
+    """Trains on one rank as a careful user would by hand: half parameters, FP32 masters that are copied to and fro by
+    torch's _foreach calls, and AdamW(fused=True) on these.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype = torch.bfloat16):

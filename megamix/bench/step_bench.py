@@ -1,4 +1,4 @@
-"""Where a step goes: its parts by each `shard`, beside forward and backward alone, DDP and FSDP2 resharded."""
+"""Divides a step into its parts, by each `shard`, beside forward and backward alone, DDP and FSDP2 resharded."""
 
 from __future__ import annotations
 

@@ -182,8 +182,8 @@ def _field_names(kind: type[Any]) -> list[str]:
 
 
 class Attributes:
-    """What a unit may give beside its output, as the loss of a router: tensors in attributes of its modules, but for
-    torch's own, which keep nothing that they compute.
+    """Finds what a unit may give beside its output, as the loss of a router: tensors in attributes of its modules, but
+    for torch's own, which keep nothing that they compute.
     """
 
     def __init__(self, unit: nn.Module):
