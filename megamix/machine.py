@@ -156,10 +156,12 @@ def many_imports() -> Iterator[None]:
     leave next to none, and to walk half a million objects again and again is a sixth of a rank's start.
     """
     begins = "torch" not in sys.modules
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if begins:
             gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()

@@ -31,9 +31,15 @@ FIRST_STEPS = 2  # until then all is compiled
 def small_model(width: int, layers: int) -> ModelConfig:
     """Return a model of 12 tensors in each layer and 4 beside them, of products that take next to no time."""
     return ModelConfig(
-        vocab_size=64, seq_len=8, hidden_size=width, num_layers=layers, num_heads=2, qkv_bias=True, position="learned",
+        vocab_size=64,
+        seq_len=8,
+        hidden_size=width,
+        num_layers=layers,
+        num_heads=2,
+        qkv_bias=True,
+        position="learned",
         tie_embeddings=False,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
