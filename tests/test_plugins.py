@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +45,6 @@ from megamix.train.same_job import RankGroup, differences, started_with
 from megamix.train.same_run import changes
 from tests.checkpoint.seal import edit
 from tests.test_config_errors import GOOD, Tree, changed, problems_of
-from tests.test_config_moved import CHECKPOINT, now
 from tests.train.jobs import run_on_ranks
 
 PLUGIN = """
@@ -329,20 +327,38 @@ def _write(folder: Path, name: str, text: str) -> Path:
     return folder / name
 
 
+def _tiny_job(folder: Path) -> Tree:
+    return {
+        "model": {
+            "vocab_size": 16, "seq_len": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_hidden_size": 8,
+        },
+        "data": {"train": [{"markov": 4}]},
+        "optimizer": {"lr": 0.01, "compile": False},
+        "lr_schedule": {"warmup_steps": 1},
+        "training": {"steps": 2, "micro_batch_size": 2, "global_batch_size": 8, "eval_interval": 0},
+        "checkpoint": {"folder": str(folder), "save_interval": 2},
+        "metrics": {"log_interval": 2, "tensorboard": False},
+    }  # fmt: skip
+
+
+CHECKPOINT = "step_00000002"
+
+
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder that names a plugin, which lies in it and in the working folder, and needs it."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
-    checkpoint = shutil.copytree(CHECKPOINT, run / "checkpoints" / CHECKPOINT.name)
+    run_on_ranks(config_from_dict(_tiny_job(run)))
+    checkpoint = run / "checkpoints" / CHECKPOINT
 
     def name_it(fields: Tree) -> None:
         config = fields["run"]["config"].replace('name = "adamw"', 'name = "lion"')
-        fields["run"]["config"] = f'plugins = ["hostile"]\n\n{config}'
+        fields["run"]["config"] = config.replace("plugins = []", 'plugins = ["hostile"]')
 
-    edit(Path(checkpoint), name_it)
-    (run / "config.toml").write_text(read_manifest(Path(checkpoint) / "manifest.json").run.config)
-    for folder in (tmp_path, run, run / "checkpoints", Path(checkpoint)):
+    edit(checkpoint, name_it)
+    (run / "config.toml").write_text(read_manifest(checkpoint / "manifest.json").run.config)
+    for folder in (tmp_path, run, run / "checkpoints", checkpoint):
         (folder / "hostile.py").write_text("raise SystemExit('imported')")
     return run
 
@@ -350,7 +366,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
     hostile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = str(hostile / "checkpoints" / CHECKPOINT.name)
+    checkpoint = str(hostile / "checkpoints" / CHECKPOINT)
     own = config_to_toml(config_from_dict(changed(checkpoint={"folder": str(hostile)}))).replace(": not set", "")
     on_top = _write(hostile.parent, "on_top.toml", f'base = "{hostile / "config.toml"}"\n')
     for words in (
@@ -367,13 +383,13 @@ def test_no_run_folder_and_no_checkpoint_imports_what_it_names(
             assert (status, "--plugins hostile right behind the verb if you trust that code" in said) == (2, True), (
                 words
             )
-    assert (hostile / "checkpoints" / CHECKPOINT.name).is_dir()  # none was set aside as damaged
+    assert (hostile / "checkpoints" / CHECKPOINT).is_dir()  # none was set aside as damaged
     for words in (["generate", str(hostile)], ["config", str(hostile / "config.toml"), "--show"]):
         assert main([*words, "--plugins", "hostile"]) == 2
         assert "plugins: hostile cannot be imported: SystemExit: imported; mend" in capsys.readouterr().err
     with pytest.raises(PluginError, match="plugins: hostile named by what was saved"):
-        run_on_ranks(config_from_dict(now(hostile)))
-    assert (hostile / "checkpoints" / CHECKPOINT.name).is_dir()
+        run_on_ranks(config_from_dict(_tiny_job(hostile)))
+    assert (hostile / "checkpoints" / CHECKPOINT).is_dir()
     for junk in ("[3]", '"hostile"', '["a\\nb"]'):
         with pytest.raises(ValueError, match="holds plugins that are no names of modules"):
             effective_tables(f"plugins = {junk}\n")

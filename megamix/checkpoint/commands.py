@@ -15,7 +15,7 @@ import torch
 
 from megamix.checkpoint.boxes import Box, pieces
 from megamix.checkpoint.folder import MANIFEST, checkpoints, checkpoints_at, folder_of, restored, set_aside, unfinished
-from megamix.checkpoint.manifest import DamagedCheckpoint, check_size, printable, read_manifest, states_text
+from megamix.checkpoint.manifest import DamagedCheckpoint, Manifest, check_size, printable, read_manifest, states_text
 from megamix.checkpoint.verify import Check, Checkpoint, PieceReader, verify_checkpoint, verify_named
 from megamix.config import ConfigError, effective_tables
 from megamix.durable import sync_directory
@@ -40,7 +40,7 @@ def ls(path: Path, check: Check | None = None) -> Iterator[str]:
 
 def verify(path: Path, check: Check | None = None) -> Iterator[str]:
     """Read every byte: a line for each good checkpoint, then DamagedCheckpoint with what is wrong with all others."""
-    problems = []
+    problems: list[str] = []
     for found in checkpoints_at(path):
         try:
             good = verify_checkpoint(found, check)
@@ -48,6 +48,8 @@ def verify(path: Path, check: Check | None = None) -> Iterator[str]:
             counts = Counter(states_text(manifest.states[param.state_set]) for param in manifest.params)
             held = "; ".join(f"{count} parameters, of each {states}" for states, count in counts.items())
             yield f"{found.name}: good; {len(manifest.files)} files, {_size(found)}; {held}{refusal}"
+        except ConfigError as error:
+            yield f"{found.name}: refused: {error.problems[0]}"
         except DamagedCheckpoint as error:
             problems += error.problems
     if problems:
@@ -58,7 +60,8 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
     """Give one that was set aside, or all of a run, their names back where every byte is good: a line for each, then
     DamagedCheckpoint with what is wrong with the others. No run may use the folder. Raises: OSError as well.
     """
-    folder, problems = folder_of(path), []
+    folder = folder_of(path)
+    problems: list[str] = []
     entries = [path] if restored(path) != path else set_aside(folder)
     if not entries:
         raise ValueError(f"{folder} holds nothing that was set aside")
@@ -71,7 +74,7 @@ def restore(path: Path, check: Check | None = None) -> Iterator[str]:
             entry.rename(target)
             sync_directory(entry.parent)
             yield f"{entry.name}: is {target.name} again"
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, ConfigError) as error:
             problems += error.problems
     if problems:
         raise DamagedCheckpoint(problems)
@@ -104,6 +107,7 @@ def _good(name: str, path: Path, check: Check | None) -> Checkpoint:
 def _row(path: Path, check: Check | None) -> tuple[str, ...]:
     aside = restored(path) != path
     state = "whole, set aside: megamix checkpoint restore brings it back" if aside else "complete"
+    manifest: Manifest | None = None
     try:
         manifest = read_manifest(path / MANIFEST)
         for record in manifest.files:
@@ -116,6 +120,8 @@ def _row(path: Path, check: Check | None) -> tuple[str, ...]:
         state = "damaged, set aside" if aside else printable(f"damaged: {error}")
         return path.name, "", _written(path), _size(path), "", state
     written = _written(path / MANIFEST)
+    if manifest is None:  # of another version
+        return path.name, "", written, _size(path), "", state
     sizes = {"pp": manifest.layout.pp_size, "dp": manifest.layout.dp_size, "tp": manifest.layout.tp_size}
     layout = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
     return path.name, str(manifest.applied_updates), written, _size(path), layout, state

@@ -39,7 +39,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> list[Path]:
-    """Return those that were found damaged, or that an earlier version took for it."""
+    """Return those that were found damaged."""
     return [path for path in _folders(folder) if restored(path) != path]
 
 

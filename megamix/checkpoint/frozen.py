@@ -67,7 +67,7 @@ def fit_frozen(checkpoint: Checkpoint, engine: ShardedEngine, together: Together
     cannot be read, or are not what was saved.
     """
     saved, own = checkpoint.manifest.frozen, together.first(lambda: frozen_digests(engine))
-    if saved is None or saved == own:  # None: of an earlier version
+    if saved is None or saved == own:
         return
     wanted = {name: text for name, text in saved.items() if own.get(name) != text}
     path, values = _values_of(checkpoint.path.parent, saved), dict[str, Tensor]()

@@ -35,12 +35,16 @@ def read_together(path: Path, together: Together, check: Check | None = None) ->
 
     Raises: DamagedCheckpoint on every rank, with what any of them found; ConfigError, likewise.
     """
-    checkpoint, problems = None, []
+    checkpoint: Checkpoint | None = None
+    problems: list[str] = []
+    refusal = ""
     try:
         checkpoint = read_checkpoint(path, check)
+        refusal = checkpoint.refusal
     except DamagedCheckpoint as error:
         problems = error.problems
-    refusal = "" if checkpoint is None else checkpoint.refusal
+    except ConfigError as error:
+        refusal = error.problems[0]
     answers = together.every(lambda: [problems, refusal])
     _agree_on([found for found, _ in answers])
     if refusals := [refused for _, refused in answers if refused]:
@@ -203,13 +207,11 @@ def _load_scale(manifest: Manifest, engine: ShardedEngine) -> None:
     same_names = {name: value.dim() for name, value in saved.items()} == {
         name: value.dim() for name, value in scale.state_dict().items()
     }
-    # A checkpoint that does not name its rule is taken at its states' names, which `dynamic` and the presets share.
-    if not same_names or manifest.loss_scale_rule not in (None, scale.rule):
-        # As where a run that gave up goes on in BF16.
-        rule = manifest.loss_scale_rule or ", ".join(saved) or "none"
+    if not same_names or manifest.loss_scale_rule != scale.rule:  # as where a run that gave up goes on in BF16
         log.warning(
-            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g", rule, scale.loss_scale
-        )
+            "the checkpoint's loss scale has another rule (%s): it begins anew at %.10g",
+            manifest.loss_scale_rule, scale.loss_scale,
+        )  # fmt: skip
         return
     scale.load_state_dict(saved)
     if (before := float(saved["loss_scale"])) != (now := float(scale.loss_scale)):

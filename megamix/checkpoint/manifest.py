@@ -8,17 +8,18 @@ JSON is checked when read: no unknown field, no other type, no number that anoth
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from safetensors import SafetensorError
 
+from megamix.config import ConfigError
 from megamix.config.load import toml_tables
-from megamix.names import plain_name
 
 Count = Annotated[int, Field(ge=0, le=2**53)]  # JSON's numbers are exact up to here in every reader
 _SHOWN = 5  # problems, of a text that may have thousands
@@ -75,13 +76,13 @@ def _each_once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     return once
 
 
+_VERSION = re.compile(rb'\{\s*"format": "megamix checkpoint",\s*"version": (\d{1,9}),')
+_LAST_TO_READ_1 = "50476c4"  # it reads keys of configurations that were renamed until then, too
 LARGEST = 16 << 20  # bytes: no larger file is read as a manifest; of 10,000 parameters it has 2 MB
 _MOST_VALUES = 1 << 20  # in it: each takes some 100 bytes of memory, and may be written in two
-_BEGINNING = 80  # bytes, with the version in them
 _CHECKSUM_LINE = ',\n"crc32":"%08x"}\n'
 _CHECKSUM_LENGTH = len(_CHECKSUM_LINE % 0)
 
-_PlainName = Annotated[str, AfterValidator(plain_name)]  # earlier versions kept what torch's wrappers put into names
 _Name = Annotated[str, Field(pattern=r"^\w{1,100}$")]  # of a state or a rule: a Python name
 Dtype = Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]  # safetensors' names
 StateSet = dict[_Name, Dtype]  # by state
@@ -119,9 +120,9 @@ def check_size(path: Path, record: FileRecord) -> None:
 class ParamRecord(Record):
     """One parameter or persistent buffer, whole, under its first registered name."""
 
-    name: _PlainName
+    name: str
     shape: Annotated[tuple[Count, ...], Field(max_length=64)]  # as many dims as numpy's arrays have
-    aliases: tuple[_PlainName, ...]
+    aliases: tuple[str, ...]
     state_set: Count = Field(default=0, alias="states")  # the place of its set in `Manifest.states`
 
 
@@ -160,13 +161,13 @@ class Manifest(Record):
     applied_updates: Count
     skipped_steps: Count
     loss_scale: dict[_Name, _Number | list[_Number]]  # by the loss scale's own state names
-    loss_scale_rule: _Name | None = None  # what they mean; None: saved before it was kept
+    loss_scale_rule: _Name | None = None  # what they mean; None: of a model that nobody has trained
     run: RunRecord
     layout: LayoutRecord
     states: tuple[StateSet, ...]  # the sets that there are: "master" and the optimizer's, or "buffer" alone
     params: tuple[ParamRecord, ...]
-    # Frozen parameters': dtype and SHA-256 of the values, by name; None: saved before it was kept.
-    frozen: dict[_PlainName, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
+    # Frozen parameters': dtype and SHA-256 of the values, by name; None: of a model that nobody has trained.
+    frozen: dict[str, Annotated[str, Field(pattern=r"^torch\.\w+ [0-9a-f]{64}$")]] | None = None
     files: tuple[FileRecord, ...] = ()
 
     @property
@@ -181,19 +182,6 @@ class Manifest(Record):
                 yield param.name, state, param.shape, dtype
 
 
-class _Version1(Manifest):
-    """Its states are those of every parameter, in FP32."""
-
-    version: Literal[1]  # type: ignore[assignment]  # it is read, and turned into a `Manifest`
-    states: tuple[_Name, ...]  # type: ignore[assignment]  # likewise
-
-    def as_manifest(self) -> Manifest:
-        """Raises: ValueError for a state that is there twice."""
-        if len(set(self.states)) != len(self.states):
-            raise ValueError("states: a name is there twice")
-        return Manifest(**dict(self) | {"version": 2, "states": (dict.fromkeys(self.states, "F32"),)})
-
-
 def manifest_text(manifest: Manifest) -> bytes:
     """Return the whole file. Raises: ValueError if it is larger than `read_manifest` takes."""
     body = manifest.model_dump_json(indent=1, by_alias=True).removesuffix("\n}").encode()
@@ -206,8 +194,21 @@ def manifest_text(manifest: Manifest) -> bytes:
     return text
 
 
+def _refuse_other_version(path: Path, body: bytes) -> None:
+    """Raises: ConfigError. Not damaged: a whole checkpoint must not be set aside for the code that reads it."""
+    found = _VERSION.match(body)
+    if found is None or found[1] == b"2":
+        return
+    fix = "update megamix to the version that saved it"
+    if found[1] == b"1":
+        fix = f"commit {_LAST_TO_READ_1} is the last that reads it: load and save it there"
+    raise ConfigError([f"{path}: its version is {found[1].decode()}, and 2 is what is read here; {fix}"], "job")
+
+
 def read_manifest(path: Path) -> Manifest:
-    """Raises: ValueError naming the file, and the field where it is one's fault; OSError."""
+    """Raises: ValueError naming the file, and the field where it is one's fault; ConfigError for another version;
+    OSError.
+    """
     if path.is_symlink() or not path.is_file():
         raise ValueError(f"{path}: not there, or no ordinary file")
     if (size := path.stat().st_size) > LARGEST:
@@ -218,11 +219,9 @@ def read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{path}: its checksum does not fit its content")
     if text.count(b",") > _MOST_VALUES:
         raise ValueError(f"{path}: more than {_MOST_VALUES} values")
+    _refuse_other_version(path, body)
     with naming(path):
-        if b'"version": 1,' in body[:_BEGINNING]:
-            manifest = _Version1.from_json(body + b"}").as_manifest()
-        else:
-            manifest = Manifest.from_json(body + b"}")
+        manifest = Manifest.from_json(body + b"}")
         for field, records in (("files", manifest.files), ("params", manifest.params)):
             if len({record.name for record in records}) != len(records):
                 raise ValueError(f"{field}: a name is there twice")

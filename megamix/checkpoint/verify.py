@@ -38,7 +38,7 @@ Check = Callable[[Manifest], None]
 
 
 def verify_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check every byte. Raises: DamagedCheckpoint."""
+    """Check every byte. Raises: as `read_checkpoint`."""
     checkpoint = read_checkpoint(path, check)
     problems = []
     for record in checkpoint.manifest.files:
@@ -59,7 +59,7 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
     except DamagedCheckpoint as error:
         problems = error.problems
     for other in checkpoints(path.parent):
-        with suppress(DamagedCheckpoint):
+        with suppress(DamagedCheckpoint, ConfigError):
             verify_checkpoint(other, check)
             problems.append(f"{other} is good: name that one")
             break
@@ -67,11 +67,16 @@ def verify_named(path: Path, check: Check | None = None) -> Checkpoint:
 
 
 def read_checkpoint(path: Path, check: Check | None = None) -> Checkpoint:
-    """Check everything but the tensors' bytes: whoever reads those has them verified. Raises: DamagedCheckpoint."""
+    """Check everything but the tensors' bytes: whoever reads those has them verified.
+
+    Raises: DamagedCheckpoint; ConfigError for one of another version.
+    """
     if path.is_symlink() or not path.is_dir():
         raise DamagedCheckpoint([f"{path}: not there, or no folder"])
     try:
         manifest = read_manifest(path / MANIFEST)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:
         raise DamagedCheckpoint([str(error)]) from None
     wanted = {(name, state): (shape, dtype) for name, state, shape, dtype in manifest.tensors()}

@@ -134,7 +134,7 @@ def _check_counters(manifest: Manifest, config: Config) -> None:
 
 def _check_loss_scale(manifest: Manifest, config: Config) -> None:
     loss_scale = build_loss_scale(config.precision) or StaticLossScale()
-    if manifest.loss_scale_rule not in (None, loss_scale.rule):
+    if manifest.loss_scale_rule != loss_scale.rule:
         raise ValueError(f"loss_scale_rule is {manifest.loss_scale_rule}, its configuration's is {loss_scale.rule}")
     loss_scale.check_state(manifest.loss_scale, manifest.applied_updates, manifest.skipped_steps)
 
@@ -184,7 +184,7 @@ class Progress(PlanState):
     skipped: Count = 0  # attempts that overflowed
     interval_losses: tuple[str, ...] = ()  # of the log interval so far, as float.hex
     validated: Count = 0  # the update after which the last validation was
-    tokens: Count | None = None  # of all updates; None: the run was saved before it was counted
+    tokens: Count = 0  # of all updates
     log_sizes: dict[str, Count] = Field(default_factory=dict)  # bytes, by file name; what lies behind came later
 
     @staticmethod
@@ -207,7 +207,7 @@ class Progress(PlanState):
         check_state(self, self.skipped, global_batch_size)
         if self.validated > self.applied:
             raise ValueError(f"validated is {self.validated}, after update {self.applied}")
-        if self.tokens is not None and not self.applied <= self.tokens <= LARGEST_COUNT:
+        if not self.applied <= self.tokens <= LARGEST_COUNT:
             raise ValueError(f"tokens is {self.tokens} after update {self.applied}")
         # The first update's line ends an interval, so that one is in none.
         if len(self.interval_losses) > max(self.applied - 1, 0) or not all(map(_is_loss, self.interval_losses)):

@@ -71,8 +71,7 @@ class Trainer:
         self._stop_reason = 0  # why the ranks have agreed to leave; 0: they have not
         self._scaled = build_loss_scale(config.precision) is not None
         self.profiling = Profiling(config, engine, console, writer)
-        tokens = start.applied * report.tokens_per_step if start.tokens is None else start.tokens
-        report.go_on_from(start.attempts, start.losses(), tokens)
+        report.go_on_from(start.attempts, start.losses(), start.tokens)
         console.begin(start.applied)
 
     def progress(self) -> Progress:

@@ -1,5 +1,5 @@
 """A checkpoint knows the frozen parameters beside which it was saved: other values are refused by name on all ranks and
-set nothing aside, checkpoints from before that load, and `frozen=True` saves them once and loads them back.
+set nothing aside, and `frozen=True` saves them once and loads them back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from megamix import AdamW, Checkpoints, Precision, ShardedEngine
 from megamix.checkpoint.folder import checkpoints
-from tests.checkpoint.seal import edit
 from tests.distributed.models import TinyModel, make_model
 
 
@@ -138,13 +137,6 @@ def test_another_dtype_is_told_and_loaded_by_values(tmp_path: Path, caplog) -> N
     other = _engine(seed=1)
     Checkpoints(other, tmp_path, frozen=True).load()
     assert torch.equal(_table(other), _table(engine).bfloat16())
-
-
-def test_a_checkpoint_from_before_loads(tmp_path: Path) -> None:
-    Checkpoints(_engine(), tmp_path).save({})
-    (path,) = checkpoints(tmp_path)
-    edit(path, lambda manifest: manifest.pop("frozen"))
-    assert Checkpoints(_engine(seed=1), tmp_path).load() == {}
 
 
 def _of_one_rank(folder: Path) -> list[str]:

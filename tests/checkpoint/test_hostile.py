@@ -173,8 +173,7 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
         _fields(states=[{"master": "F32", "exp_avg": "BF16", "exp_avg_sq": "F32"}]),
         "is F32, the manifest has BF16",
     ),
-    "states of version 1": (_fields(states=["master", "exp_avg", "exp_avg_sq"]), f"{MANIFEST}: states.0"),
-    "states of version 2 in version 1": (_fields(version=1), f"{MANIFEST}: states.0"),
+    "states without dtypes": (_fields(states=["master", "exp_avg", "exp_avg_sq"]), f"{MANIFEST}: states.0"),
     "a buffer without bytes": (
         lambda path: edit(
             path,
@@ -185,7 +184,6 @@ HOSTILE: dict[str, tuple[Make, str]] = {  # what it is: (how it is made, what is
         ),
         "buffer of seen: 0 of 1 elements",
     ),
-    "another version": (_fields(version=3), f"{MANIFEST}: version"),
 }
 
 

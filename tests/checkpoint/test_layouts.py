@@ -9,7 +9,6 @@ import itertools
 import logging
 import random
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -335,19 +334,14 @@ def _scaled(scale: StaticLossScale | None) -> ShardedEngine:
     return ShardedEngine(torch.nn.Linear(2, 2), AdamW(lr=0.01), precision, compile_update=False)
 
 
-def _resumed_scale(
-    folder: Path, saved: StaticLossScale, own: StaticLossScale | None, named: bool = True
-) -> list[float]:
-    """Its states after three overflows with `saved` and a load, from a checkpoint that names its rule or not."""
+def _resumed_scale(folder: Path, saved: StaticLossScale, own: StaticLossScale | None) -> list[float]:
+    """Return its states after three overflows with `saved` and a load."""
     source, target = _scaled(saved), _scaled(own)
     for _ in range(3):
         saved.update_(torch.tensor(True), torch.tensor(0.0), saved.loss_scale.clone())
     save(folder, take_snapshot(source, RunRecord()), together_of(source))
     checkpoint = newest_checkpoint(folder, together_of(target))
     assert checkpoint is not None
-    if not named:
-        manifest = checkpoint.manifest.model_copy(update={"loss_scale_rule": None})
-        checkpoint = replace(checkpoint, manifest=manifest)
     load(checkpoint, target, together_of(target))
     return [value for state in target.loss_scale.state_dict().values() for value in state.view(-1).tolist()]
 
@@ -370,13 +364,6 @@ def test_a_loss_scale_goes_on_by_the_settings_of_now(tmp_path: Path, caplog, sav
     assert _resumed_scale(tmp_path, deepcopy(saved), deepcopy(own)) == want
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
-
-
-def test_a_checkpoint_that_does_not_name_its_loss_scale_s_rule_loads(tmp_path: Path) -> None:
-    one, other = DynamicLossScale(2.0**9), StaticLossScale(2.0**12)
-    assert _resumed_scale(tmp_path / "1", one, DynamicLossScale(), named=False) == [2.0**6, 0, 1]
-    assert _resumed_scale(tmp_path / "2", StaticLossScale(2.0**10), other, named=False) == [2.0**12]
-    assert _resumed_scale(tmp_path / "3", one, StaticLossScale(2.0**5), named=False) == [2.0**5]
 
 
 def test_no_save_or_load_in_the_middle_of_a_step(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import pytest
 from megamix.checkpoint.folder import Files, checkpoints
 from megamix.checkpoint.manifest import read_manifest
 from megamix.checkpoint.verify import read_checkpoint
+from megamix.cli import main
 from megamix.config import Config, ConfigError
 from megamix.diagnosis.overflows import GaveUpError
 from megamix.mixed_precision.settings import Shard
@@ -31,6 +33,7 @@ from megamix.supervise.status import EndedEarlyError, LeaveRequest, PreemptedErr
 from megamix.train.batch_plan import Attempt, BatchPlan
 from megamix.train.same_run import changes
 from megamix.train.trainer import Trainer
+from tests.checkpoint.seal import edit
 from tests.conftest import FULL, also_wide
 from tests.programs import lines_counted
 from tests.test_config_unread import listed_before
@@ -378,6 +381,21 @@ def test_where_the_load_finds_all_damaged_the_run_ends_with_its_logs_as_they_wer
             _run(_config(stopped, data, training={"eval_interval": 5}))
         assert [path.read_bytes() for path in kept] == before
     assert json.loads((stopped / "run/status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize(("version", "fix"), [(1, r"commit \w{7} is the last that reads it"), (3, "update megamix")])
+def test_a_checkpoint_of_another_version_is_refused_and_stays_where_it_is(
+    stopped, data, capsys, version: int, fix: str
+) -> None:
+    path = checkpoints(stopped / "run/checkpoints")[0]
+    edit(path, lambda fields: fields.update(version=version))
+    told = f"its version is {version}, and 2 is what is read here; {fix}"
+    with pytest.raises(ConfigError, match=told):
+        _run(_config(stopped, data))
+    for action in ("ls", "verify"):
+        assert main(["checkpoint", action, str(stopped / "run")]) == 0
+        assert re.search(rf"{path.name}.*refused: .*{told}", capsys.readouterr().out)
+    assert path in checkpoints(stopped / "run/checkpoints")
 
 
 def test_a_damaged_path_to_begin_from_is_refused_and_stays_where_it_is(stopped, data) -> None:
