@@ -1,5 +1,5 @@
-"""Backward's product: each gradient goes into its bucket as soon as it is ready, and each bucket to its owners while
-backward still fills the next ones.
+"""The reduction of gradients: hooks move each gradient into its bucket as soon as it is ready, and each full bucket is
+summed over its owners while backward still fills the next ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ log = logging.getLogger("megamix")
 
 
 class GradReduce:
-    """Sums each parameter's gradient over the micro-batches of a step, times the loss scale, and each bucket's over its
-    owners.
+    """Sums each parameter's gradient over a step's micro-batches, and each bucket over its owners; the loss scale stays
+    in.
 
     A parameter's hook hands the gradient to the bucket, then drops `param.grad`: an FP32 `.grad` on a half parameter
-    would make torch.compile refuse the block. Within the pass that completes a step's gradients, a bucket that is full
-    starts its sum, strictly in the order of the buckets: ranks may fill equal buckets in different orders (one misses a
-    parameter that another has), and collectives are matched by order of issue. So a bucket that is full before its
-    predecessor waits for it.
+    would make torch.compile refuse the block. In the pass that completes a step's gradients, a full bucket starts its
+    sum, strictly in bucket order: collectives are matched by order of issue, and ranks may fill equal buckets in
+    different orders (if one skips a parameter that another uses). So a bucket that is full before its predecessor waits
+    for the predecessor.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class GradReduce:
         self._overlap = overlap
         self._clock = clock
         self._observers = observers
-        self._queue = deque(buckets)  # those whose sum is not launched yet
-        self._travelling: Bucket | None = None  # the last one whose was
+        self._queue = deque(buckets)  # buckets whose sum is not launched yet
+        self._travelling: Bucket | None = None  # the bucket whose sum was launched last
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.param_grads}
-        self.takes_each = buckets[0].total is not None  # each micro-batch's gradients are reduced by themselves
+        self.takes_each = buckets[0].total is not None  # True: each micro-batch is reduced by itself
         self.inside_backward = False
         self.passes = 0
-        self._came = set[str]()  # in this pass
+        self._came = set[str]()  # parameters with a gradient in this pass
         self._micro_batch = 0
         self._completes: Collection[str] = ()
         self._warned: set[str] = set()
@@ -66,8 +66,10 @@ class GradReduce:
 
     @contextmanager
     def backward_pass(self, micro_batch: int, completes: Collection[str]) -> Iterator[None]:
-        """Take the gradients of one backward pass. Those of the parameters in `completes` are whole with it; when all
-        of a bucket are, its sum starts.
+        """Collect the gradients of one backward pass.
+
+        The pass completes this step's gradients of the parameters in `completes`. A bucket's sum starts once all its
+        gradients are complete.
         """
         self.inside_backward = True
         self.passes += 1
@@ -83,12 +85,12 @@ class GradReduce:
             self._completes = ()
 
     def has_gradient(self, name: str) -> bool:
-        """Return whether a parameter's gradient has come in this backward pass."""
+        """Return whether a gradient of this parameter has arrived in this backward pass."""
         return name in self._came
 
     def collect(self, names: Iterable[str]) -> None:
-        """Do what the hooks do, for a pass that puts gradients into `param.grad` without firing them. Parameters that
-        are not trained, as empty ones, have none.
+        """Collect the gradients of a pass that sets `param.grad` without firing hooks. Skip names that are not trained,
+        such as empty parameters.
         """
         for name in filter(self._bucket_of.__contains__, names):
             param = self._bucket_of[name].named_params[name]
@@ -96,8 +98,10 @@ class GradReduce:
                 self._on_grad(weakref.ref(self), name, param)
 
     def end_micro_batch(self, ends: bool) -> None:
-        """Start what is left, now that backward is over; what got no gradient counts as zeros, and the log names it
-        once. `ends`: the step, too; else the next micro-batch's gradients come.
+        """Start the remaining sums after backward. Parameters without a gradient count as zeros; the log names each
+        once.
+
+        `ends`: this micro-batch ends the step; otherwise the next micro-batch's gradients follow.
         """
         self._fill_missing(self._buckets)
         self._launch(all_are_full=True)
@@ -107,8 +111,9 @@ class GradReduce:
             self._expect_sums()
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
-        """Let the sums of these buckets start in their turn, for no more comes, if this pass completes a step's
-        gradients.
+        """Count missing gradients of these buckets as zeros, and let their sums start in bucket order. Do nothing
+        unless this pass completes a step's gradients. The caller knows that no more gradients of these buckets will
+        come.
         """
         late = [bucket for bucket in buckets if bucket.missing]
         if self._completes and late:
@@ -124,12 +129,13 @@ class GradReduce:
             log.warning("no gradient reached %s: counted as zeros (said once per parameter)", ", ".join(new))
 
     def _launch(self, *, all_are_full: bool = False) -> None:
-        """Start the sum of every bucket whose turn it is: from within backward of those that are full, behind it of all
-        that are left.
+        """Start the sum of each bucket whose turn it is: during backward only of full buckets, after it of all that are
+        left.
         """
         while self._queue and (all_are_full or (self._overlap and self._queue[0].missing == 0)):
             bucket = self._queue.popleft()
-            # A backend whose scratch buffers are all in use finishes an earlier bucket first: that is waiting, too.
+            # A backend whose scratch buffers are all in use finishes an earlier bucket first. That counts as waiting,
+            # too.
             with self._clock.span("exposed_reduce_scatter"):
                 pending = bucket.launch_sum(self._row_stats)
                 for observer in self._observers:
@@ -137,7 +143,7 @@ class GradReduce:
                 if not self._overlap:
                     self.wait(bucket)
                 elif self._travelling is not None and bucket.storage.grads_pass:
-                    self._travelling.wait_for_sum()  # two have memory at a time
+                    self._travelling.wait_for_sum()  # only two buckets of gradients have memory at a time
             self._travelling = bucket
 
     def wait(self, bucket: Bucket) -> None:
@@ -147,16 +153,14 @@ class GradReduce:
 
     @contextmanager
     def freed_after(self) -> Iterator[None]:
-        """Free the step's sums behind whoever uses them, and if that fails, too: the next step would take them for its
-        own.
-        """
+        """Free the step's sums after the block, even if it fails: the next step would otherwise use them as its own."""
         try:
             yield
         finally:
             self.reset()
 
     def discard(self) -> None:
-        """Forget a step, and the gradients that a backward which failed has left."""
+        """Drop the step's gradients, including those that a failed backward has left in `param.grad`."""
         for _, param in self._params():
             param.grad = None
         for bucket in self._buckets:
@@ -164,10 +168,10 @@ class GradReduce:
         self.reset()
 
     def reset(self) -> None:
-        """Expect the next step's buckets, and free the sums: the step has used them, or its backward has failed.
+        """Free the sums and expect the next step's: the step has used them, or its backward has failed.
 
-        What a failed backward has launched is finished first: left alone, its sum would be written by a later wait,
-        over the gradients of the next attempt.
+        Sums that a failed backward has launched are finished first. Otherwise a later wait would write them over the
+        gradients of the next attempt.
         """
         self._expect_sums()
         for bucket in self._buckets:
@@ -183,8 +187,10 @@ class GradReduce:
 
     @staticmethod
     def _on_grad(grad_reduce: weakref.ref[GradReduce], name: str, param: Tensor) -> None:
-        """The ready hook. It must not hold what holds the parameter: torch never frees such a cycle (2.13), nor with it
-        the buffers and process groups of an engine that was dropped.
+        """Hand a ready gradient to its bucket; the hook of each parameter.
+
+        The hook holds the engine weakly. torch (2.13) never frees a cycle from a parameter through its hook, and with
+        it would keep the buffers and process groups of a dropped engine.
         """
         self = grad_reduce()
         if self is None:
@@ -212,8 +218,11 @@ class GradReduce:
 
 
 def refuse_second_engine(model: nn.Module) -> None:
-    """Raises: ValueError if the model is or was another engine's: of two the first to run would rob the other; or if a
-    parameter that is to be trained has a gradient already, which the first step would add.
+    """Refuse a model that belongs or belonged to another engine, or whose trained parameters already have gradients.
+
+    Two engines on one model would rob each other: the hook that runs first takes the gradient away from the other one.
+    A gradient that is already there would be added by the first step.
+    Raises: ValueError naming the parameter.
     """
     for name, param in model.named_parameters():
         if param.requires_grad and param.grad is not None:
