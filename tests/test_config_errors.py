@@ -207,11 +207,7 @@ def test_missing_keys_are_listed_with_an_example() -> None:
             changed(optimizer={"groups": [{"pattern": "x", "lr_facto": 2}]}),
             "optimizer.groups[0].lr_facto: unknown key, got 2; did you mean optimizer.groups[0].lr_factor?",
         ),
-        (
-            changed(checkpoint={"verify_interval": 50}),
-            "checkpoint.verify_interval: got 50, but this is checkpoint.replica_check_interval today; write "
-            "replica_check_interval = 50 under [checkpoint]",
-        ),
+        (changed(optimizer={"eps": 1e-6}), "optimizer.eps: unknown key, got 1e-06; write it under [optimizer.adamw]"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(tree: Tree, want: str) -> None:

@@ -177,51 +177,34 @@ def test_the_lines_are_told_once_by_the_first_rank(capsys, monkeypatch, tmp_path
     assert load_config(write(tmp_path / "shown.toml", shown)) == load_config(path, overrides)
 
 
-def listed_before(config: Config) -> str:
-    """How an effective configuration was written before: every key, those of each optimizer and rule in one table."""
-    tables = config.model_dump()
-    del tables["plugins"], tables["model"]["family"]
-    optimizer, precision = tables["optimizer"], tables["precision"]
-    optimizer |= {"betas": [0.9, 0.95], "eps": 1e-8, "momentum": 0.9, "momentum_form": "gradient"}
-    optimizer |= {"decoupled_weight_decay": False} | optimizer.pop(config.optimizer.name)
-    del optimizer["state_dtype"]  # there was none
-    scale = {"growth_factor": 2.0, "backoff_factor": 0.5, "consecutive_hysteresis": False, "margin": 4.0}
-    scale |= dict.fromkeys(["init_scale", "growth_interval", "hysteresis", "min_scale", "max_scale"])
-    scale |= precision["loss_scale"]
-    precision |= {"loss_scale": scale.pop("rule")} | scale
-    text = ""
-    for name, keys in tables.items():
-        text += f"[{name}]\n" + lines({key: value for key, value in keys.items() if value is not None})
-        text += "".join(f"# {key} is not set\n" for key, value in keys.items() if value is None) + "\n"
-    return text
-
-
 def lines(keys: Tree) -> str:
     return "".join(f"{key} = {value_text(value)}\n" for key, value in keys.items())
 
 
-def test_an_older_effective_configuration_loads_and_an_edited_newer_one_is_checked(tmp_path: Path) -> None:
-    now = load_config(QUICKSTART, ["precision.dtype=bf16"])
-    before = listed_before(now).replace("# init_scale is not set", "init_scale = 16777216.0")
-    assert "init_scale = 16777216.0" in before
-    assert "momentum = 0.9" in before
-    path = write(tmp_path / "config.toml", before)
-    assert load_config(path) == now
-    assert load_config(path, ["optimizer.name=nag"]).optimizer.name == "nag"
-    edited = write(tmp_path / "edited.toml", config_to_toml(now).replace('name = "adamw"', 'name = "nag"'))
-    assert load_config(edited).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
-    write(edited, edited.read_text().replace("betas = [0.9, 0.95]", "betas = [0.8, 0.95]"))
+def test_defaults_of_an_effective_configuration_are_no_choice_and_an_edit_is(
+    tmp_path: Path,
+) -> None:
+    shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16"]))
+    path = write(tmp_path / "config.toml", shown.replace('name = "adamw"', 'name = "nag"'))
+    assert load_config(path).optimizer.name == "nag"  # AdamW's keys stand there with their defaults
+    write(path, path.read_text().replace("betas = [0.9, 0.95]", "betas = [0.8, 0.95]"))
     with pytest.raises(ConfigError, match=r"optimizer\.adamw: got \{ betas"):
-        load_config(edited)
+        load_config(path)
 
 
-def test_an_older_effective_configuration_and_a_newer_one_say_the_same() -> None:
-    now = load_config(QUICKSTART, ["precision.dtype=bf16"])
-    before = listed_before(now).replace("# init_scale is not set", "init_scale = 16777216.0")
-    assert effective_tables(before) == effective_tables(config_to_toml(now))
-    without = before.replace('packing = "none"\n', "")
-    assert without != before
-    assert effective_tables(without) == effective_tables(before)  # older than a key
+def test_another_choice_on_top_of_an_effective_configuration_has_its_own_defaults(tmp_path: Path) -> None:
+    scaled = {"precision": {"dtype": "fp16", "loss_scale": {"rule": "dynamic", "hysteresis": 3}}}
+    path = write(tmp_path / "config.toml", config_to_toml(config_from_dict(changed(**scaled))))
+    config, dropped = told(path, "precision.loss_scale.rule=megatron")
+    scale = dict(config.precision.loss_scale)
+    assert (scale["init_scale"], scale["growth_interval"], scale["hysteresis"], dropped) == (2.0**32, 1000, 3, [])
+
+
+def test_an_effective_configuration_from_before_a_key_came_says_the_same() -> None:
+    shown = config_to_toml(load_config(QUICKSTART, ["precision.dtype=bf16"]))
+    without = shown.replace('packing = "none"\n', "")
+    assert without != shown
+    assert effective_tables(without) == effective_tables(shown)
     for text, name in (("x = 1", "x, which is no table"), ("[model", "Expected")):
         with pytest.raises(ValueError, match=name):
             effective_tables(text)

@@ -419,7 +419,7 @@ def test_where_a_configuration_lies_says_whether_it_imports_and_not_its_text(her
         (run / beside).rmdir()
     (run / "checkpoints").mkdir()
     assert "toy_plugin" not in sys.modules
-    mine = bare + "# min_lr is not set\n"
+    mine = bare + "# valid: not set\n"
     assert load_config(_write(here, "job.toml", mine), steady).precision.loss_scale.rule == "steady"
     assert "toy_plugin" in sys.modules
     load_config(_write(run, "mine.toml", named), steady)  # which no run writes

@@ -18,13 +18,11 @@ from megamix.config.problems import (
     ConfigError,
     dropped_line,
     explain,
-    explain_moved,
     explain_unread,
     nearest,
     one_line,
     short,
 )
-from megamix.config.renamed import migrate_keys
 from megamix.config.sections import SECTIONS, Config
 from megamix.config.toml_text import MOST_LEVELS, TooDeepError, parse_toml, parse_value
 from megamix.config.unread import Unread, drop_other_choices, drop_unread, is_set, with_defaults, without_defaults
@@ -34,9 +32,8 @@ MOST_BYTES = 256 * 1024  # of a file and its bases: over two thousand token file
 MOST_FILES = 32  # from a file down to its last base
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
 _WRITER_S = 3.0  # until which somebody must have opened a named pipe for writing
-# How an effective configuration lists keys that are not set, of which there is always one, data.split or data.valid;
-# with "is", before it left out what is not read.
-_NOT_SET = re.compile(r"^# \w+(:| is) not set$", re.MULTILINE)
+# How an effective configuration lists keys that are not set, of which there is always one: data.split or data.valid.
+_NOT_SET = re.compile(r"^# \w+: not set$", re.MULTILINE)
 _OF_A_RUN = ("metrics.jsonl", "checkpoints", "status.json")  # what lies beside the config.toml of a run
 
 
@@ -46,7 +43,6 @@ class Layer(NamedTuple):
     name: str
     tree: dict[str, Any]
     is_saved: bool = False  # an effective configuration, which a run has written
-    lists_all: bool = False  # also keys that nobody chose: one of before
     imports: bool = True  # the modules that it names: it does not lie in a run's folder, to which others may write
 
 
@@ -80,7 +76,7 @@ def config_from_dict(*trees: Mapping[str, Any]) -> Config:
 
 
 def toml_tables(text: str) -> Tree:
-    """Return a saved configuration as it was written, section by section, with the names that its keys have now.
+    """Return a saved configuration as it was written, section by section.
 
     Raises: ValueError if the text is no TOML, or not made of tables; the message goes on with "the configuration".
     """
@@ -96,12 +92,12 @@ def toml_tables(text: str) -> Tree:
     for name, keys in tables.items():
         if not isinstance(keys, dict) and name != "plugins":
             raise ValueError(f"holds {one_line(name)}, which is no table")
-    return migrate_keys(tables)[0]
+    return tables
 
 
 def effective_tables(text: str) -> Tree:
-    """Return what an effective configuration says, for comparing two: the keys that are read, and for all others, which
-    one written earlier may list and another one need not know, their defaults.
+    """Return what an effective configuration says, for comparing two: the keys that are read, and the defaults of all
+    others, which a file that was written before a key came need not know.
 
     Raises: ValueError, as `toml_tables`.
     """
@@ -111,8 +107,7 @@ def effective_tables(text: str) -> Tree:
 
 def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[[str], None]) -> Config:
     unimported = _import_plugins(layers)  # first, for they know the defaults of what was saved
-    layers, moved = _migrated(layers)
-    problems = [*problems, *moved]
+    layers = [_without_saved_defaults(layer) for layer in layers]
     if unimported:
         raise ConfigError([*problems, unimported], source)  # the names that it would have registered are no mistakes
     tree = _merged(layers)
@@ -131,17 +126,9 @@ def _build(layers: list[Layer], problems: list[str], source: str, say: Callable[
     return config
 
 
-def _migrated(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
-    """The layers with the names that their keys have now, and what a user is told of those that had others."""
-    migrated, problems = [], []
-    for layer in layers:
-        said, moved = migrate_keys(layer.tree)
-        if layer.is_saved:
-            said = without_defaults(Config, said)
-        else:
-            problems += [explain_moved(*item) for item in moved]
-        migrated.append(layer._replace(tree=said))
-    return migrated, problems
+def _without_saved_defaults(layer: Layer) -> Layer:
+    """A layer as it is, but a run's effective configuration without the defaults that it lists: nobody chose them."""
+    return layer._replace(tree=without_defaults(Config, layer.tree)) if layer.is_saved else layer
 
 
 def _merged(layers: Sequence[Layer]) -> Tree:
@@ -164,7 +151,7 @@ def _errors(tree: Tree) -> list[ErrorDetails]:
 
 def _is_refused(item: Unread, origin: int, layers: Sequence[Layer]) -> bool:
     """Whether a key that is not read stands beside what makes it so, or above it."""
-    return not layers[origin].lists_all and origin >= max(_origin(key, layers) for key in item.deciders)
+    return origin >= max(_origin(key, layers) for key in item.deciders)
 
 
 def _import_plugins(layers: Sequence[Layer]) -> str:
@@ -233,8 +220,7 @@ def _read_layers(path: Path, imports: bool) -> list[Layer]:
         tree = _parse(text, what)
         base = tree.pop("base", None)
         imports = imports and not _is_of_a_run(path)
-        not_set = {found[1] for found in _NOT_SET.finditer(text)}
-        layers.insert(0, Layer(str(path), tree, bool(not_set), " is" in not_set, imports))
+        layers.insert(0, Layer(str(path), tree, bool(_NOT_SET.search(text)), imports))
         if base is None:
             return layers
         if not isinstance(base, str) or not base:

@@ -81,13 +81,6 @@ def explain_unread(item: Unread, tree: Mapping[str, Any]) -> str:
     )
 
 
-def explain_moved(key: str, value: object, now: Mapping[str, object]) -> str:
-    """Return the line that refuses a key by the name that it had before."""
-    write = " and ".join(f"{new.rpartition('.')[2]} = {short(said)}" for new, said in now.items())
-    table = next(iter(now)).rpartition(".")[0]
-    return f"{key}: got {short(value)}, but this is {' and '.join(now)} today; write {write} under [{table}]"
-
-
 def dropped_line(item: Unread, tree: Mapping[str, Any], source: str) -> str:
     """Return the line that tells of a key that was meant for another setting than the one that holds."""
     return f"{item.key} = {short(item.value)} of {one_line(source)} is not read where {_decision(item, tree)}: dropped"

@@ -202,19 +202,6 @@ def test_what_the_code_of_now_does_not_take_is_refused_and_stays(data, run, name
     assert checkpoints(run / "run/checkpoints") == [newest, older]
 
 
-def test_a_run_of_before_a_key_was_renamed_goes_on_without_a_word(data, run, caplog) -> None:
-    renamed = ("replica_check_interval", "verify_interval")
-    newest, _ = checkpoints(run / "run/checkpoints")
-    edit(newest, _in_config(*renamed))
-    file = run / "run/config.toml"
-    file.write_text(file.read_text().replace(*renamed))
-    assert "verify_interval" in file.read_text()
-    start = _start(_config(data, run))
-    assert start.checkpoint is not None
-    assert start.checkpoint.path == newest
-    assert not [line for line in (*start.lines, caplog.text) if "interval" in line]
-
-
 def test_a_field_that_is_there_twice_is_refused(run) -> None:
     newest, _ = checkpoints(run / "run/checkpoints")
     edit(newest, lambda fields: fields["run"]["progress"].update({"cursor@": 40}))
